@@ -1,10 +1,13 @@
 """Random kills of services under load, or none; every answer is compared with the answer of an undisturbed run.
 
-PYTHONPATH=.src python tests/bench/soak.py [--answers 1000] [--kills 100] [--victims gpu_worker] [FLAGS OF SERVE]
+PYTHONPATH=.src python tests/bench/soak.py [--answers 1000] [--kills 100] [--victims gpu_worker] [--roles]
+[FLAGS OF SERVE]
 
 Without flags it is a ring of two mock workers, whose tokens do not depend on KV: a plan that contradicts what came
-before ends one of them, which is counted as `broken`. With `--device cpu --dtype float32` it is the demo model; its
-answers must be equal with `--batch-invariant`, and up to ties, which are counted, without it.
+before ends one of them, which is counted as `broken`. With `--roles` it is two that prefill and two that decode: a plan
+that reads KV of other tokens ends a mock worker too. With `--device cpu --dtype float32` it is the demo model; its
+answers must be equal with `--batch-invariant`, and up to ties, which are counted, without it. At the end no block may
+be in use, and no transfer open.
 """
 
 import argparse
@@ -27,17 +30,22 @@ sys.path.append(str(Path(__file__).parents[1]))  # ties.py
 
 from demo_reference import Reference
 from rig import Server, serve
+from ring_state import left_over, scheduler_stats, wait_for
 from several_choices import Answer, Body, RefusedError, ask, bodies
 
 WHATS = ("answers", "choices", "changed", "ties", "failed")
 VICTIMS = "detokenizer,gpu_worker,scheduler,tokenizer_pool,message_bus"
 MOCK = ("--worker-cls", "mock", "--mock-step-ms", "10")
-RING = ("--data-parallel-size", "2", "--detokenizers", "2", "--tokenizers", "2")
+RING = ("--detokenizers", "2", "--tokenizers", "2")
+UNIFIED = ("--data-parallel-size", "2")
+ROLES = ("--prefill-workers", "2", "--decode-workers", "2", "--decode-prefill-tokens", "0")
 OURS = "blockyard: "
-WORKERS = ("gpu_worker 0", "gpu_worker 1")
+UNIFIED_WORKERS = ("gpu_worker 0", "gpu_worker 1")
+ROLE_WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 ANSWER_S = 300.0  # after which an answer is lost
 MOST_SHOWN = 5
 TELL_EVERY = 100  # answers
+COUNTED = ("preemptions", "transfers_landed", "transfers_aborted")
 
 
 @dataclass
@@ -55,15 +63,18 @@ class Tally:
 
 
 class Soak:
-    def __init__(self, server: Server, asked: list[Body], reference: Reference | None) -> None:
+    def __init__(
+        self, server: Server, workers: tuple[str, ...], asked: list[Body], reference: Reference | None
+    ) -> None:
         """`reference`: judges answers that differ."""
         self.tally = Tally()
-        self._server, self._asked, self._reference = server, asked, reference
+        self._server, self._workers, self._asked, self._reference = server, workers, asked, reference
         self._expected: list[Answer] = []
         self._next: Iterator[int] = itertools.count()
         self._is_over = False
 
     async def run(self, num_answers: int, num_streams: int, kills: int, victims: list[str]) -> None:
+        await wait_for(self._server, self._workers)
         timeout, connector = aiohttp.ClientTimeout(ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             for body in self._asked:
@@ -128,7 +139,7 @@ class Soak:
         """Workers that are not in the ring, or have done fewer steps than `least_steps`."""
         async with session.get(f"{self._server.url}/ring") as answer:
             members = {m["name"]: m["stats"]["steps_total"] for m in (await answer.json())["members"] if m["ready"]}
-        return {name for name in WORKERS if members.get(name, 0) < least_steps}
+        return {name for name in self._workers if members.get(name, 0) < least_steps}
 
 
 def _first_difference(expected: list[int], got: list[int]) -> int:
@@ -136,9 +147,12 @@ def _first_difference(expected: list[int], got: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), -1)
 
 
-async def preemptions(server: Server) -> int:
-    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
-        return int((await answer.json())["totals"]["preemptions_total"])
+async def last_look(server: Server, workers: tuple[str, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """Counters since the scheduler's start, and what is left when all answers have ended and all workers are back."""
+    await wait_for(server, workers)
+    left = await left_over(server)
+    stats = await scheduler_stats(server)
+    return {name: stats[f"{name}_total"] for name in COUNTED}, left
 
 
 def main() -> int:
@@ -149,20 +163,23 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=40, help="of each choice")
     parser.add_argument("--bodies", type=int, default=60)
+    parser.add_argument("--roles", action="store_true", help="workers that prefill and workers that decode")
     args, flags = parser.parse_known_args()
+    workers, layout = (ROLE_WORKERS, ROLES) if args.roles else (UNIFIED_WORKERS, UNIFIED)
     is_mock = "--device" not in flags
     is_exact = is_mock or "--batch-invariant" in flags
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        with serve("demo", *(MOCK if is_mock else ()), *RING, *flags, log=log) as server:
-            soak = Soak(server, bodies(args.bodies, args.tokens), None if is_exact else Reference())
+        with serve("demo", *(MOCK if is_mock else ()), *RING, *layout, *flags, log=log) as server:
+            soak = Soak(server, workers, bodies(args.bodies, args.tokens), None if is_exact else Reference())
             asyncio.run(soak.run(args.answers, args.streams, args.kills, args.victims.split(",")))
-            num_preempted = asyncio.run(preemptions(server))
+            counters, left = asyncio.run(last_look(server, workers))
         broken = log.read_text("utf-8", "replace").count("PlanError:")
-    print(f"{soak.tally}; {num_preempted:,} preemptions since the scheduler's start, {broken} broken plans")
+    counted = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counters.items())
+    print(f"{soak.tally}; {broken} broken plans; since the scheduler's start {counted}; left over: {left or 'nothing'}")
     print(f"{time.monotonic() - began:.0f} s, flags: {' '.join(flags) or 'none'}")
-    return bool(soak.tally.counts["changed"] or soak.tally.counts["failed"] or broken)
+    return bool(soak.tally.counts["changed"] or soak.tally.counts["failed"] or broken or left)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,23 @@ through the real links, and it ends with a PlanError if a plan reads a block wit
 import asyncio
 import os
 import signal
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 from kv_peers import needs_nixl
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Server, completion, serve
+from ring_state import left_over, read_ring, scheduler_stats, wait_for
 from several_choices import KINDS, Answer, Body, ask, bodies
 
 ROLES = ("--prefill-workers", "2", "--decode-workers", "2", "--decode-prefill-tokens", "0")
 MOCK = ("demo", "--worker-cls", "mock", "--mock-step-ms", "5")
 SLOW = ("--pd-faults", "delay=150ms")  # so that a kill finds transfers under way
-WORKERS = ("prefill 0", "prefill 1", "decode 0", "decode 1")
-LEFT = ("running", "waiting", "arriving", "transfers_open", "blocks_quarantined", "blocks_used")
+WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 NUM_STREAMS = 12
-HEARTBEAT_S = 0.7  # counters are at most so old
 
 
 CONNECTORS = {
@@ -52,41 +49,6 @@ def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert "PlanError" not in log.read_text("utf-8", "replace")
 
 
-async def members(server: Server) -> list[dict[str, Any]]:
-    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
-        found: list[dict[str, Any]] = (await answer.json())["members"]
-        return found
-
-
-async def wait_for(server: Server, names: tuple[str, ...]) -> None:
-    """Until all these workers are ready. The ring is ready with its first worker."""
-    deadline = time.monotonic() + 40
-    while True:
-        ready = {m["name"] for m in await members(server) if m["ready"]}
-        if all(f"gpu_worker {name}" in ready for name in names):
-            break
-        assert time.monotonic() < deadline, ready
-        await asyncio.sleep(0.1)
-    await asyncio.sleep(0.3)  # the scheduler attaches the last one
-
-
-async def totals(server: Server) -> dict[str, int]:
-    (stats,) = [m["stats"] for m in await members(server) if m["role"] == "scheduler"]
-    return dict(stats)
-
-
-async def left_over(server: Server) -> dict[str, int]:
-    """Counts that are not 0 when all answers have ended."""
-    await asyncio.sleep(HEARTBEAT_S)
-    deadline = time.monotonic() + 20
-    while True:
-        counts = await totals(server)
-        left = {name: counts[name] for name in LEFT if counts[name]}
-        if not left or time.monotonic() > deadline:
-            return left
-        await asyncio.sleep(0.1)
-
-
 def requests(first: int = 0) -> list[Body]:
     """Streams of one choice with prompts of 2 to 10 blocks, and requests with several choices."""
     plain = [
@@ -108,17 +70,17 @@ async def run(server: Server, asked: list[Body], victim: str = "", after_s: floa
 
 def test_answers_are_those_of_unified_workers(ring: Server, unified: Server) -> None:
     expected = asyncio.run(run(unified, requests()))
-    before = asyncio.run(totals(ring))["transfers_landed_total"]
+    before = asyncio.run(scheduler_stats(ring))["transfers_landed_total"]
     assert asyncio.run(run(ring, requests())) == expected
     assert asyncio.run(left_over(ring)) == {}
-    assert asyncio.run(totals(ring))["transfers_landed_total"] - before >= NUM_STREAMS
+    assert asyncio.run(scheduler_stats(ring))["transfers_landed_total"] - before >= NUM_STREAMS
 
 
 def test_an_operator_sees_roles_and_transfers(ring: Server, request: pytest.FixtureRequest) -> None:
     asyncio.run(run(ring, requests(first=5000)))
     assert asyncio.run(left_over(ring)) == {}
-    roles = {m["name"]: m["kv_role"] for m in asyncio.run(members(ring)) if m["kv_role"]}
-    assert roles == {f"gpu_worker {name}": name.partition(" ")[0] for name in WORKERS}
+    roles = {m["name"]: m["kv_role"] for m in asyncio.run(read_ring(ring))["members"] if m["kv_role"]}
+    assert roles == {name: name.split(" ")[1] for name in WORKERS}
     with urllib.request.urlopen(f"{ring.url}/metrics", timeout=20) as answer:
         text = answer.read().decode()
     samples = [
@@ -138,12 +100,12 @@ def test_an_operator_sees_roles_and_transfers(ring: Server, request: pytest.Fixt
 def test_a_kill_during_transfers_changes_no_answer(ring: Server, unified: Server, victim: str) -> None:
     asked = requests(first=100 * (1 + len(victim)))  # no cache holds these prompts, so all are sent
     expected = asyncio.run(run(unified, asked))
-    before = asyncio.run(totals(ring))
+    before = asyncio.run(scheduler_stats(ring))
     assert asyncio.run(run(ring, asked, victim)) == expected
     asyncio.run(wait_for(ring, WORKERS))
     assert asyncio.run(left_over(ring)) == {}
     if victim.startswith(("prefill", "decode")):
-        assert asyncio.run(totals(ring))["transfers_aborted_total"] > before["transfers_aborted_total"]
+        assert asyncio.run(scheduler_stats(ring))["transfers_aborted_total"] > before["transfers_aborted_total"]
 
 
 def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Server) -> None:
@@ -171,6 +133,6 @@ def test_lost_delayed_and_corrupt_transfers_change_no_answer(unified: Server, tm
         asyncio.run(wait_for(server, WORKERS))
         assert asyncio.run(run(server, asked)) == expected
         assert asyncio.run(left_over(server)) == {}
-        counts = asyncio.run(totals(server))
+        counts = asyncio.run(scheduler_stats(server))
     assert counts["transfers_landed_total"] > 300 and counts["transfers_aborted_total"] > 0
     assert "PlanError" not in log.read_text("utf-8", "replace")
