@@ -12,6 +12,7 @@ import torch
 
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that there is
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
 
 
 class _Handle(ctypes.Structure):
@@ -28,7 +29,10 @@ class CudaDriver:
         library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(pointer), _Handle, ctypes.c_uint]
         library.cuIpcCloseMemHandle.argtypes = [pointer]
         library.cuMemGetAddressRange_v2.argtypes = [ctypes.POINTER(pointer), ctypes.POINTER(size), pointer]
-        library.cuMemcpyDtoH_v2.argtypes = [void, pointer, size]
+        library.cuStreamCreate.argtypes = [ctypes.POINTER(void), ctypes.c_uint]
+        library.cuMemcpyDtoHAsync_v2.argtypes = [void, pointer, size, void]
+        library.cuStreamSynchronize.argtypes = [void]
+        library.cuStreamDestroy_v2.argtypes = [void]
         library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
     def start_of(self, address: int) -> int:
@@ -55,9 +59,15 @@ class CudaDriver:
         self._check(self._library.cuIpcCloseMemHandle(address), "cuIpcCloseMemHandle")
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """Copies device memory to the host. Waits for the copy."""
-        buffer = ctypes.create_string_buffer(num_bytes)
-        self._check(self._library.cuMemcpyDtoH_v2(buffer, address, num_bytes), "cuMemcpyDtoH")
+        """Copies device memory to the host. Waits for the copy alone: cuMemcpyDtoH would wait for all steps in flight,
+        whose stream is CUDA's default one."""
+        buffer, stream, library = ctypes.create_string_buffer(num_bytes), ctypes.c_void_p(), self._library
+        self._check(library.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
+        try:
+            self._check(library.cuMemcpyDtoHAsync_v2(buffer, address, num_bytes, stream), "cuMemcpyDtoHAsync")
+            self._check(library.cuStreamSynchronize(stream), "cuStreamSynchronize")
+        finally:
+            library.cuStreamDestroy_v2(stream)
         return buffer.raw
 
     def _check(self, code: int, call: str) -> None:

@@ -63,18 +63,20 @@ def test_another_process_gets_the_blocks(bus: BusConfig, peer: Peer, connector: 
         link.close()
 
 
-def test_blocks_leave_while_the_gpu_computes_and_nothing_waits(bus: BusConfig, peer: Peer) -> None:
+def test_a_link_opens_and_blocks_leave_while_the_gpu_computes(bus: BusConfig, peer: Peer) -> None:
     settings = {"bind": bus.bind, "num_blocks": NUM_BLOCKS, "device": "cuda", "blocks": TARGETS}
     with process("receive", **settings) as receiver:
-        link = peer.sender(receiver.wait("bound", 60), "cuda_ipc")
-        link.begin(1, 1)
-        poll_until(link, lambda: link.connector == "cuda_ipc")
+        endpoint = receiver.wait("bound", 60)
         x = torch.randn(8192, 8192, device="cuda")
         torch.cuda.synchronize()
         for _ in range(200):
             x = x @ x / 128
         computed = torch.cuda.Event()
         computed.record()
+        link = peer.sender(endpoint, "cuda_ipc")
+        link.begin(1, 1)
+        poll_until(link, lambda: link.connector == "cuda_ipc")
+        assert not computed.query(), "the link has not waited for the products"
         link.write(1, SOURCES, TARGETS, range(LARGE.num_layers))
         poll_until(link, lambda: link.open_transfers() == {})
         assert not computed.query(), "the copy has not waited for the products"
