@@ -149,8 +149,15 @@ class TransferReceiver:
         self._transfers.revoke(number, sender_stopped)
 
     def poll(self) -> list[IncomingEvent]:
-        """Receives frames, starts landings, sends frames. Returns landed blocks and ended transfers, in order."""
-        self._own.poll()
+        """Receives frames, starts landings, sends frames. Returns landed blocks and ended transfers, in order.
+
+        A frame with which this worker fails unexpectedly closes its link, and steps go on. A transfer whose landing
+        cannot be reported stays open, and its blocks reserved.
+        """
+        try:
+            self._own.poll()
+        except Exception:
+            log.exception("KV blocks have landed")
         for _ in range(MAX_MESSAGES_A_TURN):
             if not readable(self.socket):
                 break
@@ -198,7 +205,12 @@ class TransferReceiver:
         elif len(parts) > 2 or (payload is not None and not isinstance(frame, BlocksWritten)):
             self.drops.count(DropReason.WRONG_SIZE, f"{type(frame).__name__} in {len(parts)} parts")
         else:
-            self._handle(link, frame, payload)
+            try:
+                self._handle(link, frame, payload)
+            except Exception as e:
+                log.exception("KV link of %x", link.sender)
+                self._refuse(link.sender, link.route, f"an error of the receiver: {type(e).__name__}: {e}")
+                self._lose(link)
 
     def _handle(self, link: _Link, frame: LinkFrame, payload: memoryview | None) -> None:
         match frame:

@@ -145,7 +145,18 @@ class SenderLink:
         self._transfers.abort(number, reason)
 
     def poll(self) -> list[SenderEnded]:
-        """Receives frames, starts copies, sends frames of complete ones. Returns the transfers that have ended."""
+        """Receives frames, starts copies, sends frames of complete ones. Returns the transfers that have ended.
+
+        An unexpected error closes the link: its transfers fail, and the worker's steps go on.
+        """
+        try:
+            self._advance()
+        except Exception as e:
+            log.exception("KV link to %x", self.receiver)
+            self._lose(f"an error of this worker: {type(e).__name__}: {e}")
+        return self._transfers.take_events()
+
+    def _advance(self) -> None:
         self._own.poll()
         if not self.closed:
             self._receive()
@@ -160,7 +171,6 @@ class SenderLink:
                 self._lose("this worker's KV memory is another one now")
         self._start_writes()
         self._send()
-        return self._transfers.take_events()
 
     def close(self) -> None:
         """Aborts all transfers and closes the link. Waits some milliseconds for copies in flight."""
@@ -230,7 +240,13 @@ class SenderLink:
         if self._writer is None or not self.connector:
             return
         while not self.closed and (write := self._transfers.next_write()) is not None:
-            if not self._writer.try_start(write, self._written, self._transfers.on_failed):
+            try:
+                is_started = self._writer.try_start(write, self._written, self._transfers.on_failed)
+            except ValueError as e:
+                log.error("KV transfer %d: %s", write.number, e)
+                self._transfers.on_failed(write, str(e))
+                continue
+            if not is_started:
                 self._transfers.not_started(write)
                 return
 

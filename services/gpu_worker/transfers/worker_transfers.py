@@ -192,7 +192,8 @@ class WorkerTransfers:
     def send(self, send: KVSend, stored: StoredLayers | None = None) -> None:
         """Sends blocks in layers of a step that runs; None: in all layers, of a complete step.
 
-        A part of a transfer that has ended or was aborted is ignored, and answered again.
+        A part of a transfer that has ended or was aborted is ignored, and answered again. An unexpected error, for
+        example of memory for the link, ends the transfer: the step goes on.
         """
         memory, number = self._memory, send.transfer
         if memory is None or number in self._ended_sends:
@@ -205,8 +206,10 @@ class WorkerTransfers:
                 memory.senders.write(send, stored.layers, stored.is_stored)
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", number, e)
-            if not memory.senders.abort(number, str(e)):
-                self._remember_send(number, is_complete=False)
+            self._refuse_send(memory, number, e)
+        except Exception as e:
+            log.exception("KV transfer %d", number)
+            self._refuse_send(memory, number, e)
 
     def on_gone(self, worker: int) -> None:
         if self._memory is not None:
@@ -267,6 +270,10 @@ class WorkerTransfers:
             if not is_complete:
                 log.info("KV transfer %d is not complete: %s %s", sent.number, sent.outcome, sent.detail)
             self._remember_send(sent.number, is_complete)
+
+    def _refuse_send(self, memory: _Memory, number: int, error: Exception) -> None:
+        if not memory.senders.abort(number, str(error)):
+            self._remember_send(number, is_complete=False)
 
     def _end_receive(self, memory: _Memory, number: int, landed: list[int], failed: list[int]) -> None:
         frame = memory.receives.pop(number)

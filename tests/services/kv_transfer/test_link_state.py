@@ -4,8 +4,10 @@ import threading
 import time
 
 import msgspec
+import pytest
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
 
+from blockyard.services.kv_transfer.connectors.mapped import MappedWriter
 from blockyard.services.kv_transfer.protocol.frames import LinkHello, LinkReady, ToSender, Transfer, WritesAllowed
 from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
@@ -124,3 +126,55 @@ def test_open_transfers_after_the_sender_attaches_again(pair: Pair) -> None:
     assert pair.ended[2].outcome is Received.LANDED
     assert (pair.target.blocks[:, [3, 4]] == pair.source.blocks[:, [8, 9]]).all()
     assert pair.receiver.open_transfers() == [] and pair.sender.open_transfers() == {}
+
+
+def test_an_unexpected_error_of_a_sender_ends_its_transfers_and_its_next_link_works(
+    peers: tuple[Peer, Peer], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    pair = Pair(*peers, "shm")
+    pair.begin(1, [4])
+    pair.sender.write(1, [1], [4], ALL, fails)
+    pair.until(lambda: 1 in pair.sent)
+    assert pair.sent[1].outcome is Sent.LINK_LOST and "illegal memory access" in pair.sender.closed
+    assert "Traceback" in caplog.text
+    pair.sender = pair.source.sender(pair.receiver.endpoint)
+    pair.until(lambda: 1 in pair.ended)
+    pair.begin(2, [5])
+    pair.sender.write(2, [2], [5], ALL)
+    pair.until(lambda: 2 in pair.ended)
+    assert pair.ended[1].outcome is not Received.LANDED and pair.ended[2].outcome is Received.LANDED
+    pair.close()
+
+
+def test_an_unexpected_error_of_a_receiver_closes_the_link(
+    peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise KeyError(1)
+
+    pair = Pair(*peers, "tcp")
+    pair.begin(1, [4])
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.receiver._transfers, "on_sums", fails)
+        pair.sender.write(1, [1], [4], ALL)
+        pair.until(lambda: bool(pair.sender.closed))
+    assert "an error of the receiver: KeyError: 1" in pair.sender.closed and "Traceback" in caplog.text
+    pair.until(lambda: 1 in pair.ended)
+    assert pair.ended[1].outcome is not Received.LANDED
+    pair.close()
+
+
+def test_a_copy_of_blocks_that_the_receiver_does_not_have_is_aborted(peers: tuple[Peer, Peer]) -> None:
+    pair = Pair(*peers, "shm")
+    pair.until(lambda: pair.sender.connector != "")
+    pair.begin(1, [4])
+    writer = pair.sender._writer
+    assert isinstance(writer, MappedWriter)
+    writer._num_blocks = 4  # its memory became smaller
+    pair.sender.write(1, [1], [4], ALL)
+    pair.until(lambda: 1 in pair.sent and 1 in pair.ended)
+    assert pair.sent[1].outcome is Sent.ABORTED and not pair.sender.closed
+    pair.close()

@@ -13,6 +13,7 @@ from kv_workers import GEOMETRY, NUM_BLOCKS, KVWorker, bus_at, plan_of, send_to,
 
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.transfers import sender_links
+from blockyard.services.kv_transfer import sender_link
 from blockyard.services.kv_transfer.layout import as_text
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.shared.bus.poller import Poller
@@ -173,6 +174,25 @@ def test_frames_that_cannot_be_served_are_answered_as_ended(workers: tuple[KVWor
     a.send(send_to(b.geometry, B, 6, [1], [4]))
     until(lambda: 6 in a.ended and 6 in b.ended, a, b)
     assert len(b.ended[6]) == 1 and b.landed[6] == [4]
+
+
+def test_an_unexpected_error_ends_a_send_and_not_the_worker(
+    workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    a, b = workers
+    b.receive(1, A, [4])
+    with monkeypatch.context() as patch:
+        patch.setattr(sender_link, "open_blocks", fails)
+        a.send(send_to(b.geometry, B, 1, [1], [4]))
+    a.turn()
+    assert a.ended == {1: [KVSendEnded(A, 1, False)]} and a.transfers.num_open == 0
+    b.receive(2, A, [5])
+    a.send(send_to(b.geometry, B, 2, [1], [5]))
+    until(lambda: 2 in b.ended, a, b)
+    assert b.landed[2] == [5]
 
 
 def test_workers_with_other_layouts_do_not_exchange_blocks(make: Callable[..., KVWorker]) -> None:
