@@ -54,9 +54,11 @@ class GroupQueue:
     unfinished: list[RoutedSequence] = field(default_factory=list)  # waiting and in prefill
     backlog: int = 0  # their prompt tokens that are still to be scheduled
     num_blocks: int = 0  # that `entries` will take
+    counted_in: int = 0  # round of the router in which the counts were brought up to date
 
-    def refresh(self) -> None:
-        """Brings the counts up to date before sequences are routed: plans were built since."""
+    def refresh(self, number: int) -> None:
+        """Brings the counts up to date: plans were built since. `number`: the round of the router."""
+        self.counted_in = number
         self.entries = [routed for routed in self.entries if routed.waits]
         self.num_blocks = sum(routed.num_blocks for routed in self.entries)
         known = [(routed, left) for routed in self.unfinished if (left := routed.left(self.group))]

@@ -36,7 +36,8 @@ class Router:
         self._waiting, self._policy = waiting, waiting.policy
         self._groups, self._acceptance, self._handovers = groups, acceptance, handovers
         self._queues: dict[int, GroupQueue] = {}
-        self._used: dict[int, GroupQueue] = {}  # the ones with sequences that wait or are in prefill
+        self._nonempty: dict[int, GroupQueue] = {}  # the ones in which sequences may wait
+        self._round = 0  # number of calls of `route`
         self._is_bypassed = False  # groups take any sequence, whatever their role
 
     def requeue_all(self) -> None:
@@ -48,14 +49,15 @@ class Router:
     def route(self) -> list[WorkerGroup]:
         """Moves waiting sequences to group queues while there is room. Returns the groups that got any."""
         self._is_bypassed = False
+        self._round += 1
         chosen = self._queue_arrived() if self._handovers.arrived else []
         if len(self._groups) < 2 or self._next() is None:
             return chosen
-        for worker, queue in list(self._used.items()):
-            queue.refresh()
+        for worker, queue in list(self._nonempty.items()):
+            queue.refresh(self._round)
             self._requeue_stalled(queue)
-            if not queue.unfinished:
-                del self._used[worker]
+            if not queue.entries:
+                del self._nonempty[worker]
         if self.roles.is_active:
             while (sequence := self._next()) is not None and (placement := self.roles.place(sequence)) is not None:
                 self._add(placement.queue, sequence, placement.num_tokens, placement.num_blocks)
@@ -96,7 +98,7 @@ class Router:
     def remove_group(self, group: WorkerGroup) -> None:
         """Requeues the sequences of a lost group."""
         queue = self._queues.pop(group.worker, None)
-        self._used.pop(group.worker, None)
+        self._nonempty.pop(group.worker, None)
         if queue is not None:
             queue.requeue(self._waiting, self._handovers)
 
@@ -119,9 +121,12 @@ class Router:
         return sequence
 
     def _queue_of(self, group: WorkerGroup) -> GroupQueue:
+        """Its counts are up to date. Of many groups only some are compared in a round, and only these are counted."""
         queue = self._queues.get(group.worker)
         if queue is None:
             queue = self._queues[group.worker] = GroupQueue(group)
+        elif queue.unfinished and queue.counted_in != self._round:
+            queue.refresh(self._round)
         return queue
 
     def _best(self, queues: list[GroupQueue], sequence: Sequence) -> tuple[GroupQueue, int, int] | None:
@@ -155,7 +160,7 @@ class Router:
     def _add(self, queue: GroupQueue, sequence: Sequence, num_tokens: int, num_blocks: int) -> None:
         key = self._policy.key(sequence)
         self._waiting.hold(sequence)
-        self._used[queue.group.worker] = queue
+        self._nonempty[queue.group.worker] = queue
         queue.add(
             RoutedSequence(sequence, sequence.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent)
         )
@@ -165,4 +170,4 @@ class Router:
         sent = queue.group.plan_clock.last_sent
         if queue.entries and sent - min(routed.since for routed in queue.entries) > MAX_PLANS_WAITED:
             queue.requeue(self._waiting, self._handovers)
-            queue.refresh()
+            queue.refresh(self._round)

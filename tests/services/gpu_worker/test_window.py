@@ -53,7 +53,7 @@ class Poisoned(CoreLoop):
         for group in self.core._groups.attached.values():  # none until the worker has answered
             self.most_used = max(self.most_used, group.kv_cache.blocks.num_used)
             with torch.inference_mode():
-                memory[:, group.kv_cache.blocks.uncached._free] = 1e4
+                memory[:, group.kv_cache.blocks.uncached.free_ids()] = 1e4
 
 
 def expected(folder: Path) -> list[list[int]]:

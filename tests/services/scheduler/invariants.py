@@ -120,12 +120,12 @@ def check_blocks(core: Scheduler, group: WorkerGroup) -> None:
     assert len(pending) == pool.uncached.num_pending
     check_free_queue(index.free_queue, group.plan_clock)
     cached = [block for block, _ in blocks_in_order(index.free_queue)]
-    places = pool.uncached._free + pending + cached + list(held)
+    places = pool.uncached.free_ids() + pending + cached + list(held)
     assert sorted(places) == list(range(pool.num_ids)), "a block is lost or in two places"
     assert pool.num_free + pool.num_pending + pool.num_used == pool.num_ids
     assert pool.num_used == len(held)
     assert {b: n for n, b in index._block_of.items()} == index._hash_of
-    assert set(cached) <= index._hash_of.keys() <= set(places) - {*pool.uncached._free}
+    assert set(cached) <= index._hash_of.keys() <= set(places) - {*pool.uncached.free_ids()}
     check_host(group)
 
 
@@ -153,7 +153,7 @@ def check_host(group: WorkerGroup) -> None:
     """Each host block is in one place, and each save of the next plan has its hash and its host block."""
     host = group.kv_cache.blocks.host
     pending = [i for _, ids in host._ids._pending for i in ids]
-    assert sorted(host._ids._free + pending + list(host._block_of.values())) == list(range(host.num_ids))
+    assert sorted(host._ids.free_ids() + pending + list(host._block_of.values())) == list(range(host.num_ids))
     for save in host.saves:
         assert host.get(save.block_hash) == save.host
         assert host._copied_by[save.host] > group.plan_clock.last_sent
@@ -249,7 +249,7 @@ def check(core: Scheduler) -> None:
         pending = [i for _, ids in group.slots._pending for i in ids]
         assert len(pending) == group.slots.num_pending
         used = [running.slot for running in group.running]
-        assert sorted(group.slots._free + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
+        assert sorted(group.slots.free_ids() + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
         check_blocks(core, group)
         check_decode_batch(group)
         for running in group.running:
