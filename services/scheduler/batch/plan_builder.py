@@ -53,7 +53,7 @@ class PlanRecord:
 
     def matches(self, token_ids: bytes) -> bool:
         """Whether there is a token for each run, or none at all."""
-        return len(token_ids) in {0, ID_BYTES * len(self.runs)}
+        return not token_ids or len(token_ids) == ID_BYTES * len(self.runs)
 
 
 class PlanBuilder:

@@ -209,8 +209,8 @@ class KVCacheManager:
         """A plan was sent that fills these blocks, and that copies others, which `allocate` has kept for it."""
         if copy_sources:
             self.blocks.release(copy_sources, ())  # not free before the plan's result
-        for block_hash, block in new_hashes.items():
-            self.blocks.index.insert(block, block_hash)
+        if new_hashes:
+            self.blocks.index.insert_each(list(new_hashes.values()), list(new_hashes))
 
     def mark_block_full(self, running: RunningSequence) -> None:
         """A result says that a sequence has computed up to `next_hash_at`: its next block is full."""

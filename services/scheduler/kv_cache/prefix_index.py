@@ -53,6 +53,14 @@ class PrefixIndex:
         else:
             self.new = hashed
 
+    def insert_each(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """As `insert` for each of them. No block or hash is there twice."""
+        if self.has_none(hashes):  # the usual case, at C speed
+            self.insert_all(blocks, hashes)
+            return
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            self.insert(block, block_hash)
+
     def insert(self, block: int, block_hash: bytes) -> bool:
         """Caches a block under a hash, for plans that are not sent yet. False if another block has this hash."""
         if self._block_of.setdefault(block_hash, block) != block:

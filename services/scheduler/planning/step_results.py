@@ -63,9 +63,11 @@ class StepResults:
             tokens = token_ids[begin : begin + len(rows)] or array("I", [NO_TOKEN]) * len(rows)
             begin += len(rows)
             places = _indexes(tokens, NO_TOKEN)
-            places |= {rows.slots.index(slot) for slot in record.detached_slots if slot in rows.slots}
-            record.detach_rows(rows, places)
-            singles += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
+            if record.detached_slots:
+                places |= {rows.slots.index(slot) for slot in record.detached_slots if slot in rows.slots}
+            if places:
+                record.detach_rows(rows, places)
+                singles += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
             self._apply_rows(rows.without(places) if places else rows, tokens, result.stamp_s)
         singles += [(run.slot, token) for run, token in zip(record.runs[begin:], token_ids[begin:], strict=False)]
         for slot, token in singles:

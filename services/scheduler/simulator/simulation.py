@@ -59,7 +59,7 @@ class Simulation:
             for _ in range(num_workers):
                 self._add_worker(self.geometries[role])
         self._hop_s, self._turn_s = config.cost.hop_s, config.cost.turn_s
-        self._arrivals = iter(zip(requests, frames(requests, settings.names[0]), strict=True))
+        self._arrivals = zip(requests, frames(requests, settings.names[0], config.block_size), strict=True)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []  # time, order, what happens
         self._num_pushed = 0
         self._quiet_since = 0.0
@@ -156,9 +156,10 @@ class Simulation:
             self._arrive()
 
     def _happen(self) -> None:
-        while self._events and self._events[0][0] <= self.now:
+        events, now = self._events, self.now
+        while events and events[0][0] <= now:
             self.num_events += 1
-            when, _, happen = heapq.heappop(self._events)
+            when, _, happen = heapq.heappop(events)
             happen(when)
 
     def _advance(self) -> None:

@@ -1,11 +1,13 @@
 """Traces: JSON lines of requests with arrival times, and the Generate frames made from them."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from hashlib import shake_128
 from pathlib import Path
 
 import msgspec
 
+from blockyard.shared.block_hashes import HASH_BYTES
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import ChoiceState, Generate, Sampling, TextOptions
 
@@ -55,30 +57,34 @@ def read_trace(path: Path) -> list[TraceRequest]:
     return sorted(found, key=lambda request: request.arrival_s)
 
 
-def frames(requests: Iterable[TraceRequest], model: str) -> list[Generate]:
-    """Ids of the requests, and the seeds by which a worker recognizes them, are their indexes."""
+def frames(requests: Iterable[TraceRequest], model: str, block_size: int) -> Iterator[Generate]:
+    """Ids of the requests, and the seeds by which a worker recognizes them, are their indexes.
+
+    Block hashes come with them, as from the tokenizer, but each prompt takes only one or two calls of a hash function.
+    """
     groups: dict[str, int] = {}
-    made = []
     for serial, request in enumerate(requests):
         shared = 0
         if request.prefix_group:
             shared = request.prompt_tokens if request.prefix_tokens is None else request.prefix_tokens
         group = groups.setdefault(request.prefix_group, len(groups))
         own = struct.pack("I", PROMPT_IDS + serial) * (request.prompt_tokens - shared)
-        made.append(
-            Generate(
-                str(serial),
-                0,
-                model,
-                struct.pack("I", GROUP_IDS + group) * shared + own,
-                b"",
-                Sampling(
-                    request.max_tokens or request.output_tokens, seed=serial, ignore_eos=request.max_tokens is None
-                ),
-                TextOptions(),
-                [ChoiceState(i) for i in range(request.n)],
-                priority=request.priority,
-                tenant=request.tenant,
-            )
+        num_shared = shared // block_size
+        yield Generate(
+            str(serial),
+            0,
+            model,
+            struct.pack("I", GROUP_IDS + group) * shared + own,
+            _hashes(f"group {group}", num_shared)
+            + _hashes(f"request {serial}", request.prompt_tokens // block_size - num_shared),
+            Sampling(request.max_tokens or request.output_tokens, seed=serial, ignore_eos=request.max_tokens is None),
+            TextOptions(),
+            [ChoiceState(i) for i in range(request.n)],
+            priority=request.priority,
+            tenant=request.tenant,
         )
-    return made
+
+
+def _hashes(beginning: str, count: int) -> bytes:
+    """Hashes of `count` blocks. More blocks of the same beginning have the same ones first."""
+    return shake_128(beginning.encode()).digest(HASH_BYTES * count) if count else b""

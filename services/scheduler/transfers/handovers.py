@@ -11,6 +11,7 @@ blocks.
 """
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,9 +146,8 @@ class Handovers:
             return []
         end = min(running.num_scheduled_tokens, running.prefill_end) // group.kv_cache.block_size
         self._now = now
-        first = last = handover.num_sent
-        while last < len(handover.positions) and handover.positions[last] < end:
-            last += 1
+        first = handover.num_sent
+        last = bisect_left(handover.positions, end, first)
         if first == last:
             return []
         assert handover.positions[first] >= running.table.num_freed, "a block outside the window is sent"
@@ -224,13 +224,15 @@ class Handovers:
         self._forget(sequence, handover)
         target = self._groups.attached[handover.target]
         pool, landed = target.kv_cache.blocks, handover.landed
-        known = [
-            (block, h) for block, h in zip(handover.target_blocks, handover.hashes, strict=True) if block in landed
-        ]
-        pool.land([block for block, _ in known], [block_hash for _, block_hash in known])
+        blocks, hashes = handover.target_blocks, handover.hashes
+        is_whole = landed.issuperset(blocks)
+        if not is_whole:
+            hashes = [block_hash for block, block_hash in zip(blocks, hashes, strict=True) if block in landed]
+            blocks = [block for block in blocks if block in landed]
+        pool.land(blocks, hashes)
         pool.release(handover.held, ())
         self._groups.mark_dirty([target])
-        if self._settings.fails and len(known) < len(handover.target_blocks):
+        if self._settings.fails and not is_whole:
             self._end_unlanded(sequence)
             return
         self._wait(sequence)

@@ -142,7 +142,7 @@ def test_the_report_has_every_chart_and_tenant() -> None:
 
 
 def test_frames_name_tenants_and_priorities() -> None:
-    (frame,) = frames([ask(0.0, 4, 2, tenant="t", priority=-3, n=2, max_tokens=9)], "m")
+    (frame,) = frames([ask(0.0, 4, 2, tenant="t", priority=-3, n=2, max_tokens=9)], "m", 16)
     assert (frame.tenant, frame.priority, len(frame.choices), frame.sampling.max_tokens) == ("t", -3, 2, 9)
     assert len(frame.prompt_ids) == 16
 
