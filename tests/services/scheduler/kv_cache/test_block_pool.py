@@ -1,9 +1,14 @@
 """Blocks that transfers hold or reserve."""
 
+import random
+
 import pytest
 
+from blockyard.services.scheduler.kv_cache import block_pool
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.plan_pacer import PlanClock
+
+from ..invariants import blocks_in_order
 
 
 @pytest.fixture
@@ -79,3 +84,40 @@ def test_open_transfers_of_a_new_worker_hold_blocks_with_and_without_contents(po
     assert pool.num_free == 1
     pool.release([1, 3], ())
     assert pool.num_free == 3
+
+
+def random_pool(seed: int) -> tuple[object, ...]:
+    """What is free, cached and held, in order, after prompts with shared beginnings have come and gone."""
+    rng, plan_clock = random.Random(seed), PlanClock()
+    pool = BlockPool(400, 4, plan_clock)
+    held: list[tuple[list[int], list[bytes]]] = []
+    for step in range(300):
+        if held and rng.random() < 0.5:
+            blocks, hashes = held.pop(rng.randrange(len(held)))
+            pool.release(blocks, hashes)
+        elif (count := rng.randrange(1, 90)) <= pool.num_free // 2:
+            chain = rng.randrange(6)
+            hashes = [bytes([chain, 0 if i < 40 else step % 100, i]) * 6 for i in range(count)]
+            found = pool.index.find(hashes, count)
+            pool.share(found)
+            blocks = found + pool.take(count - len(found))
+            if rng.random() < 0.6:
+                pool.index.insert_each(blocks[len(found) :], hashes[len(found) :])
+            held.append((blocks, hashes[: rng.randrange(len(found), count + 1)]))
+            if rng.random() < 0.3:  # a transfer reads them too
+                pool.share(blocks)
+                held.append((blocks, []))
+        if rng.random() < 0.5:
+            plan_clock.on_sent(plan_clock.last_sent + 1)
+        elif plan_clock.last_completed < plan_clock.last_sent:
+            plan_clock.on_completed(plan_clock.last_completed + 1)
+            pool.free_pending()
+    index = pool.index
+    return pool.uncached.free_ids(), blocks_in_order(index.free_queue), index._hash_of, index.new, pool._holders
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_blocks_are_released_as_few_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_bulk = random_pool(seed)
+    monkeypatch.setattr(block_pool, "MANY_BLOCKS", 1000)
+    assert in_bulk == random_pool(seed)

@@ -11,6 +11,7 @@ from blockyard.services.scheduler.simulator.simulation import Simulation, StuckE
 from blockyard.services.scheduler.simulator.trace import frames, read_trace
 from blockyard.services.scheduler.simulator.worker import Pace
 from blockyard.shared import charts
+from blockyard.shared.block_hashes import split_hashes
 from blockyard.shared.config.services.simulation import CostModel
 from blockyard.shared.errors import ConfigError
 
@@ -145,6 +146,19 @@ def test_frames_name_tenants_and_priorities() -> None:
     (frame,) = frames([ask(0.0, 4, 2, tenant="t", priority=-3, n=2, max_tokens=9)], "m", 16)
     assert (frame.tenant, frame.priority, len(frame.choices), frame.sampling.max_tokens) == ("t", -3, 2, 9)
     assert len(frame.prompt_ids) == 16
+
+
+def test_simulated_prompts_share_the_hashes_of_the_blocks_that_they_share() -> None:
+    asked = [
+        ask(0.0, 100, 1, prefix_group="a", prefix_tokens=50),
+        ask(0.0, 80, 1, prefix_group="a"),
+        ask(0.0, 80, 1, prefix_group="b"),
+        ask(0.0, 15, 1),
+    ]
+    one, two, three, short = (split_hashes(frame.block_hashes) for frame in frames(asked, "m", 16))
+    assert [len(one), len(two), len(three), len(short)] == [6, 5, 5, 0]
+    assert one[:3] == two[:3], "48 of the 50 tokens fill blocks"
+    assert len({*one, *two, *three}) == 6 + 2 + 5
 
 
 def test_traces_are_checked_line_by_line(tmp_path: Path) -> None:
