@@ -5,18 +5,20 @@ While steps are in flight it polls links and runner in turn, because a wait insi
 
 import logging
 import threading
+import time
 from array import array
 
 from blockyard.services.gpu_worker.counters import Counters
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, SleepModeRunner, WorkerLinks
 from blockyard.services.gpu_worker.session import SchedulerSession
 from blockyard.shared.errors import DeviceError
-from blockyard.shared.messages import NO_TOKEN, SlotResult, StepResult
+from blockyard.shared.messages import NO_TOKEN, KVLanded, SlotResult, StepResult
 
 log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 0.5
 CHORE_POLL_S = 0.1  # idle time before the runner does background work
+LANDED_POLL_S = 0.003  # after a KV transfer has landed: its plan follows within about a millisecond
 TRANSFER_POLL_S = 0.001  # while a KV transfer waits for room on a link, which no socket reports
 
 
@@ -28,6 +30,7 @@ class Worker:
         self.session = SchedulerSession(links, runner, transfers)
         self._has_chores = True  # the runner may have background work
         self._wait_s = CHORE_POLL_S  # before the next piece of background work
+        self._plan_due_s = 0.0  # until this time a plan for landed blocks is expected
         self.counters = Counters(links, runner.geometry.num_blocks, transfers)
 
     def run(self, stopped: threading.Event) -> None:
@@ -81,11 +84,18 @@ class Worker:
             self._answer(done)
 
     def _move_blocks(self, transfers: KVTransfers) -> bool:
-        """Polls KV transfers. Returns whether some are open: the runner does no background work meanwhile."""
-        self.session.answer_transfers(transfers.poll())
+        """Polls KV transfers. Returns whether some are open, or one has just landed: the runner does no background work
+        meanwhile."""
+        answers = transfers.poll()
+        self.session.answer_transfers(answers)
+        if answers and any(isinstance(it, KVLanded) and it.is_ended and it.blocks for it in answers):
+            self._plan_due_s = time.monotonic() + LANDED_POLL_S
+        if transfers.needs_polling or time.monotonic() < self._plan_due_s:
+            self._wait_s = 0.0  # a wait would wake up later
+            return True
         if not transfers.num_open:
             return False
-        self._wait_s = 0.0 if transfers.needs_polling else TRANSFER_POLL_S if transfers.busy else CHORE_POLL_S
+        self._wait_s = TRANSFER_POLL_S if transfers.busy else CHORE_POLL_S
         return True
 
     def _answer(self, done: CompletedPlan) -> None:

@@ -4,11 +4,12 @@ import threading
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from fake_links import FakeLinks
 
 from blockyard.services.gpu_worker import service
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
-from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, TRANSFER_POLL_S, Worker
+from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, LANDED_POLL_S, TRANSFER_POLL_S, Worker
 from blockyard.shared.bus.member_list import Event, Gone
 from blockyard.shared.messages import (
     Attach,
@@ -284,6 +285,24 @@ def test_how_long_the_loop_waits_while_transfers_are_open_without_chores() -> No
     busy, calm_s = TRANSFER_POLL_S, CHORE_POLL_S
     assert links.waits == [CHORE_POLL_S, busy, busy, 0.0, calm_s, calm_s, IDLE_POLL_S, IDLE_POLL_S]
     assert log == ["chore", "close"], "a chore only once the transfer had ended"
+
+
+def test_the_loop_does_not_wait_for_the_plan_of_blocks_that_have_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, now = list[object](), 100.0
+    monkeypatch.setattr(service.time, "monotonic", lambda: now)
+    transfers = Transfers(log)
+
+    def land() -> None:
+        transfers.answers.append(KVLanded(ME, 5, [1, 2], [], True))
+
+    def later() -> None:
+        nonlocal now
+        now += LANDED_POLL_S
+
+    links = PolledLinks([land, None, later, None])
+    Worker(links, Runner(log), transfers).run(links.stopped)
+    assert links.waits == [CHORE_POLL_S, 0.0, 0.0, IDLE_POLL_S, IDLE_POLL_S]
+    assert log == ["chore", "close"], "a chore only after the plan was due"
 
 
 def test_transfers_are_closed_and_answered_at_the_end() -> None:
