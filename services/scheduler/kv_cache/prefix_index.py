@@ -29,6 +29,8 @@ class PrefixIndex:
         """The blocks of the first `most` hashes, up to the first one that is not cached."""
         found: list[int] = []
         end = min(most, len(hashes))
+        if not end or self.get(hashes[0]) is None:  # the usual case where many groups are compared
+            return found
         block_of = self._block_of.__getitem__
         try:  # in slices: a long prompt is looked up at C speed, and an unknown one stops at the first slice
             for first in range(0, end, FIND_AT_ONCE):
