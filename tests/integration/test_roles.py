@@ -43,7 +43,8 @@ def unified() -> Iterator[Server]:
 @pytest.fixture(scope="module", params=WAYS)
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("ring") / "log"
-    with serve(*MOCK, *ROLES, *SLOW, "--kv-transfer-config", CONNECTORS[request.param], log=log) as server:
+    flags = (*ROLES, *SLOW, "--kv-transfer-config", CONNECTORS[request.param], "--enable-sleep-mode")
+    with serve(*MOCK, *flags, log=log) as server:
         asyncio.run(wait_for(server, WORKERS))
         yield server
     assert "PlanError" not in log.read_text("utf-8", "replace")
@@ -106,6 +107,23 @@ def test_a_kill_during_transfers_changes_no_answer(ring: Server, unified: Server
     assert asyncio.run(left_over(ring)) == {}
     if victim.startswith(("prefill", "decode")):
         assert asyncio.run(scheduler_stats(ring))["transfers_aborted_total"] > before["transfers_aborted_total"]
+
+
+def test_workers_that_sleep_and_wake_up_during_transfers_change_no_answer(ring: Server, unified: Server) -> None:
+    async def sleep_and_wake() -> list[Answer]:
+        answers = asyncio.create_task(run(ring, asked))
+        async with aiohttp.ClientSession() as session:
+            while not (await scheduler_stats(ring))["transfers_open"]:
+                assert not answers.done(), "it comes too late to mean anything"
+            for path in ("/sleep?level=1", "/wake_up", "/sleep?level=2", "/wake_up"):
+                async with session.post(f"{ring.url}{path}") as answer:
+                    assert answer.status == 200, await answer.text()
+        return await answers
+
+    asked = requests(first=700)
+    expected = asyncio.run(run(unified, asked))
+    assert asyncio.run(sleep_and_wake()) == expected
+    assert asyncio.run(left_over(ring)) == {}
 
 
 def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Server) -> None:

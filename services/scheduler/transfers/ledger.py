@@ -34,7 +34,6 @@ class TransferEnd:
         """The worker begins anew, and may still use these blocks."""
         self.worker, self.blocks, self.state = worker, blocks, EndState.ABORTED
         self.has_answered, self.is_gone, self.is_held, self.last_plan = False, False, True, 0
-        self.has_lost_link = False
 
     def detach(self, is_lost: bool) -> None:
         """The group of the worker is dropped."""

@@ -461,7 +461,10 @@ def test_if_all_links_fail_the_prompts_are_not_sent() -> None:
 @pytest.mark.parametrize("when", ["computing", "arriving"])
 def test_a_cancel_reaches_both(when: str) -> None:
     it = Pair()
-    it.submit("a", 22)
+    prompt = [*range(9, 31)]
+    it.submit("cached", 10, prompt=prompt[:10])  # the target has its blocks, and holds them for the next request
+    it.finish()
+    it.submit("a", 22, prompt=prompt)
     if when == "computing":
         it.world.work(it.source)
         it.world.work(it.source)
