@@ -43,6 +43,8 @@ OURS = "blockyard: "
 UNIFIED_WORKERS = ("gpu_worker 0", "gpu_worker 1")
 ROLE_WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 ANSWER_S = 300.0  # after which an answer is lost
+RUNS_S = 35.0  # between two kills of one that requests need to be accepted: after 30 s it is restarted without delay
+NEEDED = ("scheduler", "message_bus")  # gateways refuse requests when a model was away for 5 s
 MOST_SHOWN = 5
 TELL_EVERY = 100  # answers
 COUNTED = ("preemptions", "transfers_landed", "transfers_aborted")
@@ -71,6 +73,7 @@ class Soak:
         self._server, self._workers, self._asked, self._reference = server, workers, asked, reference
         self._expected: list[Answer] = []
         self._next: Iterator[int] = itertools.count()
+        self._spared_until = dict.fromkeys(NEEDED, 0.0)
         self._is_over = False
 
     async def run(self, num_answers: int, num_streams: int, kills: int, victims: list[str]) -> None:
@@ -129,11 +132,15 @@ class Soak:
             idle = await self._idle_workers(session, rng.randrange(5, 60))
             titles = self._server.children()  # a starting process has its command line as title
             names = {title.removeprefix(OURS): pid for title, pid in titles.items() if title.startswith(OURS)}
-            found = [name for name in names if any(v in name for v in victims) and name not in idle]
+            now = time.monotonic()
+            spared = {name for name, until in self._spared_until.items() if now < until}
+            found = [name for name in names if any(v in name for v in victims) and name not in idle | spared]
             if found:
                 name = rng.choice(sorted(found))
                 os.kill(names[name], signal.SIGKILL)
                 self.tally.killed[name] += 1
+                if name in NEEDED:
+                    self._spared_until[name] = now + RUNS_S
 
     async def _idle_workers(self, session: aiohttp.ClientSession, least_steps: int) -> set[str]:
         """Workers that are not in the ring, or have done fewer steps than `least_steps`."""
