@@ -21,7 +21,7 @@ from several_choices import KINDS, Answer, Body, ask, bodies
 
 ROLES = ("--prefill-workers", "2", "--decode-workers", "2", "--decode-prefill-tokens", "0")
 MOCK = ("demo", "--worker-cls", "mock", "--mock-step-ms", "5")
-SLOW = ("--pd-faults", "delay=150ms")  # so that a kill finds transfers under way
+SLOW = ("--pd-faults", "delay=300ms")  # so that a kill finds transfers under way
 WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 NUM_STREAMS = 12
 
