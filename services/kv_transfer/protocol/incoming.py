@@ -292,9 +292,7 @@ class IncomingTransfers:
         it = self._open.get(frame.number)
         if it is None or it.transfer.sender != sender:
             self._drop_unknown(it, frame.number, "stop")
-        elif not it.is_allowed:
-            self.drops.count(DropReason.NOT_ALLOWED, f"stop of transfer {frame.number}")
-        else:
+        else:  # also before WritesAllowed: a sender that gives up sends it right behind its hello
             self._begin_end(it, Received.ABORTED, frame.reason, has_stopped=True)
 
     def take_frames(self) -> list[tuple[int, LinkFrame]]:

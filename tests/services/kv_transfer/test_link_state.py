@@ -48,6 +48,15 @@ def test_a_sender_is_busy_while_frames_or_copies_wait_for_room(pair: Pair) -> No
     assert not pair.sender.busy and not pair.receiver.busy
 
 
+def test_a_send_that_is_aborted_before_the_link_is_open_ends_on_both_sides(pair: Pair) -> None:
+    """Its `Stopped` reaches the receiver right behind the hello, before any permission to write."""
+    pair.begin(1, [1])
+    pair.sender.write(1, [1], [1], ALL)
+    pair.sender.abort(1, "given up")
+    pair.until(lambda: 1 in pair.ended and 1 in pair.sent)
+    assert pair.ended[1].outcome is Received.ABORTED and pair.sent[1].outcome is Sent.ABORTED
+
+
 def test_a_receiver_is_busy_while_a_link_is_full_and_loses_no_frame(peers: tuple[Peer, Peer]) -> None:
     """The sender reads nothing, until the queues of both sides are full."""
     source, target = peers
