@@ -117,7 +117,7 @@ class SchedulerSession:
         if peer != self._scheduler:
             self._links.answer(peer, Fenced(peer))
         elif self._transfers is None:
-            log.error("%s came to a worker without KV transfers", type(frame).__name__)
+            self._deny_transfer(peer, frame)
         elif isinstance(frame, KVAudit):
             self.answer_transfers(self._transfers.poll())  # first: what is not in the list has ended
             still_open = self._transfers.open_transfers()
@@ -129,6 +129,19 @@ class SchedulerSession:
             self._transfers.abort(frame)
         elif self._next > 0:  # otherwise it was sent before OutOfStep arrived
             self._transfers.receive(frame)
+
+    def _deny_transfer(self, peer: int, frame: KVReceive | KVAbort | KVAudit) -> None:
+        """No transfer is open here. The scheduler keeps blocks in quarantine until that is said."""
+        me = self._links.me.incarnation
+        match frame:
+            case KVReceive():
+                log.error("KVReceive came to a worker without KV transfers")
+                self._links.answer(peer, KVLanded(me, frame.transfer, [], [], True))
+            case KVAbort(number, is_source):
+                ended = KVSendEnded(me, number, False) if is_source else KVLanded(me, number, [], [], True)
+                self._links.answer(peer, ended)
+            case KVAudit():
+                self._links.answer(peer, KVOpenTransfers(me, frame.number))
 
     def _take(self, peer: int, plan: StepPlan) -> None:
         if plan.scheduler != self._scheduler:

@@ -236,12 +236,28 @@ def test_transfers_end_before_the_memory_is_freed() -> None:
     assert log[-1] == KVAbort(1), "it is answered also asleep"
 
 
-def test_a_worker_without_transfers_takes_no_part() -> None:
-    links, log = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w")), list[object]()
-    it = Worker(links, Runner(log))
+def worker_without_transfers() -> tuple[Worker, FakeLinks]:
+    links = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w"))
+    it = Worker(links, Runner([]))
     it.session.handle(OLD, Attach(OLD, 9, 1))
+    return it, links
+
+
+def test_a_worker_without_transfers_says_that_each_has_ended() -> None:
+    it, links = worker_without_transfers()
+    for frame in (RECEIVE, KVAbort(4), KVAbort(5, True), KVAudit(3)):
+        it.session.handle(OLD, frame)
+    assert links.answered[1:] == [
+        (OLD, KVLanded(ME, RECEIVE.transfer, [], [], True)),
+        (OLD, KVLanded(ME, 4, [], [], True)),
+        (OLD, KVSendEnded(ME, 5, False)),
+        (OLD, KVOpenTransfers(ME, 3)),
+    ]
+
+
+def test_a_worker_without_transfers_ignores_sends_and_other_workers() -> None:
+    it, links = worker_without_transfers()
     assert links.answered == [(OLD, Attached(ME, OLD, GEOMETRY))]
-    it.session.handle(OLD, RECEIVE)
     it.session.handle(OTHER, Gone(Member("other", Role.GPU_WORKER, OTHER, "ipc://o")))
     it.session.handle(OLD, plan(1, SEND))
     it.step()
