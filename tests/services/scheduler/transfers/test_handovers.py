@@ -285,6 +285,29 @@ def test_the_target_of_several_sequences_dies_while_blocks_arrive() -> None:
     assert it.world.core.stats().transfers_landed_total == 1
 
 
+def test_a_sequence_that_lacks_a_block_of_the_targets_window_is_not_handed_over() -> None:
+    """It starts at token 22 behind its sibling, with tokens 20 to 22, and the target would go on at token 20."""
+    it = Pair(P, D, D, window=2, prefix_caching=False, max_num_batched_tokens=23)
+    it.submit("a", 22, n=2)
+    it.prefill()
+    target = next(w for w in it.workers[1:] if it.frames(KVReceive, w))
+    first, second = it.sequence("a"), it.sequence("a", 1)
+    for _ in range(30):
+        if not second.outputs:
+            it.world.work(target)
+            it.world.move(it.source.incarnation)
+            it.notify()
+    assert second.num_tokens == 23 < first.num_tokens
+    it.world.kill(target.incarnation)  # both are to be computed again, and decoded by the other group
+    for _ in range(8):
+        it.world.work(it.source)
+    assert first.phase is Phase.ARRIVING
+    assert second.phase is Phase.RUNNING and second.handover is None
+    (start,) = [start for start in it.starts(it.source) if start.num_computed]
+    assert start.num_computed == 22
+    it.finish()
+
+
 def test_a_request_for_one_token_needs_no_transfer() -> None:
     it = Pair()
     it.submit("a", 22, max_tokens=1)
