@@ -54,7 +54,8 @@ test-gpu: test-ready
 	$(RUN) -m pytest -q -p no:benchmark -n 8 --dist loadfile tests/kernels tests/services/gpu_worker tests/services/kv_transfer
 
 # The scheduler's property tests with many more histories than in `make test`: about an hour.
-PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/test_block_copies.py
+PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/test_block_copies.py \
+	services/scheduler/transfers/test_transfer_properties.py
 test-long: test-ready
 	$(RUN) -m pytest -q -n 2 --dist loadfile --hypothesis-profile=long -o timeout=7200 $(PROPERTIES:%=tests/%)
 	$(RUN) tests/bench/bench_properties.py

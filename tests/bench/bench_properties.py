@@ -1,5 +1,7 @@
 """A million steps of the scheduler through random histories, the invariants checked after each; by hand.
 
+Every other history is one of groups with roles.
+
 PYTHONPATH=.src python tests/bench/bench_properties.py [STEPS] [FIRST_SEED]
 """
 
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for token_rows, which the fake
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # for fake_links
 
 from tests.services.scheduler.program import BYTES_PER_STEP, SHAPES, Program
+from tests.services.scheduler.transfers.transfer_program import TRANSFER_SHAPES, WORKERS, TransferProgram
 from tests.services.scheduler.world import Shape
 
 EVENTS = 420
@@ -25,9 +28,10 @@ def main(num_steps: int, seed: int) -> int:
     logging.disable(logging.CRITICAL)  # deaths of workers, by the thousand
     began, counted, failed, told = time.monotonic(), Counter[str](), False, 0
     while counted["steps"] < num_steps:
-        rng = random.Random(seed)
-        shape = Shape(**{name: rng.choice(values) for name, values in SHAPES.items()})
-        program = Program(shape)
+        rng, has_roles = random.Random(seed), seed % 2
+        shapes = TRANSFER_SHAPES if has_roles else SHAPES
+        shape = Shape(**{name: rng.choice(values) for name, values in shapes.items()})
+        program = TransferProgram(shape, rng.choice(WORKERS)) if has_roles else Program(shape)
         try:
             program.run(rng.randbytes(EVENTS * BYTES_PER_STEP))
         except Exception as e:  # noqa: BLE001 -- whatever it is, the seed is what helps
@@ -44,6 +48,7 @@ def main(num_steps: int, seed: int) -> int:
         counted["blocks fetched from there"] += stats.blocks_fetched_total
         counted["blocks copied for forks"] += world.num_copies
         counted["beam searches"] += program.num_searches
+        counted["KV transfers"] += stats.transfers_landed_total
         seed += 1
         counted["seconds"] = round(time.monotonic() - began)
         if counted["steps"] >= told + TELL_EVERY or counted["steps"] >= num_steps:

@@ -40,7 +40,7 @@ from . import fake_transfers
 from .fake_transfers import FakeTransfers
 from .fake_worker import SCHEDULER, FailingKV, FakeWorker, StutteringRunner
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
-from .invariants import EOS, check, check_tokens
+from .invariants import EOS, check, check_group, check_tokens
 from .shape import Shape
 
 SCOPE = "m|main"
@@ -285,7 +285,7 @@ class World:
             elif to in self.gateways:
                 self.gateways[to].take(frame)
         self.num_turns += 1
-        check(self.core)
+        check(self.core, self.num_turns)
 
     def settle(self, max_steps: int = 100_000) -> None:
         """Runs all members until there is nothing left to do."""
@@ -347,6 +347,7 @@ class World:
         assert not self.core._lifecycle.requests
         assert (stats.arriving, stats.transfers_open, stats.blocks_quarantined) == (0, 0, 0)
         for group in self.core._groups.attached.values():
+            check_group(self.core, group)
             assert group.kv_cache.blocks.num_free == group.kv_cache.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids
         for worker in self.workers.values():
