@@ -158,9 +158,9 @@ class Scheduler:
             case Attached() | Slept() | OutOfStep():
                 self._workers.on_message(peer, frame, now)
             case KVOpenTransfers():
-                self._lifecycle.handovers.on_audited(peer, frame, now)
+                self._lifecycle.transfer_notices.on_audited(peer, frame, now)
             case KVLanded() | KVSendEnded():
-                self._lifecycle.handovers.on_message(peer, frame, now)
+                self._lifecycle.transfer_notices.on_message(peer, frame, now)
             case Broken() if peer in self.groups:
                 self._workers.on_broken(self.groups[peer], frame.detail, now)
                 self.on_member_lost(peer)

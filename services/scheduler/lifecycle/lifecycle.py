@@ -10,6 +10,7 @@ from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
+from blockyard.services.scheduler.transfers.notices import TransferNotices
 from blockyard.shared.messages import FinishReason
 
 
@@ -19,6 +20,7 @@ class Lifecycle:
     def __init__(self, policy: Policy, groups: WorkerGroups, outbox: Outbox, transfers: TransferSettings) -> None:
         self.waiting = WaitingQueue(policy)
         self.handovers = Handovers(groups, self.waiting, outbox, transfers, self.fail)
+        self.transfer_notices = TransferNotices(self.handovers, groups, outbox)
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption

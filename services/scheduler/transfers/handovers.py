@@ -10,7 +10,6 @@ in the target, and share its blocks there: see `ParallelSampling`. If it ends be
 blocks.
 """
 
-import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
@@ -22,13 +21,10 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.audit import TransferAudit
-from blockyard.services.scheduler.transfers.failures import FailedBlocks, LinkBackoff
+from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.ledger import Transfer, TransferLedger
-from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVOpenTransfers, KVReceive, KVSend, KVSendEnded
+from blockyard.shared.messages import KVReceive, KVSend
 
-log = logging.getLogger(__name__)
-
-CHECK_S = 0.25  # between checks of leases
 TICKET_BYTES = 16
 NOT_LANDED = "KV blocks of the prompt did not arrive, and kv_load_failure_policy is fail"
 
@@ -53,7 +49,6 @@ class Handovers:
         self.ledger = TransferLedger(groups.scheduler, settings.lease_s)
         self.audit = TransferAudit(self.ledger)
         self.links = LinkBackoff()
-        self._failed_blocks = FailedBlocks()
         self.num_arriving = 0  # sequences
         self.num_inbound: Counter[int] = Counter()  # sequences by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
@@ -61,8 +56,7 @@ class Handovers:
         self._live: dict[Handover, Sequence] = {}
         self._by_transfer: dict[int, Sequence] = {}
         self.arrived: list[tuple[Sequence, int]] = []  # sequences to be seated, and where
-        self._check_at = 0.0
-        self._now = 0.0
+        self.now = 0.0  # as of the last event
 
     @property
     def open_handovers(self) -> list[Handover]:
@@ -77,8 +71,6 @@ class Handovers:
             for one, worker in arrived
             if one.ticket and not one.is_held and one.phase is Phase.WAITING and worker in attached
         ]
-
-    # the way of a sequence
 
     def reserve(self, sequence: Sequence, source: WorkerGroup, target: WorkerGroup) -> bool:
         """Reserves blocks in the target for a sequence that is about to be routed to the source."""
@@ -103,7 +95,7 @@ class Handovers:
         self._live[handover] = sequence
         self.num_inbound[target.worker] += handover.num_sequences
         if self.links.failing:
-            self.links.on_chosen((source.worker, target.worker), self._now)
+            self.links.on_chosen((source.worker, target.worker), self.now)
         return True
 
     def begin(self, group: WorkerGroup, running: RunningSequence) -> None:
@@ -122,7 +114,7 @@ class Handovers:
         transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
         handover.transfer, handover.ticket = transfer.number, self._settings.random_bytes(TICKET_BYTES)
         self._by_transfer[transfer.number] = running.sequence
-        self.audit.on_opened(handover.source, handover.target, self._now)
+        self.audit.on_opened(handover.source, handover.target, self.now)
         geometry = group.geometry
         self._outbox.send_before_plans(
             handover.target,
@@ -145,7 +137,7 @@ class Handovers:
         if transfer is None or transfer.is_aborted or transfer.target.has_answered:
             return []
         end = min(running.num_scheduled_tokens, running.prefill_end) // group.kv_cache.block_size
-        self._now = now
+        self.now = now
         first = handover.num_sent
         last = bisect_left(handover.positions, end, first)
         if first == last:
@@ -214,8 +206,52 @@ class Handovers:
             self._groups.mark_dirty([target])
         transfer = self.ledger.transfers.get(handover.transfer)
         if transfer is not None and handover.landed is None:
-            self.ledger.abort(transfer, self._now)
-            self._apply()
+            self.ledger.abort(transfer, self.now)
+            self.apply()
+
+    def on_overdue(self, transfer: Transfer) -> None:
+        """The lease is over, and the workers are asked. When it is over again, the sequence waits no longer."""
+        sequence = self._by_transfer.get(transfer.number)
+        if sequence is None or sequence.handover is None:
+            return
+        handover = sequence.handover
+        if handover.is_prefilled and handover.was_asked:
+            self.drop(sequence)
+            if self._settings.fails:
+                self._end_unlanded(sequence)
+            else:
+                self._wait(sequence)
+        handover.was_asked = True
+
+    def on_target_detached(self, worker: int) -> None:
+        """A group was dropped, and with it the blocks that were held there."""
+        for handover, sequence in list(self._live.items()):
+            if handover.target == worker:
+                was_arriving = sequence.phase is Phase.ARRIVING
+                self._forget(sequence, handover)
+                if was_arriving:
+                    self._wait(sequence)
+
+    def hashes_of(self, transfer: Transfer) -> dict[int, bytes]:
+        """Hashes of the target blocks; empty if no sequence waits for them any more."""
+        sequence = self._by_transfer.get(transfer.number)
+        if sequence is None or sequence.handover is None:
+            return {}
+        return dict(zip(sequence.handover.target_blocks, sequence.handover.hashes, strict=True))
+
+    def apply(self) -> None:
+        """Called when the ledger has changed: sends its questions, and gives back blocks that no worker uses."""
+        for transfer, end, blocks in self.ledger.take_released():
+            group = self._groups.attached.get(end.worker)
+            sequence = self._by_transfer.get(transfer.number) if end is transfer.target else None
+            if sequence is not None and sequence.handover is not None:
+                sequence.handover.landed = transfer.landed
+                self._seat_landed(sequence, sequence.handover)
+            elif group is not None:
+                group.kv_cache.blocks.release(blocks, ())
+                self._groups.mark_dirty([group])
+        for worker, frame in self.ledger.take_asks():
+            self._outbox.send(worker, frame)
 
     def _seat_landed(self, sequence: Sequence, handover: Handover) -> None:
         """The sequence may go on in the target once its prompt is computed and the transfer has ended there."""
@@ -255,111 +291,3 @@ class Handovers:
     def _wait(self, sequence: Sequence) -> None:
         sequence.on_waiting()
         self._waiting.push(sequence)
-
-    # workers
-
-    def on_message(self, worker: int, frame: KVLanded | KVSendEnded, now: float) -> None:
-        self._now = now
-        known = self.ledger.transfers.get(frame.transfer)
-        was_aborted = known is None or known.is_aborted
-        match frame:
-            case KVLanded(_, number, sender_unreachable=True):
-                transfer = self.ledger.on_sender_unreachable(worker, number, now)
-            case KVLanded(_, number, blocks, failed, is_ended):
-                transfer = self.ledger.on_landed(worker, number, blocks, failed, is_ended, now)
-                if transfer is not None and failed:
-                    self._count_failed(transfer, failed)
-            case KVSendEnded(_, number, is_complete):
-                transfer = self.ledger.on_send_ended(worker, number, is_complete, now)
-        if transfer is not None and not was_aborted:
-            self._count_outcome(transfer)
-        self._apply()
-
-    def _count_failed(self, transfer: Transfer, failed: list[int]) -> None:
-        """A source block that failed twice is cached there no longer, because later requests would send it again."""
-        sequence, source = self._by_transfer.get(transfer.number), self._groups.attached.get(transfer.source.worker)
-        if sequence is None or sequence.handover is None or source is None:
-            return
-        hash_of = dict(zip(sequence.handover.target_blocks, sequence.handover.hashes, strict=True))
-        for block in failed:
-            block_hash = hash_of.get(block)
-            if block_hash is not None and self._failed_blocks.on_failed(source.worker, block_hash):
-                log.warning("worker %x: a KV block failed its checksum twice and is dropped", source.worker)
-                source.kv_cache.drop_cached(block_hash)
-
-    def _count_outcome(self, transfer: Transfer) -> None:
-        """Of a transfer that the scheduler has not given up."""
-        pair = transfer.source.worker, transfer.target.worker
-        if transfer.is_unknown:
-            return
-        if transfer.is_aborted or transfer.num_failed:
-            self.links.on_failed(pair, transfer.number, self.ledger.last_opened, self._now)
-        elif self.links.failing and transfer.has_landed:
-            self.links.on_landed(pair, self._now)
-
-    def on_audited(self, worker: int, frame: KVOpenTransfers, now: float) -> None:
-        """A worker says which transfers are open there."""
-        for number in self.audit.on_answer(worker, frame, now):
-            self._outbox.send(worker, KVAbort(number))
-        self._apply()
-
-    def on_detached(self, worker: int, is_lost: bool) -> None:
-        """A group was dropped, and with it the blocks that were held there."""
-        for handover, sequence in list(self._live.items()):
-            if handover.target == worker:
-                was_arriving = sequence.phase is Phase.ARRIVING
-                self._forget(sequence, handover)
-                if was_arriving:
-                    self._wait(sequence)
-        self.ledger.on_detached(worker, is_lost, self._now)
-        self.links.on_detached(worker, self._now)
-        self.audit.on_detached(worker)
-        self._apply()
-
-    def on_attached(self, group: WorkerGroup, frame: Attached) -> None:
-        """Blocks of transfers that are still open on the worker are held until it says that they have ended."""
-        pairs = zip(frame.open_transfers, frame.open_transfer_blocks, strict=False)
-        for blocks in self.ledger.on_attached(group.worker, dict(pairs), self._now):
-            group.kv_cache.blocks.hold_open(blocks)
-        self._apply()
-
-    def update(self, now: float) -> None:
-        """Called in each step: asks workers about transfers with an expired lease."""
-        self._now = now
-        if now < self._check_at:
-            return
-        self._check_at = now + CHECK_S
-        self.links.update(now)
-        if self.audit.is_due(now):
-            completed = {group.worker: group.plan_clock.last_completed for group in self._groups.attached.values()}
-            for worker, question in self.audit.ask(completed, now):
-                self._outbox.send(worker, question)
-        for transfer in self.ledger.ask_overdue(now):
-            log.warning("KV transfer %d has not ended within its lease: asking its workers", transfer.number)
-            self._count_outcome(transfer)
-            sequence = self._by_transfer.get(transfer.number)
-            handover = sequence.handover if sequence is not None else None
-            if sequence is None or handover is None:
-                continue
-            if handover.is_prefilled and handover.was_asked:
-                self.drop(sequence)
-                if self._settings.fails:
-                    self._end_unlanded(sequence)
-                else:
-                    self._wait(sequence)
-            handover.was_asked = True
-        self._apply()
-
-    def _apply(self) -> None:
-        """Sends the questions of the ledger, and gives back the blocks that no worker uses any more."""
-        for transfer, end, blocks in self.ledger.take_released():
-            group = self._groups.attached.get(end.worker)
-            sequence = self._by_transfer.get(transfer.number) if end is transfer.target else None
-            if sequence is not None and sequence.handover is not None:
-                sequence.handover.landed = transfer.landed
-                self._seat_landed(sequence, sequence.handover)
-            elif group is not None:
-                group.kv_cache.blocks.release(blocks, ())
-                self._groups.mark_dirty([group])
-        for worker, frame in self.ledger.take_asks():
-            self._outbox.send(worker, frame)

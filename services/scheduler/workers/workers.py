@@ -33,9 +33,9 @@ class Workers:
 
         `decode_prefill_tokens`: see `RoleRouter`.
         """
-        self._handovers = lifecycle.handovers
+        self._transfer_notices = lifecycle.transfer_notices
         self.router = Router(
-            lifecycle.waiting, groups.attached, requests.acceptance, self._handovers, decode_prefill_tokens
+            lifecycle.waiting, groups.attached, requests.acceptance, lifecycle.handovers, decode_prefill_tokens
         )
         self.admission_delay = AdmissionDelay(delay_factor)
         self._quarantine = self.admission_delay.quarantine
@@ -80,7 +80,7 @@ class Workers:
             self._requeue(group, is_lost=True)
             self._admission.update_capacity(self._groups.attached.values())
         else:
-            self._handovers.on_detached(member, is_lost=True)
+            self._transfer_notices.on_detached(member, is_lost=True)
         self._controls.on_lost(member)
 
     def attach_again(self, worker: int, now: float) -> None:
@@ -95,9 +95,7 @@ class Workers:
         """Called before sequences are routed: ends the quarantine of requests that survived, and repeats Attach."""
         if self._quarantine.probations:
             self._quarantine.update()
-        handovers = self._handovers
-        if handovers.ledger.transfers or handovers.links.failing or handovers.audit.workers:
-            handovers.update(now)
+        self._transfer_notices.update(now)
         if self._groups.asked:
             for worker in self._groups.attach_overdue(now):
                 self._attach(worker, now)
@@ -128,7 +126,7 @@ class Workers:
         if group is None:
             return
         group.kv_cache.restore(frame)
-        self._handovers.on_attached(group, frame)
+        self._transfer_notices.on_attached(group, frame)
         self.router.roles.set_groups(self._groups.attached.values())
         self._groups.mark_dirty((group,))
         self._admission.update_capacity(self._groups.attached.values())
@@ -139,7 +137,7 @@ class Workers:
         """The sequences of a detached group wait again. With `is_lost` the worker answers no question."""
         level, num_running = logging.WARNING if group.running else logging.INFO, len(group.running)
         log.log(level, "worker %x %s; %d sequences that ran on it wait again", group.worker, what, num_running)
-        self._handovers.on_detached(group.worker, is_lost)
+        self._transfer_notices.on_detached(group.worker, is_lost)
         self.router.remove_group(group)
         self._lifecycle.requeue_all(group)
         was_active = self.router.roles.is_active
