@@ -90,7 +90,8 @@ class SchedulerSession:
             self._transfers.open()
             geometry, still_open = self._transfers.describe(geometry), self._transfers.open_transfers()
         transfers = list(still_open), list(still_open.values())
-        self._links.answer(peer, Attached(me, attach.scheduler, geometry, block_ids, names, *host, *transfers))
+        attached = Attached(me, attach.scheduler, geometry, block_ids, names, *host, *transfers, attach.number)
+        self._links.answer(peer, attached)
         log.info("attached to scheduler %x with %d slots", attach.scheduler, attach.num_slots)
 
     def _sleep(self, peer: int, frame: Sleep) -> None:

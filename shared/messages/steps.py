@@ -13,6 +13,7 @@ class Attach(Frame, frozen=True):
     num_slots: int  # slots are 0 to num_slots - 1
     depth: int  # plans that may be queued besides the running one
     forget: bool = False  # the contents of blocks are invalid, on the device and in host memory
+    number: int = 0  # of this demand; repeated in its answer
 
 
 class Geometry(FrameStruct, frozen=True):
@@ -44,6 +45,7 @@ class Attached(Frame, frozen=True):
     host_block_hashes: bytes = b""  # ... and their hashes
     open_transfers: list[int] = []  # transfers whose blocks may still be read or written ...
     open_transfer_blocks: list[list[int]] = []  # ... and the blocks of each on this worker
+    number: int = 0  # of the Attach
 
 
 class Fenced(Frame, frozen=True):

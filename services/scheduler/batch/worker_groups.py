@@ -2,7 +2,7 @@
 
 import math
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass
@@ -159,6 +159,14 @@ class WorkerGroup:
         return [running.sequence for running in self.running]
 
 
+@dataclass(slots=True)
+class AskedWorker:
+    """A worker that was sent an Attach and has not answered it."""
+
+    frame: Attach
+    at: float  # when it was sent last
+
+
 class WorkerGroups:
     """All workers that this scheduler has attached or asked to attach."""
 
@@ -166,7 +174,8 @@ class WorkerGroups:
         self.cache_stats = CacheStats()
         self._attached: dict[int, WorkerGroup] = {}
         self.attached: Mapping[int, WorkerGroup] = self._attached  # by the worker's incarnation
-        self.asked: dict[int, float] = {}  # workers that have not answered an Attach, with the time of the last one
+        self.asked: dict[int, AskedWorker] = {}  # workers that have not answered an Attach
+        self._num_asked: Counter[int] = Counter()  # by worker
         self.timers = WakeupTimers()
         self.scheduler = scheduler  # incarnation
         self._dirty: dict[int, WorkerGroup] = {}
@@ -178,8 +187,11 @@ class WorkerGroups:
 
     def attach_request(self, worker: int, now: float, forget: bool = False) -> Attach:
         """The frame to send to a worker. With `forget` it drops its cached blocks."""
-        self.asked[worker] = now
-        return Attach(self.scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget)
+        number = self._num_asked[worker]
+        self._num_asked[worker] += 1
+        frame = Attach(self.scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget, number)
+        self.asked[worker] = AskedWorker(frame, now)
+        return frame
 
     def mark_dirty(self, groups: Iterable[WorkerGroup]) -> None:
         """Something changed for these groups: a plan may be possible now."""
@@ -199,14 +211,22 @@ class WorkerGroups:
             return list(self.attached.values())
         return [group for worker, group in dirty.items() if self.attached.get(worker) is group]
 
-    def attach_overdue(self, now: float) -> list[int]:
-        """Workers that have not answered for ATTACH_AGAIN_S."""
-        return [worker for worker, asked in self.asked.items() if now - asked > ATTACH_AGAIN_S]
+    def attach_overdue(self, now: float) -> list[tuple[int, Attach]]:
+        """Frames to repeat, to workers that have not answered for ATTACH_AGAIN_S."""
+        overdue = [(worker, asked) for worker, asked in self.asked.items() if now - asked.at > ATTACH_AGAIN_S]
+        for _, asked in overdue:
+            asked.at = now
+        return [(worker, asked.frame) for worker, asked in overdue]
 
     def attach(self, worker: int, frame: Attached) -> WorkerGroup | None:
-        """A new group; None for an answer to another scheduler or to an Attach that was answered already."""
-        if frame.scheduler != self.scheduler or self.asked.pop(worker, None) is None:
+        """A new group; None for an answer to another scheduler, or to an Attach that is not the last one.
+
+        An earlier Attach may have been answered with cached blocks that the last one makes the worker forget.
+        """
+        asked = self.asked.get(worker)
+        if frame.scheduler != self.scheduler or asked is None or asked.frame.number != frame.number:
             return None
+        del self.asked[worker]
         group = self._attached[worker] = WorkerGroup(
             worker, frame.geometry, self._limits, self._hasher, self.cache_stats
         )

@@ -88,7 +88,7 @@ class SimWorker:
 
     def attach(self, frame: Attach) -> Attached:
         self._slots = {}
-        return Attached(self.incarnation, frame.scheduler, self.geometry)
+        return Attached(self.incarnation, frame.scheduler, self.geometry, number=frame.number)
 
     def run(self, plan: StepPlan, came_at: float) -> tuple[float, StepResult]:
         """The time when the step ends, and its result. Plans run one after the other."""

@@ -97,8 +97,8 @@ class Workers:
             self._quarantine.update()
         self._transfer_notices.update(now)
         if self._groups.asked:
-            for worker in self._groups.attach_overdue(now):
-                self._attach(worker, now)
+            for worker, frame in self._groups.attach_overdue(now):
+                self._outbox.send(worker, frame)
 
     def route(self) -> None:
         """Called before plans are built: with several groups, moves waiting sequences to group queues."""

@@ -6,6 +6,8 @@ from blockyard.services.scheduler.core import FencedError
 from blockyard.shared.messages import (
     Attach,
     Attached,
+    Control,
+    ControlVerb,
     Fenced,
     FinishReason,
     Geometry,
@@ -207,6 +209,18 @@ def test_a_worker_that_does_not_answer_is_asked_again(ring: type[Ring]) -> None:
     world.now += 6.0
     world.turn()
     assert sum(isinstance(o.frame, Attach) for o in world.sent) == 2
+
+
+def test_an_answer_to_an_earlier_attach_is_ignored(ring: type[Ring]) -> None:
+    """It names blocks that were cached before the worker was told to forget them."""
+    it = ring()
+    world, worker = it.world, it.worker
+    world.tell(it.gateway.incarnation, Control("1", ControlVerb.RESET_PREFIX_CACHE))
+    assert worker.incarnation not in world.core.groups
+    world.tell(worker.incarnation, Attached(worker.incarnation, 1, worker.loop._runner.geometry, [0], b"h" * 16))
+    assert worker.incarnation not in world.core.groups, "the answer to a repeated first Attach"
+    it.finish()
+    assert worker.incarnation in world.core.groups
 
 
 def test_fenced_ends_the_scheduler(ring: type[Ring]) -> None:
