@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.service import packed
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.shared.messages import (
+    Attach,
     Attached,
     ChoiceState,
     FinishReason,
@@ -50,6 +51,7 @@ class CoreLoop:
         self.runner = runner
         self.runners = {WORKER: runner} | {MORE + i: other for i, other in enumerate(more)}
         self.plans = deque[tuple[int, StepPlan]]()
+        self.attaches: dict[int, Attach] = {}  # the last one of each worker
         self.most_launched = 0  # plans launched before the first of them was done, at most
         self.num_plans = dict.fromkeys(self.runners, 0)
         self.outputs: dict[tuple[str, int], list[int]] = {}
@@ -97,11 +99,12 @@ class CoreLoop:
 
     def _attach(self, worker: int) -> None:
         self.core.on_member(Member("gpu_worker", Role.GPU_WORKER, worker, "", ready=True), 0.0)
-        self.turn()  # sends Attach
-        one = self.runners[worker]
+        self.turn()
+        attach, one = self.attaches[worker], self.runners[worker]
         one.reset(self._batch.num_slots)
         held, host = one.block_hashes.blocks_and_hashes(), one.block_hashes.host_blocks_and_hashes()
-        self.core.on_message(worker, Attached(worker, ME, one.geometry, *held, *host), 0.0)
+        answer = Attached(worker, ME, one.geometry, *held, *host, number=attach.number)
+        self.core.on_message(worker, answer, 0.0)
 
     def step(self) -> None:
         """Runs and answers the oldest plan, and the next plans that its worker can launch before it is done."""
@@ -127,6 +130,8 @@ class CoreLoop:
             frame = outgoing.frame
             if isinstance(frame, StepPlan):
                 self.plans.append((outgoing.to, frame))
+            elif isinstance(frame, Attach):
+                self.attaches[outgoing.to] = frame
             elif isinstance(frame, TokenBatch):
                 for step in steps_of(frame, self.streams):
                     assert not step.detail, step.detail
