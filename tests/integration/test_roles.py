@@ -24,6 +24,7 @@ MOCK = ("demo", "--worker-cls", "mock", "--mock-step-ms", "5")
 SLOW = ("--pd-faults", "delay=300ms")  # so that a kill finds transfers under way
 WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 NUM_STREAMS = 12
+VICTIMS = ("prefill 0", "decode 1", "scheduler", "message_bus")
 
 
 CONNECTORS = {
@@ -97,9 +98,10 @@ def test_an_operator_sees_roles_and_transfers(ring: Server, request: pytest.Fixt
     assert handed_over >= NUM_STREAMS
 
 
-@pytest.mark.parametrize("victim", ["prefill 0", "decode 1", "scheduler", "message_bus"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_kill_during_transfers_changes_no_answer(ring: Server, unified: Server, victim: str) -> None:
-    asked = requests(first=100 * (1 + len(victim)))  # no cache holds these prompts, so all are sent
+    first = 100 * (1 + VICTIMS.index(victim))
+    asked = requests(first)  # no cache holds these prompts, so all are sent
     expected = asyncio.run(run(unified, asked))
     before = asyncio.run(scheduler_stats(ring))
     assert asyncio.run(run(ring, asked, victim)) == expected

@@ -58,6 +58,10 @@ class Handovers:
         self.arrived: list[tuple[Sequence, int]] = []  # sequences to be seated, and where
         self.now = 0.0  # as of the last event
 
+    def set_time(self, now: float) -> None:
+        """now: on the scheduler's clock, of the event that is being handled."""
+        self.now = now
+
     @property
     def open_handovers(self) -> list[Handover]:
         return list(self._live)
@@ -137,7 +141,7 @@ class Handovers:
         if transfer is None or transfer.is_aborted or transfer.target.has_answered:
             return []
         end = min(running.num_scheduled_tokens, running.prefill_end) // group.kv_cache.block_size
-        self.now = now
+        self.set_time(now)
         first = handover.num_sent
         last = bisect_left(handover.positions, end, first)
         if first == last:

@@ -24,7 +24,7 @@ class TransferNotices:
         self._check_at = 0.0
 
     def on_message(self, worker: int, frame: KVLanded | KVSendEnded, now: float) -> None:
-        self._handovers.now = now
+        self._handovers.set_time(now)
         known = self._ledger.transfers.get(frame.transfer)
         was_aborted = known is None or known.is_aborted
         match frame:
@@ -66,7 +66,7 @@ class TransferNotices:
         """Called in each step: asks workers about transfers with an expired lease, and for the audit."""
         if not (self._ledger.transfers or self._links.failing or self._audit.workers):
             return
-        self._handovers.now = now
+        self._handovers.set_time(now)
         if now < self._check_at:
             return
         self._check_at = now + CHECK_S
