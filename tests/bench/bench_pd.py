@@ -10,12 +10,9 @@ simulator by `blockyard simulate`.
 
 import argparse
 import asyncio
-import contextlib
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,15 +22,13 @@ sys.path.append(str(Path(__file__).parents[1]))  # ties.py
 
 from demo_reference import Reference
 from rig import Row, Server, completion, serve, table
+from ring_state import left_over, scheduler_stats, wait_for
 from several_choices import Answer, Body, ask
-
-from blockyard.shared.bus.curve import write_keys
 
 MODEL = ("demo", "--device", "cpu", "--dtype", "float32", "--max-model-len", "1024")
 ROLES = ("--prefill-workers", "2", "--decode-workers", "2", "--decode-prefill-tokens", "0")
 NUM_AT_ONCE = 16
-SETTLE_S = 20.0  # in which the blocks of the last answers must be given back
-LEFT = ("running", "waiting", "arriving", "transfers_open", "blocks_quarantined", "blocks_used")
+WORKERS = ("gpu_worker prefill 0", "gpu_worker prefill 1", "gpu_worker decode 0", "gpu_worker decode 1")
 COUNTED = ("transfers_landed_total", "transfers_aborted_total")
 
 
@@ -60,46 +55,10 @@ async def answers(server: Server, bodies: list[Body]) -> list[Answer]:
         return await asyncio.gather(*(one(session, body) for body in bodies))
 
 
-async def wait_for_workers(server: Server, num: int) -> None:
-    """The server is ready with its first worker."""
-    async with aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"{server.url}/ring") as answer:
-                members = (await answer.json())["members"]
-            if sum(m["role"] == "gpu_worker" and m["ready"] for m in members) == num:
-                break
-            await asyncio.sleep(0.1)
-    await asyncio.sleep(1.0)  # until the scheduler has attached the last one
-
-
-async def ring_totals(server: Server) -> dict[str, int]:
-    """The sums of all schedulers' counters."""
-    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/ring") as answer:
-        members = (await answer.json())["members"]
-    schedulers = [m["stats"] for m in members if m["role"] == "scheduler"]
-    return {name: sum(stats[name] for stats in schedulers) for name in (*LEFT, *COUNTED)}
-
-
-async def left_over(server: Server) -> dict[str, int]:
-    """The counts that are not 0 some seconds after the last answer."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        totals = await ring_totals(server)
-        left = {name: totals[name] for name in LEFT if totals[name]}
-        if not left or time.monotonic() > deadline:
-            return left
-        await asyncio.sleep(0.2)
-
-
-@contextlib.contextmanager
-def serve_with(connector: str, flags: list[str]) -> Iterator[Server]:
-    """The workers of both roles; tcp between keyed processes, as between hosts."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        more = ["--kv-transfer-config.kv_connector", connector, "--kv-transfer-config.kv_role", "kv_both"]
-        if connector != "shm":
-            write_keys(Path(folder))
-            more += ["--kv-transfer-config.kv_connector_extra_config.encrypt", "false"]
-        yield stack.enter_context(serve(*MODEL, *ROLES, *more, *flags))
+def connector_flags(connector: str) -> list[str]:
+    """tcp and nixl without encryption: this ring has no keys."""
+    flags = ["--kv-transfer-config.kv_connector", connector, "--kv-transfer-config.kv_role", "kv_both"]
+    return flags if connector == "shm" else [*flags, "--kv-transfer-config.kv_connector_extra_config.encrypt", "false"]
 
 
 def rows(connectors: list[str], count: int, flags: list[str]) -> list[Row]:
@@ -109,13 +68,13 @@ def rows(connectors: list[str], count: int, flags: list[str]) -> list[Row]:
     reference = Reference()
     found: list[Row] = []
     for connector in connectors:
-        with serve_with(connector, flags) as server:
-            asyncio.run(wait_for_workers(server, num=4))
+        with serve(*MODEL, *ROLES, *connector_flags(connector), *flags) as server:
+            asyncio.run(wait_for(server, WORKERS))
             began = time.monotonic()
             got = asyncio.run(answers(server, bodies))
             seconds = time.monotonic() - began
             left = asyncio.run(left_over(server))
-            totals = asyncio.run(ring_totals(server))
+            totals = asyncio.run(scheduler_stats(server))
         differing = [i for i in range(count) if got[i] != expected[i]]
         wrong = [i for i in differing if not reference.explains(bodies[i], expected[i], got[i])]
         num_tokens = sum(len(ids) for answer in got for ids in answer)
