@@ -43,7 +43,8 @@ def read(
     for name, one in arguments_given.items():
         if name in SERVER_ONLY:
             raise ConfigError(f"{one.where}: is for `blockyard serve` and `run`; the offline API has no HTTP server")
-    not_given = {str(key).replace("_", "-") for key, value in plain.items() if value is None}
+    keywords = (str(key).replace("-", "_") for key, value in plain.items() if value is None)
+    not_given = {KEYWORDS[keyword].name for keyword in keywords if keyword in KEYWORDS}
     arguments_given = {name: one for name, one in arguments_given.items() if name not in not_given}
     values, notes = sources.combine(arguments_given, environ, {flag.name for flag in KEYWORDS.values()})
     if not values.is_given("model") and values["worker-cls"] == "mock":

@@ -21,7 +21,7 @@ class TransferNotices:
         self._handovers, self._groups, self._outbox = handovers, groups, outbox
         self._ledger, self._audit, self._links = handovers.ledger, handovers.audit, handovers.links
         self._failed_blocks = FailedBlocks()
-        self._check_at = 0.0
+        self.check_at = 0.0  # when `update` is due
 
     def on_message(self, worker: int, frame: KVLanded | KVSendEnded, now: float) -> None:
         self._handovers.set_time(now)
@@ -63,13 +63,11 @@ class TransferNotices:
         self._handovers.apply()
 
     def update(self, now: float) -> None:
-        """Called in each step: asks workers about transfers with an expired lease, and for the audit."""
+        """Asks workers about transfers with an expired lease, and for the audit."""
+        self.check_at = now + CHECK_S
         if not (self._ledger.transfers or self._links.failing or self._audit.workers):
             return
         self._handovers.set_time(now)
-        if now < self._check_at:
-            return
-        self._check_at = now + CHECK_S
         self._links.update(now)
         if self._audit.is_due(now):
             completed = {group.worker: group.plan_clock.last_completed for group in self._groups.attached.values()}

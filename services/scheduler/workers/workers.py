@@ -95,7 +95,8 @@ class Workers:
         """Called before sequences are routed: ends the quarantine of requests that survived, and repeats Attach."""
         if self._quarantine.probations:
             self._quarantine.update()
-        self._transfer_notices.update(now)
+        if now >= self._transfer_notices.check_at:
+            self._transfer_notices.update(now)
         if self._groups.asked:
             for worker, frame in self._groups.attach_overdue(now):
                 self._outbox.send(worker, frame)
