@@ -76,8 +76,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 LAYERS["shared"] = ("errors", "architectures", "block_hashes", "charts", "percentiles", "token_ids", "tokenizer_files")
-LAYERS["shared"] += ("messages", "config", "bus", "process", "ring_client")
-LAYERS["shared/messages"] = ("base", "requests", "streams", "kv_transfer", "steps", "text", "controls")
+LAYERS["shared"] += ("messages", "grammars", "config", "bus", "process", "ring_client")
+LAYERS["shared/messages"] = ("base", "grammars", "requests", "streams", "kv_transfer", "steps", "text", "controls")
 LAYERS["shared/messages"] += ("membership", "metrics")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")

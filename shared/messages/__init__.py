@@ -9,6 +9,7 @@ conversations to `base`, never back.
 
 from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
+from blockyard.shared.messages.grammars import Grammar, GrammarEngine, GrammarKind, OutputConstraint
 from blockyard.shared.messages.kv_transfer import (
     KVAbort,
     KVAudit,

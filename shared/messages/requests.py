@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from blockyard.shared.messages.base import Frame, FrameStruct
+from blockyard.shared.messages.grammars import OutputConstraint
 
 # Ranges of the sampling parameters. HTTP requests, the offline API and the model's defaults are checked against them.
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]  # 0 is greedy
@@ -37,6 +38,7 @@ class Sampling(FrameStruct, frozen=True):
     allowed_token_ids: list[int] = []  # empty is all
     num_logprobs: int | None = None  # candidates besides the sampled token; 0 is the sampled one alone
     num_prompt_logprobs: int | None = None
+    constraint: OutputConstraint | None = None  # structured output; None: every token is free
 
 
 DEFAULT_SAMPLING = Sampling(max_tokens=16)

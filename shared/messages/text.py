@@ -1,6 +1,7 @@
 """API gateway <-> tokenizer pool: text to token ids and back."""
 
 from blockyard.shared.messages.base import Frame
+from blockyard.shared.messages.grammars import Grammar
 
 
 class Tokenize(Frame, frozen=True):
@@ -23,6 +24,7 @@ class Tokenize(Frame, frozen=True):
     want_pieces: bool = False  # return each token's text too
     content_format: str = ""  # of messages, a value of --chat-template-content-format; "": the flag's value
     max_tokens: int = 0  # a prompt that must be longer is rejected before it is encoded; 0: no limit
+    grammar: Grammar | None = None  # is checked too: one that no engine takes is rejected
 
 
 class Tokenized(Frame, frozen=True):
@@ -32,6 +34,7 @@ class Tokenized(Frame, frozen=True):
     bad_words: list[list[int]] = []
     text: str = ""
     pieces: list[str] = []  # the text of each token
+    grammar: Grammar | None = None  # the request's, with its engine
 
 
 class Detokenize(Frame, frozen=True):

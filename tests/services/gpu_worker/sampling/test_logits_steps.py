@@ -11,7 +11,7 @@ from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, un
 from blockyard.shared.messages import Sampling
 
 # Parameters that change no logits: finish conditions, the seed, and the reported log-probabilities.
-OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs"}
+OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs", "constraint"}
 
 
 def written(sampling: Sampling) -> DeviceSlot:
