@@ -165,6 +165,7 @@ class AskedWorker:
 
     frame: Attach
     at: float  # when it was sent last
+    num_resets: int  # of all prefix caches, before it was sent first
 
 
 class WorkerGroups:
@@ -176,6 +177,8 @@ class WorkerGroups:
         self.attached: Mapping[int, WorkerGroup] = self._attached  # by the worker's incarnation
         self.asked: dict[int, AskedWorker] = {}  # workers that have not answered an Attach
         self._num_asked: Counter[int] = Counter()  # by worker
+        self._num_resets = 0  # of all prefix caches
+        self._num_carried_out: Counter[int] = Counter()  # of these resets, by worker
         self.timers = WakeupTimers()
         self.scheduler = scheduler  # incarnation
         self._dirty: dict[int, WorkerGroup] = {}
@@ -185,12 +188,20 @@ class WorkerGroups:
     def knows(self, worker: int) -> bool:
         return worker in self.attached or worker in self.asked
 
-    def attach_request(self, worker: int, now: float, forget: bool = False) -> Attach:
-        """The frame to send to a worker. With `forget` it drops its cached blocks."""
+    def on_reset(self) -> None:
+        """The blocks that any worker has cached until now are not to be used, also if it is not attached."""
+        self._num_resets += 1
+        for asked in self.asked.values():
+            if asked.frame.forget:  # it has cached nothing since
+                asked.num_resets = self._num_resets
+
+    def attach_request(self, worker: int, now: float) -> Attach:
+        """The frame to send to a worker. It drops its cached blocks, if a reset was not carried out there."""
         number = self._num_asked[worker]
         self._num_asked[worker] += 1
+        forget = self._num_carried_out[worker] < self._num_resets
         frame = Attach(self.scheduler, self._limits.num_slots, self._limits.depth_for(0.0), forget, number)
-        self.asked[worker] = AskedWorker(frame, now)
+        self.asked[worker] = AskedWorker(frame, now, self._num_resets)
         return frame
 
     def mark_dirty(self, groups: Iterable[WorkerGroup]) -> None:
@@ -227,6 +238,7 @@ class WorkerGroups:
         if frame.scheduler != self.scheduler or asked is None or asked.frame.number != frame.number:
             return None
         del self.asked[worker]
+        self._num_carried_out[worker] = asked.num_resets
         group = self._attached[worker] = WorkerGroup(
             worker, frame.geometry, self._limits, self._hasher, self.cache_stats
         )

@@ -91,10 +91,17 @@ class WorkerSleep:
             self._reattach(worker, now)
 
     def reset_prefix_cache(self, now: float) -> None:
-        """Drops all cached blocks of all groups. Running sequences are computed again."""
+        """Drops all cached blocks of all groups. Running sequences are computed again.
+
+        The answer to an earlier Attach may name cached blocks, so a worker that owes one is asked again. A worker that
+        sleeps, or whose link is lost, drops its blocks when it is attached.
+        """
+        self._groups.on_reset()
         for group in list(self._groups.attached.values()):
             self._detach(group)
-            self._reattach(group.worker, now, forget=True)
+            self._reattach(group.worker, now)
+        for worker in [one for one, asked in self._groups.asked.items() if not asked.frame.forget]:
+            self._reattach(worker, now)
 
     def _put_to_sleep(self, group: WorkerGroup) -> None:
         self._detach(group)
@@ -112,6 +119,6 @@ class WorkerSleep:
         self._groups.detach(group.worker)
         self._requeue(group, "is asked to begin anew")
 
-    def _reattach(self, worker: int, now: float, forget: bool = False) -> None:
+    def _reattach(self, worker: int, now: float) -> None:
         self.reattaching.add(worker)
-        self._outbox.send(worker, self._groups.attach_request(worker, now, forget))
+        self._outbox.send(worker, self._groups.attach_request(worker, now))

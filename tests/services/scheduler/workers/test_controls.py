@@ -198,6 +198,35 @@ def test_a_reset_cache_finds_nothing(ring: type[Ring]) -> None:
     assert not it.output("c").num_cached_tokens
 
 
+@pytest.mark.parametrize("when", ["before it is asked", "before it answers", "twice before it answers", "and again"])
+def test_a_reset_reaches_a_worker_that_is_not_attached(ring: type[Ring], when: str) -> None:
+    it = ring()
+    worker = it.worker.incarnation
+    it.submit("a", 20, max_tokens=3)
+    it.world.settle()
+    if when == "before it is asked":
+        it.world.core.on_member_lost(worker)  # the link breaks, and the worker keeps its blocks
+        tell(it, ControlVerb.RESET_PREFIX_CACHE)
+    it.world.blink(worker)
+    if when != "before it is asked":
+        tell(it, ControlVerb.RESET_PREFIX_CACHE)
+        assert answers(it) == [], "the worker has not answered"
+    if when == "twice before it answers":
+        tell(it, ControlVerb.RESET_PREFIX_CACHE)
+    if when == "and again":
+        it.world.blink(worker)  # before it has taken the Attach
+    it.world.settle()
+    assert {*answers(it)} == {("RESET_PREFIX_CACHE", 200)}
+    it.submit("b", 20, max_tokens=3)
+    it.finish()
+    assert not it.output("b").num_cached_tokens
+    it.world.blink(worker)
+    it.world.settle()
+    it.submit("c", 20, max_tokens=3)
+    it.finish()
+    assert it.output("c").num_cached_tokens, "what was cached after the reset is kept"
+
+
 def test_asking_for_the_status_changes_nothing(ring: type[Ring]) -> None:
     it = ring()
     tell(it, ControlVerb.STATUS)
