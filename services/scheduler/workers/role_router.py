@@ -1,7 +1,8 @@
 """Routes sequences when groups have roles: to a group that computes the prompt and one that decodes, or to one group.
 
 A prompt of which a decoding group lacks few tokens stays there. A longer one goes to the pair of groups with the least
-cost. With many groups only some are compared for each sequence: the next few of each role in turn, and the groups where
+cost. While transfers to a decoding group fail, it may also compute whole prompts, if that costs less than another pair.
+With many groups only some are compared for each sequence: the next few of each role in turn, and the groups where
 the last sequence that began alike was sent.
 """
 
@@ -99,12 +100,14 @@ class RoleRouter:
             return self._remember(first, self._cheapest(fits, sequence))
         prefill = [group for group in prefill if group.max_model_len > known + 1]
         pairs = [(s, t) for s in prefill for t in decode if s is t or is_pair(s, t)]
+        alone: list[WorkerGroup] = []  # decode groups that may compute the prompt, because transfers to them fail
         if avoided := self._handovers.links.avoided:
+            alone = list(dict.fromkeys(t for s, t in pairs if (s.worker, t.worker) in avoided))
             pairs = [(s, t) for s, t in pairs if (s.worker, t.worker) not in avoided]
         if not pairs:  # their blocks do not fit together, or transfers between them fail
-            fits = [group for group in prefill if group.max_model_len >= need] or decode
-            return self._remember(first, self._cheapest(fits, sequence))
-        return self._place_pair(first, sequence, pairs, dict(at_decode))
+            fits = [group for group in prefill if group.max_model_len >= need]
+            return self._remember(first, self._cheapest(list(dict.fromkeys([*fits, *decode])), sequence))
+        return self._place_pair(first, sequence, pairs, dict(at_decode), alone)
 
     def _place_pair(
         self,
@@ -112,7 +115,9 @@ class RoleRouter:
         sequence: Sequence,
         pairs: list[tuple[WorkerGroup, WorkerGroup]],
         missing: dict[WorkerGroup, int],
+        alone: list[WorkerGroup],
     ) -> Placement | None:
+        """The cheapest of the pairs and of the groups that compute the prompt `alone`, in which it is then decoded."""
         placements = {
             source: self._placement(source, sequence) for source in dict.fromkeys(source for source, _ in pairs)
         }
@@ -125,6 +130,10 @@ class RoleRouter:
             placement, price = placements[source], prices[target]
             if placement is not None and price is not None:
                 offers.append((placement.price + price, len(offers), placement, target))
+        for group in alone:
+            if (own := self._placement(group, sequence)) is not None:
+                # its decode steps become longer, so that a pair is preferred if all else is equal
+                offers.append((own.price + missing[group] // TRANSFER_SHARE, len(offers), own, group))
         for _, _, placement, target in sorted(offers):  # the numbers differ, so placements are not compared
             if placement.queue.group is target or self._handovers.reserve(sequence, placement.queue.group, target):
                 return self._remember(first, placement, target)

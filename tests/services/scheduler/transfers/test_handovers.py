@@ -454,7 +454,7 @@ def test_a_pair_whose_link_fails_is_avoided_for_a_while() -> None:
     it.finish()
     for name in "bcd":
         it.submit(name, 17, prompt=[ord(name), *range(16)])
-    it.finish()
+        it.finish()
     assert (len(it.frames(KVReceive, target)), len(it.frames(KVReceive, other))) == (1, 3)
     it.world.now += 1.0
     for name in "efgh":
@@ -479,6 +479,59 @@ def test_if_all_links_fail_the_prompts_are_not_sent() -> None:
     it.finish()
     assert len(it.frames(KVReceive, it.target)) == 1
     assert len(it.output("b").ids) == 6
+
+
+def fail_transfer(it: Pair) -> FakeWorker:
+    """The first transfer fails. Returns its target, to which the source sends nothing for a while."""
+    it.submit("fails", 22)
+    it.prefill()
+    source = it.world.transfers[it.source.incarnation]
+    (number, transfer) = next(iter(source.outgoing.items()))
+    target = it.world.workers[transfer.target]
+    source.end_send(number, False)
+    it.finish()
+    return target
+
+
+def prompts_started(it: Pair, worker: FakeWorker) -> list[int]:
+    return [start.num_prompt_tokens for start in it.starts(worker) if not start.num_computed]
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_while_transfers_to_a_decode_group_fail_it_computes_prompts_if_pairs_cost_more(is_busy: bool) -> None:
+    it = Pair(P, D, D, max_num_batched_tokens=64)
+    target = fail_transfer(it)
+    if is_busy:  # the source, with a long prompt that goes to the other decode group
+        it.submit("long", 40, prompt=[1, *range(39)])
+    it.submit("a", 30, prompt=[2, *range(29)])
+    it.finish()
+    assert (30 in prompts_started(it, target)) == is_busy
+    assert (30 in prompts_started(it, it.source)) != is_busy
+
+
+def test_a_decode_group_that_decodes_much_computes_no_prompt_while_transfers_to_it_fail() -> None:
+    it = Pair(P, D, D, max_num_batched_tokens=64)
+    target = fail_transfer(it)
+    for i in range(3):  # short prompts stay there
+        it.submit(f"{i}", 4, prompt=[3 + i] * 4, max_tokens=40)
+    for worker in it.workers * 2:
+        it.world.work(worker)
+    assert len(target.tables) > 1
+    it.submit("a", 30, prompt=[2, *range(29)])
+    it.finish()
+    assert 30 in prompts_started(it, it.source)
+
+
+@pytest.mark.parametrize("num_running", [0, 2])
+def test_if_all_links_fail_the_cheapest_group_of_any_role_computes_and_decodes(num_running: int) -> None:
+    it = Pair(max_num_batched_tokens=64)
+    fail_transfer(it)
+    for i in range(num_running):
+        it.submit(f"{i}", 30, prompt=[3 + i] * 30, max_tokens=12)
+    it.submit("a", 31, prompt=[2, *range(30)])
+    it.finish()
+    started = [[num for num in prompts_started(it, worker) if num >= 30] for worker in it.workers]
+    assert started == ([[30, 31], [30]] if num_running else [[31], []])
 
 
 @pytest.mark.parametrize("when", ["computing", "arriving"])
