@@ -509,17 +509,20 @@ def test_while_transfers_to_a_decode_group_fail_it_computes_prompts_if_pairs_cos
     assert (30 in prompts_started(it, it.source)) != is_busy
 
 
-def test_a_decode_group_that_decodes_much_computes_no_prompt_while_transfers_to_it_fail() -> None:
-    it = Pair(P, D, D, max_num_batched_tokens=64)
-    target = fail_transfer(it)
-    for i in range(3):  # short prompts stay there
+@pytest.mark.parametrize("num_running", [0, 3])
+def test_a_decode_group_that_decodes_much_computes_no_prompt_while_transfers_to_it_fail(num_running: int) -> None:
+    it = Pair(max_num_batched_tokens=64)
+    assert fail_transfer(it) is it.target
+    for i in range(num_running):  # short prompts stay in the decode group
         it.submit(f"{i}", 4, prompt=[3 + i] * 4, max_tokens=40)
-    for worker in it.workers * 2:
-        it.world.work(worker)
-    assert len(target.tables) > 1
+    while len(it.target.tables) < num_running:
+        it.world.work(it.target)
+    it.work(it.world.add_worker(D))
+    it.submit("long", 40, prompt=[1, *range(39)])  # the source is busy
     it.submit("a", 30, prompt=[2, *range(29)])
     it.finish()
-    assert 30 in prompts_started(it, it.source)
+    assert (30 in prompts_started(it, it.target)) == (not num_running)
+    assert (30 in prompts_started(it, it.source)) == (num_running > 0)
 
 
 @pytest.mark.parametrize("num_running", [0, 2])
