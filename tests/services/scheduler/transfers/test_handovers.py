@@ -233,6 +233,24 @@ def test_all_sequences_of_a_request_go_to_one_group_over_one_transfer(
     assert it.world.core.stats().transfers_landed_total == 1
 
 
+@pytest.mark.parametrize("more", [{}, {"num_prompt_logprobs": 1}])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_sequences_of_a_request_wait_for_their_group_if_it_is_full(
+    more: dict[str, object], prefix_caching: bool
+) -> None:
+    it = Pair(P, D, D, prefix_caching=prefix_caching, max_num_seqs=2)
+    it.submit("a", 22, n=5, max_tokens=20, **more)
+    it.prefill()
+    for i in range(4):  # other sequences take slots before the first sequence has arrived
+        it.submit(f"{i}", 4, prompt=[3 + i] * 4, max_tokens=30)
+    it.finish()
+    starts = [[start.num_computed for start in it.starts(w) if start.num_prompt_tokens == 22] for w in it.workers]
+    assert starts[0] == [0], "the prompt is computed and sent once"
+    (decoded,) = filter(None, starts[1:])
+    assert len(decoded) == 5 and min(decoded) == 20
+    assert it.world.core.stats().transfers_landed_total == 1
+
+
 def test_if_the_first_sequence_ends_with_its_first_token_another_one_takes_its_blocks() -> None:
     it = Pair(prefix_caching=False)
     it.submit("a", 22, n=3, num_prompt_logprobs=1, stop_token_ids=[first_token("a", 22)])
