@@ -9,7 +9,7 @@ the links between workers.
 - `protocol/`: the frames between two workers, and the state of transfers on each side. It imports no torch and no zmq.
 - `connectors/`: copies of block contents into another worker's arena, by mapped memory, TCP or nixl.
 - `sender_link.SenderLink`: writes blocks to one other worker.
-- `receiver.TransferReceiver`: accepts blocks from all other workers.
+- `receiver.TransferReceiver`: accepts blocks from all other workers. `sender_processes` finds those that have ended.
 - `block_memory.BlockMemory`: the blocks for connectors, in host memory (`HostBlocks`) or on a GPU
   (`device_blocks.DeviceBlocks`).
 - `copy_thread.CopyThread`: runs copies on a second thread, so that steps go on meanwhile. `host_blocks` has the copies

@@ -1,9 +1,7 @@
 """The links over which other workers write KV blocks into this worker's arena."""
 
 import logging
-import os
 import random
-import select
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -38,6 +36,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Transfer,
 )
 from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, IncomingTransfers
+from blockyard.services.kv_transfer.sender_processes import SenderProcesses
 from blockyard.shared.bus.frames import in_log
 from blockyard.shared.bus.sockets import Sockets, readable
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
@@ -94,7 +93,7 @@ class TransferReceiver:
         self._tickets: dict[bytes, int] = {}
         self._links: dict[int, _Link] = {}  # by sender
         self._routes: dict[bytes, _Link] = {}
-        self._processes: dict[int, int] = {}  # by sender: pidfd, if the sender has mapped the arena
+        self._processes = SenderProcesses()
         self._nixl = NixlAccesses(arena, copies, self._config.backends) if self._config.connector == "nixl" else None
         self._closing: Counter[int] = Counter()  # by sender: agents of nixl that still let it write
         self._decoder = msgspec.msgpack.Decoder(ToReceiver)
@@ -185,9 +184,7 @@ class TransferReceiver:
         self.monitor.close(0)
         self.socket.close(0)
         self._own.drain()
-        for process in self._processes.values():
-            os.close(process)
-        self._processes.clear()
+        self._processes.close()
         self._links.clear()
         self._routes.clear()
 
@@ -224,7 +221,7 @@ class TransferReceiver:
                 self._transfers.on_stopped(link.sender, frame)
             case LinkClosed():
                 self._remove(link)
-                self._drop_process(link.sender)
+                self._processes.drop(link.sender)
                 if link.is_nixl:
                     self._close_agent(link.sender, self._transfers.on_link_closed)
                 else:
@@ -284,10 +281,10 @@ class TransferReceiver:
             return
         if self._config.faults != KVTransferFaults():
             reader = FaultyReader(reader, self._config.faults, random.Random(), self._arena, self._layout)
-        self._drop_process(link.sender)
+        self._processes.drop(link.sender)
         if frame.pid:
             try:
-                self._processes[link.sender] = os.pidfd_open(frame.pid)
+                self._processes.add(link.sender, frame.pid)
             except (OSError, ValueError, OverflowError) as e:
                 log.warning("KV link of %x: process %d: %s", link.sender, frame.pid, e)
                 return
@@ -309,16 +306,9 @@ class TransferReceiver:
 
     def _reap_processes(self) -> None:
         """Finds senders with a mapping whose process has ended: they cannot write, though the link may look open."""
-        if not self._processes:
-            return
-        waiting = select.poll()
-        senders = {process: sender for sender, process in self._processes.items()}
-        for process in senders:
-            waiting.register(process, select.POLLIN)
-        for process, _ in waiting.poll(0):
-            self._forget(senders[process])
-            self._drop_process(senders[process])
-            self._end_if_stopped(senders[process])
+        for sender in self._processes.take_ended():
+            self._forget(sender)
+            self._end_if_stopped(sender)
 
     def _send(self) -> None:
         for sender, frame in self._transfers.take_frames():
@@ -383,8 +373,3 @@ class TransferReceiver:
 
     def _remove(self, link: _Link) -> None:
         del self._links[link.sender], self._routes[link.route]
-
-    def _drop_process(self, sender: int) -> None:
-        process = self._processes.pop(sender, None)
-        if process is not None:
-            os.close(process)
