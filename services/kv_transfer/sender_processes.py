@@ -12,6 +12,9 @@ class SenderProcesses:
         self._senders: dict[int, int] = {}  # by pidfd
         self._waiting = select.poll()
 
+    def __len__(self) -> int:
+        return len(self._pidfds)
+
     def __contains__(self, sender: int) -> bool:
         return sender in self._pidfds
 
