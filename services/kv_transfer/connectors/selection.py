@@ -21,7 +21,7 @@ CONNECTORS = ("auto", "cuda_ipc", "shm", "tcp", "nixl")
 
 
 def check_connector(name: str, arena: Arena) -> None:
-    """Called at the start of a worker. Raises ConfigError for a connector that no link of this worker could use."""
+    """Raises ConfigError for a connector that no link of this worker could use. The start of a worker calls it, too."""
     if name not in CONNECTORS:
         raise ConfigError(f"unknown KV connector {name!r}: use one of {', '.join(CONNECTORS)}")
     on_gpu = isinstance(arena, DeviceArena)
@@ -45,17 +45,14 @@ def make_writer(
 ) -> BlockWriter:  # fmt: skip
     """Makes a writer. "auto" maps the receiver's memory, or takes tcp if it cannot.
 
-    Raises ConfigError for an unknown connector, and for one that cannot be used with this receiver.
+    Raises ConfigError as `check_connector` does, and for a connector that cannot be used with this receiver.
     """
     name, handle = config.connector, welcome.arena
-    if name not in CONNECTORS:
-        raise ConfigError(f"unknown KV connector {name!r}: use one of {', '.join(CONNECTORS)}")
+    check_connector(name, arena)
     if name == "nixl":
         return NixlWriter(arena, own, layout, welcome.remote, copies, config.backends)
     if name != "tcp":
         try:
-            if name not in ("auto", own.connector):
-                raise ValueError(f"the KV memory of this worker is on {'a GPU' if name == 'shm' else 'a CPU'}")
             if handle is None:
                 raise ValueError("it is not exported")
             return MappedWriter(own, own.map_peer(handle))
