@@ -25,12 +25,11 @@ sys.path[:] = [entry for entry in sys.path if entry != str(TESTS.parent)]
 
 import numpy as np  # noqa: E402
 import zmq  # noqa: E402
-from kv_peers import RECEIVER, SENDER, Peer  # noqa: E402
+from kv_peers import RECEIVER, SENDER, Peer, bus_of  # noqa: E402
 
 from blockyard.services.kv_transfer.layout import BlockLayout  # noqa: E402
 from blockyard.services.kv_transfer.protocol.frames import Transfer  # noqa: E402
 from blockyard.services.kv_transfer.protocol.incoming import Received, ReceiverEnded  # noqa: E402
-from blockyard.shared.bus.curve import write_keys  # noqa: E402
 from blockyard.shared.config.kv_transfer import has_nixl  # noqa: E402
 from blockyard.shared.config.services.process import BusConfig  # noqa: E402
 
@@ -84,15 +83,7 @@ class Link:
     """A sender in this process and a receiver in another one."""
 
     def __init__(self, connector: str, encrypt: bool, layout: BlockLayout, num_blocks: int, folder: Path) -> None:
-        bus = BusConfig(registry="ipc:///unused", bind=f"ipc://{folder}")
-        if connector == "tcp":
-            if not (folder / "keys").exists():
-                write_keys(folder / "keys")
-            keys = folder / "keys" / "blockyard.key"
-            bus = BusConfig(
-                registry="tcp://127.0.0.1:1", bind="tcp://127.0.0.1", advertise="127.0.0.1",
-                curve_public=str(keys), curve_secret=f"{keys}_secret",
-            )  # fmt: skip
+        bus = bus_of(connector, folder)
         self.layout, self.num_blocks = layout, num_blocks
         self.events, theirs = multiprocessing.Pipe()
         self.process = multiprocessing.get_context("spawn").Process(

@@ -29,14 +29,13 @@ sys.path[:] = [entry for entry in sys.path if entry != str(TESTS.parent)]
 
 import torch  # noqa: E402
 import zmq  # noqa: E402
-from kv_peers import RECEIVER, SENDER, Peer  # noqa: E402
+from kv_peers import RECEIVER, SENDER, Peer, bus_of  # noqa: E402
 
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks  # noqa: E402
 from blockyard.services.kv_transfer import device_blocks  # noqa: E402
 from blockyard.services.kv_transfer.layout import BlockLayout  # noqa: E402
 from blockyard.services.kv_transfer.protocol.frames import Transfer  # noqa: E402
 from blockyard.services.kv_transfer.protocol.incoming import ReceiverEnded  # noqa: E402
-from blockyard.shared.bus.curve import write_keys  # noqa: E402
 from blockyard.shared.config.services.process import BusConfig  # noqa: E402
 
 NUM_BLOCKS = 1100
@@ -253,15 +252,7 @@ def run_plain(pipe: Connection, rounds: int) -> None:
 class Link:
     def __init__(self, connector: str, checksums: bool, folder: Path, gpus: list[str], programs: int = 32) -> None:
         encrypt = connector != "tcp"
-        bus = BusConfig(registry="ipc:///unused", bind=f"ipc://{folder}")
-        if connector == "tcp":
-            if not (folder / "keys").exists():
-                write_keys(folder / "keys")
-            keys = folder / "keys" / "blockyard.key"
-            bus = BusConfig(
-                registry="tcp://127.0.0.1:1", bind="tcp://127.0.0.1", advertise="127.0.0.1",
-                curve_public=str(keys), curve_secret=f"{keys}_secret",
-            )  # fmt: skip
+        bus = bus_of(connector, folder)
         self.receiver = Side(run_receiver, gpus[-1], bus, encrypt, checksums)
         endpoint = self.receiver.answer()
         self.sender = Side(run_sender, gpus[0], bus, encrypt, checksums, endpoint, connector, programs)

@@ -29,6 +29,7 @@ from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Recei
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.config.kv_transfer import has_nixl
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import KVTransferConfig
@@ -38,6 +39,28 @@ LARGE = BlockLayout(num_layers=8, kv_heads=8, head_dim=64, block_size=16, dtype=
 SENDER, RECEIVER = 0x5E, 0x4E
 
 needs_nixl = pytest.mark.skipif(not has_nixl(), reason="needs the package nixl")
+
+
+def ipc_bus(folder: Path) -> BusConfig:
+    return BusConfig(registry="ipc:///unused", bind=f"ipc://{folder}")
+
+
+def tcp_bus(folder: Path, keys: str = "keys") -> BusConfig:
+    """Its keys are written if there are none."""
+    if not (folder / keys).exists():
+        write_keys(folder / keys)
+    return BusConfig(
+        registry="tcp://127.0.0.1:1",
+        bind="tcp://127.0.0.1",
+        advertise="127.0.0.1",
+        curve_public=str(folder / keys / "blockyard.key"),
+        curve_secret=str(folder / keys / "blockyard.key_secret"),
+    )
+
+
+def bus_of(connector: str, folder: Path) -> BusConfig:
+    """For links of one host: only those of tcp go over the network."""
+    return tcp_bus(folder) if connector == "tcp" else ipc_bus(folder)
 
 
 class Peer:

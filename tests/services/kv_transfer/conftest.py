@@ -14,7 +14,7 @@ if not torch.cuda.is_available():  # set before Triton is imported
     quick_interpreter.use()
 
 import fake_cuda
-from kv_peers import SMALL, Pair, Peer, needs_nixl
+from kv_peers import SMALL, Pair, Peer, ipc_bus, needs_nixl
 
 from blockyard.shared.config.services.process import BusConfig
 
@@ -23,7 +23,7 @@ GPU = torch.cuda.is_available()
 
 @pytest.fixture
 def bus(tmp_path: Path) -> BusConfig:
-    return BusConfig(registry="ipc:///unused", bind=f"ipc://{tmp_path}")
+    return ipc_bus(tmp_path)
 
 
 @pytest.fixture
