@@ -51,12 +51,15 @@ def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert "PlanError" not in log.read_text("utf-8", "replace")
 
 
+def stream(seed: int, num_prompt: int, num_tokens: int, start: int) -> Body:
+    """One choice of `num_tokens`. `start` decides on the prompt's tokens."""
+    prompt = [300 + (start + j) % 3000 for j in range(num_prompt)]
+    return completion(num_tokens, prompt=prompt, seed=seed, stream=True)
+
+
 def requests(first: int = 0) -> list[Body]:
     """Streams of one choice with prompts of 2 to 10 blocks, and requests with several choices."""
-    plain = [
-        completion(60, prompt=[300 + (31 * (first + i) + j) % 3000 for j in range(30 + 10 * i)], seed=i, stream=True)
-        for i in range(NUM_STREAMS)
-    ]
+    plain = [stream(i, 30 + 10 * i, 60, 31 * (first + i)) for i in range(NUM_STREAMS)]
     return [*plain, *bodies(len(KINDS), 60)]
 
 
@@ -145,8 +148,7 @@ def test_clients_that_leave_between_prefill_and_decode_leave_no_block(ring: Serv
 
 
 def test_lost_delayed_and_corrupt_transfers_change_no_answer(unified: Server, tmp_path: Path) -> None:
-    asked = [completion(8, prompt=[300 + (37 * i + j) % 3000 for j in range(40 + i % 100)], seed=i, stream=True)
-             for i in range(500)]  # fmt: skip
+    asked = [stream(i, 40 + i % 100, 8, 37 * i) for i in range(500)]
     log = tmp_path / "log"
     expected = asyncio.run(run(unified, asked))
     faults = ("--pd-faults", "drop=0.02,delay=50ms,flip=0.02")
