@@ -97,7 +97,16 @@ LAYERS["services/offline"] = ("outputs", "prompts", "sampling_params", "inflight
 LAYERS["services/offline"] += ("engine_args", "metrics", "operations", "tokenizer", "beam_search", "llm", "tune")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "simulate", "command")
-LAYERS["services/kv_transfer"] = ("layout", "protocol", "copy_thread", "device", "arena", "host", "host_blocks")
+LAYERS["services/kv_transfer"] = (
+    "layout",
+    "sender_processes",
+    "protocol",
+    "copy_thread",
+    "device",
+    "arena",
+    "host",
+    "host_blocks",
+)
 LAYERS["services/kv_transfer"] += ("block_memory", "device_blocks", "link_sockets", "connectors", "sender_link")
 LAYERS["services/kv_transfer"] += ("receiver",)
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
