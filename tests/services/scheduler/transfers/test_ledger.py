@@ -144,6 +144,47 @@ def test_a_lease_asks_again_and_again_and_frees_nothing() -> None:
     assert it.ledger.num_aborted == 1
 
 
+def test_the_workers_are_not_asked_again_before_another_lease() -> None:
+    it = Books()
+    assert it.ledger.ask_overdue(LEASE) == [it.transfer]
+    assert it.ledger.ask_overdue(2 * LEASE - 1) == []
+    unsent = Books(is_sent=False)
+    unsent.ledger.abort(unsent.transfer, 5.0)
+    assert unsent.ledger.ask_overdue(LEASE + 5.0) == [unsent.transfer]
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_landed_blocks_renew_the_lease_of_a_transfer_that_goes_on(is_aborted: bool) -> None:
+    it = Books()
+    if is_aborted:
+        it.ledger.abort(it.transfer, 0.0)
+    it.landed(5, is_ended=False)  # at 1.0
+    assert bool(it.ledger.ask_overdue(LEASE)) == is_aborted
+    assert bool(it.ledger.ask_overdue(LEASE + 1.0)) != is_aborted
+
+
+def test_an_aborted_transfer_whose_blocks_have_all_landed_counts_as_aborted_only() -> None:
+    it = Books()
+    it.ledger.abort(it.transfer, 0.0)
+    it.landed(5, 6)
+    assert (it.ledger.num_landed, it.ledger.num_aborted) == (0, 1)
+
+
+def test_the_second_end_of_a_target_is_dropped_while_the_source_is_to_answer() -> None:
+    it = Books()
+    it.landed(5, failed=(6,))
+    assert it.transfer.target.state is EndState.ABORTED
+    assert it.landed(6) is None
+    assert (it.ledger.num_dropped, it.transfer.landed) == (1, {5})
+
+
+def test_a_failed_block_that_is_not_of_the_transfer_does_not_count() -> None:
+    it = Books()
+    it.landed(5, failed=(77,))
+    assert it.ledger.num_failed_blocks == 0
+    assert it.asked() == [P], "a block is missing"
+
+
 def test_a_transfer_whose_prompt_is_still_computed_has_no_lease() -> None:
     it = Books(is_sent=False)
     it.ledger.send(it.transfer, [1], False, 1, 0.0)
