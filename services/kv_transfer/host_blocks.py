@@ -82,22 +82,21 @@ class Checksums:
 
     def of_packed(self, packed: Words, layers: range) -> Words:
         """packed [len(layers), n, words], of any strides -> [n], as `of_blocks`."""
-        sums, tile = np.zeros(packed.shape[1], np.uint64), _tile(packed)
         if not packed.size:
-            return sums
-        own_salts = self._salts[layers.start : layers.stop]
+            return np.zeros(packed.shape[1], np.uint64)
+        tile, pieces = _tile(packed), np.empty(packed.shape[:2], np.uint64)
         num_blocks = min(packed.shape[1], len(tile))
         num_layers = min(len(layers), len(tile) // num_blocks)  # in one tile
         for first in range(0, len(layers), num_layers):
-            salts_of = own_salts[first : first + num_layers, None]
             for at in range(0, packed.shape[1], num_blocks):
                 words = packed[first : first + num_layers, at : at + num_blocks]
                 mixed = tile[: words.shape[0] * words.shape[1]].reshape(words.shape)
                 np.right_shift(words, np.uint64(SHIFT), out=mixed)
                 np.bitwise_xor(words, mixed, out=mixed)
-                pieces: Words = np.einsum("lbw,w->lb", mixed, self._multipliers)
-                sums[at : at + num_blocks] += _mix(pieces + salts_of).sum(0)
-        return sums
+                sums = pieces[first : first + num_layers, at : at + num_blocks]
+                np.einsum("lbw,w->lb", mixed, self._multipliers, out=sums)
+        salted = pieces + self._salts[layers.start : layers.stop, None]
+        return np.asarray(_mix(salted).sum(0))  # once for all tiles: it has many calls on few words
 
 
 def _mix(x: Words) -> Words:
