@@ -1,6 +1,7 @@
 """Warns of workers of different roles that cannot exchange KV blocks, once for each pair of layouts."""
 
 import logging
+from collections.abc import Iterable
 
 from blockyard.services.scheduler.admission.admission import exchange
 from blockyard.shared.messages import Geometry, KVRole
@@ -9,26 +10,28 @@ log = logging.getLogger(__name__)
 
 
 class LayoutCheck:
-    """Remembers one worker of each role and layout, so that a new worker is compared with few."""
+    """Remembers which pairs of layouts were compared."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[KVRole, str], tuple[int, Geometry]] = {}
+        self._compared: set[frozenset[tuple[KVRole, str]]] = set()
 
-    def on_attached(self, worker: int, geometry: Geometry) -> None:
-        key = geometry.kv_role, geometry.kv_layout
-        if key in self._seen:
-            return
-        for (role, _), (other, theirs) in self._seen.items():
-            if role is not key[0] and not exchange(geometry, theirs):
+    def on_attached(self, worker: int, geometry: Geometry, attached: Iterable[tuple[int, Geometry]]) -> None:
+        """Compares a new worker with the attached ones of other roles. A worker that is lost is in no warning."""
+        role = geometry.kv_role
+        for other, theirs in attached:
+            pair = frozenset({(role, geometry.kv_layout), (theirs.kv_role, theirs.kv_layout)})
+            if role is theirs.kv_role or pair in self._compared:
+                continue
+            self._compared.add(pair)
+            if not exchange(geometry, theirs):
                 log.warning(
                     "workers %x (%s) and %x (%s) exchange no KV blocks: %s",
                     worker,
-                    key[0],
-                    other,
                     role,
+                    other,
+                    theirs.kv_role,
                     _reason({worker: geometry, other: theirs}),
                 )
-        self._seen[key] = worker, geometry
 
 
 def _reason(two: dict[int, Geometry]) -> str:

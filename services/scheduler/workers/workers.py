@@ -131,7 +131,8 @@ class Workers:
         self.router.roles.set_groups(self._groups.attached.values())
         self._groups.mark_dirty((group,))
         self._admission.update_capacity(self._groups.attached.values())
-        self._layouts.on_attached(worker, group.geometry)
+        attached = ((other, one.geometry) for other, one in self._groups.attached.items())
+        self._layouts.on_attached(worker, group.geometry, attached)
         self._sleep.on_attached(group)
 
     def _requeue(self, group: WorkerGroup, what: str = "is lost", is_lost: bool = False) -> None:

@@ -15,8 +15,9 @@ def geometry(role: KVRole, layout: str = LAYOUT, block_size: int = 16) -> Geomet
 
 def warnings(caplog: pytest.LogCaptureFixture, *attached: Geometry) -> list[str]:
     check = LayoutCheck()
-    for i, one in enumerate(attached):
-        check.on_attached(0xA + i, one)
+    workers = dict(enumerate(attached, 0xA))
+    for worker, one in workers.items():
+        check.on_attached(worker, one, [(w, g) for w, g in workers.items() if w <= worker])
     return [record.getMessage() for record in caplog.records]
 
 
@@ -52,3 +53,12 @@ def test_what_differs_is_said_once(
 ) -> None:
     said = warnings(caplog, one, other, one, other)
     assert said == [f"workers b (decode) and a (prefill) exchange no KV blocks: {reason}"]
+
+
+def test_a_lost_worker_is_in_no_warning_and_is_compared_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    check, both, prefill = LayoutCheck(), geometry(BOTH, ""), geometry(P)
+    check.on_attached(0xA, both, [(0xA, both)])
+    check.on_attached(0xB, prefill, [(0xB, prefill)])  # the first worker is lost
+    assert caplog.records == []
+    check.on_attached(0xC, both, [(0xB, prefill), (0xC, both)])
+    assert [record.args[:4] for record in caplog.records if isinstance(record.args, tuple)] == [(0xC, BOTH, 0xB, P)]
