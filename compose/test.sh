@@ -163,6 +163,83 @@ survives_a_killed() { # SERVICE: in mid-stream; the client sees a pause at most,
     [ "$(docker inspect -f '{{.RestartCount}}' "$victim")" -ge 1 ] && within 60 all_up
 }
 
+long_prompt() { # SET NUMBER FILE: about 2200 tokens, others for each SET and NUMBER
+    body=$(python3 -c 'import json, sys; first = 4 * int(sys.argv[1]) + int(sys.argv[2]); print(json.dumps({
+        "model": "demo", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True,
+        "prompt": "".join(f"def f{i}(x):\n    return x * {i + 3 * first}\n\n" for i in range(150))}))' "$1" "$2")
+    post /v1/completions "$body" -N >"$3"
+}
+
+long_prompts() { # SET NAME: four at once
+    streams=""
+    for number in 1 2 3 4; do
+        : >"$dir/$2.$1.$number.sse"
+        long_prompt "$1" $number "$dir/$2.$1.$number.sse" &
+        streams="$streams $!"
+    done
+    # shellcheck disable=SC2086
+    wait $streams
+}
+
+same_as_before() { # SET: all four streams ended, with the text of a worker for both roles
+    for number in 1 2 3 4; do
+        holds "a.done and a.finish == ['length'] and a.text == b.text" \
+            "$dir/roles.$1.$number.sse" "$dir/both.$1.$number.sse" || return 1
+    done
+}
+
+workers_in_ring() { # PREFILL DECODE: so many of each role, and none of both
+    curl -sS "$at/ring" >"$dir/ring.json" &&
+        holds "['decode'] * $2 + ['prefill'] * $1 == sorted(
+            m['kv_role'] or 'both' for m in a.body['members'] if m['role'] == 'gpu_worker' and m['ready'])" \
+            "$dir/ring.json"
+}
+
+roles() { # PREFILL DECODE: workers of each role in place of workers for both
+    compose up -d --no-build --scale gpu-worker=0 --scale prefill-worker="$1" --scale decode-worker="$2" \
+        >>"$dir/compose.log" 2>&1 || return 1
+    within 90 workers_in_ring "$1" "$2" >/dev/null || { workers_in_ring "$1" "$2"; return 1; }
+}
+
+metric() { # NAME [LABEL="VALUE"]: the sum over its samples
+    curl -sS "$at/metrics" | awk -v name="blockyard:$1{" -v label="${2:-}" \
+        'index($0, name) == 1 && index($0, label) { sum += $NF } END { print sum + 0 }'
+}
+
+above() { # NUMBER NAME [LABEL="VALUE"]
+    least=$1; shift
+    [ "$(metric "$@")" -gt "$least" ]
+}
+
+hands_over() { # SET: its prompts by tcp
+    before=$(metric kv_transfers_landed_total)
+    long_prompts "$1" roles
+    same_as_before "$1" || return 1
+    within 15 above $((before + 3)) kv_transfers_landed_total &&
+        above 10000000 kv_transfer_bytes_total 'connector="tcp"' && return
+    curl -sS "$at/metrics" | grep kv_transfer
+    return 1
+}
+
+num_requeued() { # times that a worker was lost with sequences on it
+    docker logs "$(compose ps -q scheduler)" 2>&1 | grep -c 'is lost; [1-9]' || true
+}
+
+outlives_docker_kill() { # SET SERVICE EVENTS: kills a container once a stream has so many; docker does not restart it
+    before=$(num_requeued)
+    victim=$(compose ps -q "$2" | head -n 1)
+    long_prompts "$1" roles &
+    load=$!
+    until cat "$dir"/roles."$1".?.sse 2>/dev/null | grep -c '^data' | awk "{ exit \$1 < $3 }"; do
+        kill -0 $load || return 1
+        sleep 0.05
+    done
+    docker kill "$victim" >/dev/null
+    wait $load
+    same_as_before "$1" || return 1
+    [ "$(num_requeued)" -gt "$before" ] || { echo "        no sequence was on the $2"; return 1; }
+}
+
 runs_unprivileged() {
     [ "$(compose exec -T scheduler id -u)" = 1000 ]
 }
@@ -199,5 +276,13 @@ check "a chat is answered with three tokenizers" answers_a_chat
 for service in detokenizer scheduler gpu-worker tokenizer-pool message-bus; do
     check "a stream outlives a kill -9 of the $service, same text" survives_a_killed $service
 done
+for set in 1 2 3 4; do long_prompts $set both; done
+export COMPOSE_PROFILES=roles
+check "two prefill workers and a decode worker replace the gpu-worker" roles 2 1
+check "prompts are handed over by tcp, same text" hands_over 1
+check "streams outlive a docker kill of a prefill worker, same text" outlives_docker_kill 2 prefill-worker 1
+check "streams outlive a docker kill of the decode worker, same text" outlives_docker_kill 3 decode-worker 10
+check "a prefill worker and two decode workers replace these" roles 1 2
+check "prompts are handed over to them, same text" hands_over 4
 check "SIGTERM ends all with exit code 0" stops_on_sigterm
 [ $failed -eq 0 ] || compose logs --tail 20
