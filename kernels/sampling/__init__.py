@@ -4,9 +4,10 @@
 - `sample_tokens`: one token a row (`SamplingTensors`). Its kernels are in `sample_scan`, `sample_select` and
   `sample_large_nucleus`; `sample_common`, `sample_small_nucleus` and `sample_fallback` are device functions of these.
 - `logprobs`: log-probabilities and ranks (`LogprobsTensors`).
+- `copy_logits`: logits of the rows that the host samples.
 - `philox_gumbel` and `philox_triton`: the same noise in torch and in Triton, a function of seed, choice and index
   alone.
 
-The worker's `execution.device_ops` calls the first three; its host sampler uses `philox_gumbel`. No import of another
+The worker's `execution.device_ops` calls the first four; its host sampler uses `philox_gumbel`. No import of another
 folder.
 """

@@ -99,10 +99,11 @@ def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, edit
         edits.logits[row] = x
 
 
-def count_tokens_reference(tokens: Tensor, best: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
-    for token, value, slot in zip(tokens.tolist(), best.tolist(), slots.tolist(), strict=True):
+def count_tokens_reference(tokens: Tensor, best: Tensor, ready: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
+    columns = (tokens, best, ready, slots)
+    for token, value, is_ready, slot in zip(*(column.tolist() for column in columns), strict=True):
         row = int(edits.row[slot]) if slot >= 0 else -1
-        if row >= 0 and abs(value) < float("inf"):
+        if row >= 0 and is_ready and abs(value) < float("inf"):
             edits.counts[row, token] += 1
 
 
@@ -176,7 +177,7 @@ def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsE
 
 
 @triton.jit
-def _count_kernel(tokens_ptr, best_ptr, slots_ptr, row_ptr, counts_ptr, num, vocab, TILE: tl.constexpr):
+def _count_kernel(tokens_ptr, best_ptr, ready_ptr, slots_ptr, row_ptr, counts_ptr, num, vocab, TILE: tl.constexpr):
     # program i: TILE rows; no two rows have the same slot
     places = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = places < num
@@ -184,20 +185,23 @@ def _count_kernel(tokens_ptr, best_ptr, slots_ptr, row_ptr, counts_ptr, num, voc
     row = tl.load(row_ptr + slots, mask=slots >= 0, other=-1).to(tl.int64)
     best = tl.load(best_ptr + places, mask=inside, other=0.0)
     sampled = (row >= 0) & (tl.abs(best) < float("inf"))
+    sampled &= tl.load(ready_ptr + places, mask=inside, other=0) != 0
     where = counts_ptr + row * vocab + tl.load(tokens_ptr + places, mask=inside, other=0)
     tl.store(where, tl.load(where, mask=sampled, other=0) + 1, mask=sampled)
 
 
-def count_tokens(tokens: Tensor, best: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
+def count_tokens(tokens: Tensor, best: Tensor, ready: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
     """Counts what `sample_tokens` drew for the slots that have a row: tokens, slots [rows] int64, best [rows] float32.
 
-    Rows in which no token could win (best not finite) count nothing; no two rows may be of one slot.
+    Rows that wait (ready [rows] int32 is 0), and rows in which no token could win (best not finite), count nothing; no
+    two rows may be of one slot.
     """
     rows = tokens.shape[0]
     check_tensor("tokens", tokens, (rows,), torch.int64)
     check_tensor("slots", slots, (rows,), torch.int64)
     check_tensor("best", best, (rows,), torch.float32)
+    check_tensor("ready", ready, (rows,), torch.int32)
     if rows and edits.counts.shape[0]:
         vocab = edits.counts.shape[1]
         grid = (ceil_div(rows, 128),)
-        _count_kernel[grid](tokens, best, slots, edits.row, edits.counts, rows, vocab, TILE=128)
+        _count_kernel[grid](tokens, best, ready, slots, edits.row, edits.counts, rows, vocab, TILE=128)

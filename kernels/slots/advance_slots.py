@@ -1,4 +1,4 @@
-"""The end of a step: each slot takes its new token or ends, and the outcome is stored for the host."""
+"""The end of a step: each slot takes its new token, waits or ends, and the outcome is stored for the host."""
 
 import math
 from enum import IntEnum, auto
@@ -29,9 +29,10 @@ class SlotOutcome(IntEnum):
     FULL = auto()  # at its maximum length, no token was sampled
     NOT_FINITE = auto()
     NONE_ALLOWED = auto()
+    WAITING = auto()  # no token: the next step computes the last known token again and writes the same KV
 
 
-ALIVE = (SlotOutcome.PART, SlotOutcome.TOKEN)
+ALIVE = (SlotOutcome.PART, SlotOutcome.TOKEN, SlotOutcome.WAITING)
 WITH_TOKEN = (SlotOutcome.TOKEN, SlotOutcome.END_OF_SEQUENCE, SlotOutcome.STOP, SlotOutcome.LENGTH)
 
 
@@ -40,6 +41,7 @@ def advance_slots_reference(
     inputs: StepInputs,
     tokens: Tensor,
     best: Tensor,
+    ready: Tensor,
     eos: Tensor,
     results: Tensor,
     counts: Tensor | None,
@@ -51,7 +53,12 @@ def advance_slots_reference(
         if slot < 0:
             continue
         position = int(fields[Field.POSITION, slot]) + (1 if counts is None else int(counts[row]))
-        outcome = _outcome(fields[:, slot].tolist(), position, int(tokens[row]), float(best[row]), eos.tolist())
+        outcome = _outcome(
+            fields[:, slot].tolist(), position, int(tokens[row]), float(best[row]), bool(ready[row]), eos.tolist()
+        )
+        if outcome == SlotOutcome.WAITING:
+            position -= 1
+            fields[Field.NEXT, slot] = inputs.token_ids[row]
         fields[Field.POSITION, slot] = position
         fields[Field.LIVE, slot] = int(outcome in ALIVE)
         if outcome in WITH_TOKEN:
@@ -60,11 +67,13 @@ def advance_slots_reference(
         out[:, row] = torch.tensor([outcome, tokens[row], position])
 
 
-def _outcome(slot: list[int], position: int, token: int, best: float, eos: list[int]) -> SlotOutcome:
+def _outcome(slot: list[int], position: int, token: int, best: float, is_ready: bool, eos: list[int]) -> SlotOutcome:
     if position < slot[Field.KNOWN]:
         return SlotOutcome.PART
     if position >= slot[Field.MAX_KNOWN]:
         return SlotOutcome.FULL
+    if slot[Field.AWAITS_HOST] or not is_ready:
+        return SlotOutcome.WAITING
     if not math.isfinite(best):
         return SlotOutcome.NONE_ALLOWED if best == -math.inf else SlotOutcome.NOT_FINITE
     if token in eos and not slot[Field.IGNORE_EOS]:
@@ -76,11 +85,11 @@ def _outcome(slot: list[int], position: int, token: int, best: float, eos: list[
 
 @triton.jit(do_not_specialize=["count", "capacity"])
 def _advance_slots_kernel(
-    fields_ptr, step_ptr, slots_ptr, tokens_ptr, best_ptr, eos_ptr, counts_ptr, results_ptr, count, num_slots, ring,
-    capacity,
+    fields_ptr, step_ptr, slots_ptr, ids_ptr, tokens_ptr, best_ptr, ready_ptr, eos_ptr, counts_ptr, results_ptr,
+    count, num_slots, ring, capacity,
     NUM_EOS: tl.constexpr, COUNTED: tl.constexpr, MAX_STOP_IDS: tl.constexpr, NEXT: tl.constexpr,
     POSITION: tl.constexpr, KNOWN: tl.constexpr, MAX_KNOWN: tl.constexpr, LIVE: tl.constexpr, IGNORE_EOS: tl.constexpr,
-    NUM_STOPS: tl.constexpr, STOPS: tl.constexpr, TILE: tl.constexpr,
+    NUM_STOPS: tl.constexpr, STOPS: tl.constexpr, AWAITS_HOST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # program i: tile i of the rows; numbers of outcomes are from SlotOutcome
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -111,12 +120,18 @@ def _advance_slots_kernel(
     outcome = tl.where(ends & ~ignores, 3, outcome)
     finite = (best > float("-inf")) & (best < float("inf"))  # NaN is neither
     outcome = tl.where(finite, outcome, tl.where(best == float("-inf"), 8, 7))
+    waits = tl.load(field + AWAITS_HOST * num_slots, mask=on, other=0) != 0
+    waits |= tl.load(ready_ptr + row, mask=on, other=1) == 0
+    outcome = tl.where(waits, 9, outcome)
     outcome = tl.where(position >= most, 6, outcome)
     outcome = tl.where(position < tl.load(field + KNOWN * num_slots, mask=on, other=0), 1, outcome)
     has_token = on & (outcome >= 2) & (outcome <= 5)
+    waits = on & (outcome == 9)
+    last = tl.load(ids_ptr + row, mask=waits, other=0).to(tl.int32)
+    position -= waits.to(tl.int32)
     tl.store(field + POSITION * num_slots, position, mask=on)
-    tl.store(field + LIVE * num_slots, ((outcome == 1) | (outcome == 2)).to(tl.int32), mask=on)
-    tl.store(field + NEXT * num_slots, token, mask=has_token)
+    tl.store(field + LIVE * num_slots, ((outcome == 1) | (outcome == 2) | waits).to(tl.int32), mask=on)
+    tl.store(field + NEXT * num_slots, tl.where(waits, last, token), mask=has_token | waits)
     tl.store(field + KNOWN * num_slots, position + 1, mask=has_token)
     out = results_ptr + (tl.load(step_ptr) % ring) * (3 * capacity) + row
     tl.store(out, tl.where(on, outcome, 0), mask=inside)
@@ -129,17 +144,19 @@ def advance_slots(
     inputs: StepInputs,
     tokens: Tensor,
     best: Tensor,
+    ready: Tensor,
     eos: Tensor,
     results: Tensor,
     counts: Tensor | None = None,
 ) -> None:
     """Gives each row's slot its new token, and ends slots at stop tokens, at their length, or at non-finite logits.
 
-    tokens [rows] int64 and best [rows] float32 come from `sample_tokens`; eos [n] int32 are the model's EOS ids;
-    counts [rows] int32 is how many tokens each row computed, None for one each. results [ring, NUM_RESULTS, capacity]
-    int32, on the device or in pinned memory, gets the rows' SlotOutcome, token and number of computed tokens at [step %
-    ring]. A slot takes a token only once all its known tokens are computed. Raises ValueError for other shapes and
-    dtypes.
+    tokens [rows] int64 and best [rows] float32 come from `sample_tokens`; ready [rows] int32: 0 where the slot
+    waits, as every slot does with AWAITS_HOST that would take a token; eos [n] int32 are the model's EOS ids;
+    counts [rows] int32 is how many tokens each row computed, None for one each. results [ring, NUM_RESULTS,
+    capacity] int32, on the device or in pinned memory, gets the rows' SlotOutcome, token and number of computed
+    tokens at [step % ring]. A slot takes a token only once all its known tokens are computed. Raises ValueError for
+    other shapes and dtypes.
     """
     state.check()
     count = len(inputs.slots)
@@ -150,16 +167,18 @@ def advance_slots(
         raise ValueError(f"results: expected contiguous int32, got {results.dtype}, strides {results.stride()}")
     check_tensor("tokens", tokens, (count,), torch.int64)
     check_tensor("best", best, (count,), torch.float32)
+    check_tensor("ready", ready, (count,), torch.int32)
     check_tensor("eos", eos, (eos.numel(),), torch.int32)
     if counts is not None:
         check_tensor("counts", counts, (count,), torch.int32)
     if count == 0:
         return
     _advance_slots_kernel[(ceil_div(count, _TILE),)](
-        state.fields, state.step, inputs.slots, tokens, best, eos, inputs.slots if counts is None else counts, results,
-        count, state.fields.shape[1], len(results), results.shape[2],
+        state.fields, state.step, inputs.slots, inputs.token_ids, tokens, best, ready, eos,
+        inputs.slots if counts is None else counts, results, count, state.fields.shape[1], len(results),
+        results.shape[2],
         NUM_EOS=len(eos), COUNTED=counts is not None, MAX_STOP_IDS=MAX_STOP_IDS, NEXT=int(Field.NEXT),
         POSITION=int(Field.POSITION), KNOWN=int(Field.KNOWN), MAX_KNOWN=int(Field.MAX_KNOWN), LIVE=int(Field.LIVE),
-        IGNORE_EOS=int(Field.IGNORE_EOS), NUM_STOPS=int(Field.NUM_STOPS), STOPS=int(Field.STOPS), TILE=_TILE,
-        num_warps=1,
+        IGNORE_EOS=int(Field.IGNORE_EOS), NUM_STOPS=int(Field.NUM_STOPS), STOPS=int(Field.STOPS),
+        AWAITS_HOST=int(Field.AWAITS_HOST), TILE=_TILE, num_warps=1,
     )  # fmt: skip

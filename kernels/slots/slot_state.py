@@ -38,7 +38,9 @@ class Field(IntEnum):
     ONLY_LISTED = 18
     NUM_LISTED = 19
     NUM_TOP = 20  # top log-probabilities to report, below 0: no log-probabilities
-    STOPS = 21  # the first of MAX_STOP_IDS
+    AWAITS_HOST = 21  # the host samples its tokens: see SlotOutcome.WAITING
+    LOGITS_ROW = 22  # row of the logits that the host reads, below 0: it reads none of this step
+    STOPS = 23  # the first of MAX_STOP_IDS
 
 
 NUM_FIELDS = Field.STOPS + MAX_STOP_IDS

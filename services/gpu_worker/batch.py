@@ -103,12 +103,6 @@ class Batch:
         self._failed_blocks.append((slot, blocks))
         self._pool.scrub(blocks)
 
-    def recount(self, slot: int) -> None:
-        """Rebuilds the sampling state of a slot from its tokens."""
-        table = self.slots
-        state, ids = table.slots[slot], table.token_ids[slot, : table.num_tokens[slot]]
-        self.sampler.recount(slot, state.sampling, ids, state.num_prompt_tokens)
-
     def finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
         """Returns the finish reason, if any, and the matched stop token. known: number of tokens with this one."""
         state = self.slots.slots[slot]

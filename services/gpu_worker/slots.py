@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.arrays import Bools, Ints
 from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
 
 
@@ -102,15 +102,29 @@ class Slots:
         """Counts the next `counts` tokens of each slot as computed."""
         self.num_computed[slots] += counts
 
-    def advance_ahead(self, slots: Ints, counts: Ints) -> None:
-        """Counts tokens of a step in flight as computed. A slot at its last token gets one more, without an id."""
+    def advance_ahead(self, slots: Ints, counts: Ints, waits: Bools) -> None:
+        """Counts tokens of a step in flight as computed.
+
+        A slot at its last token gets one more, without an id. Slots that wait there compute that token again.
+        """
         positions = self.num_computed[slots] + counts
-        self.num_computed[slots] = positions
-        self.num_tokens[slots] += positions == self.num_tokens[slots]
+        at_end = positions == self.num_tokens[slots]
+        self.num_computed[slots] = positions - (at_end & waits)
+        self.num_tokens[slots] += at_end & ~waits
+
+    def take_back(self, slot: int) -> None:
+        """The slot got no token in a step for which `advance_ahead` added one: it computes its last token again."""
+        self.num_computed[slot] -= 1
+        self.num_tokens[slot] -= 1
 
     def set_tokens(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
         """Sets the ids of tokens that `advance_ahead` added."""
         self.token_ids[slots, positions] = token_ids
+
+    def scored(self, slot: int, begin: int, count: int) -> range:
+        """Positions of the prompt that get log-probabilities in a step of `count` tokens after the first `begin`."""
+        state = self.slots[slot]
+        return range(max(begin + 1, state.prompt_logprobs_from), min(begin + count + 1, state.num_prompt_tokens))
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
         """Adds one token to each slot. A slot at max_model_len counts the token without storing it."""

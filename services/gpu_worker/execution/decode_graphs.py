@@ -95,6 +95,7 @@ class DecodeSteps:
         self._inputs = StepInputs.make(capacity, device)
         self._tokens = torch.zeros(capacity, dtype=torch.int64, device=device)
         self._best = torch.zeros(capacity, dtype=torch.float32, device=device)
+        self.ready = torch.ones(capacity, dtype=torch.int32, device=device)  # 0: the row's slot waits a step
         self._eos = torch.tensor([i for i in eos_token_ids if 0 <= i < vocab], dtype=torch.int32, device=device)
         self._capture_sizes = [n for n in settings.graph_sizes if n <= capacity] or capture_sizes(capacity)
         self._sizes = [
@@ -166,20 +167,31 @@ class DecodeSteps:
         self, inputs: StepInputs, logits: Tensor, needs_processing: bool, counts: Tensor | None = None
     ) -> None:
         """Samples a token for each row's slot. counts: tokens that each row computed, None: one each."""
-        tokens, best, edits = self._tokens[: len(logits)], self._best[: len(logits)], self.slots.logits_edits
+        count, edits = len(logits), self.slots.logits_edits
+        tokens, best, ready = self._tokens[:count], self._best[:count], self.ready[:count]
         adjusted = edits.adjusted if needs_processing else None
         if needs_processing:
             self.ops.penalize(logits, inputs, edits.tensors)
         self.ops.sample(logits, inputs, self.slots.params, tokens, best, adjusted)
         if needs_processing:
-            self.ops.count_tokens(tokens, best, inputs, edits.tensors)
-            self.ops.gather_logprobs(logits, inputs, tokens, edits.num_top, edits.logprob_buffers(len(logits)))
-        self.ops.advance(self.slots.state, inputs, tokens, best, self._eos, self.ring.results, counts)
+            self.ops.count_tokens(tokens, best, ready, inputs, edits.tensors)
+            self.ops.gather_logprobs(logits, inputs, tokens, edits.num_top, edits.logprob_buffers(count))
+            self.ops.copy_logits(logits, inputs, edits.host_row, edits.host_logits)
+        self.ops.advance(self.slots.state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
 
     def advance(self, inputs: StepInputs, counts: Tensor) -> None:
         """Advances each row's slot by `counts` tokens, where no slot samples."""
-        tokens, best = self._tokens[: len(counts)], self._best[: len(counts)]
-        self.ops.advance(self.slots.state, inputs, tokens, best, self._eos, self.ring.results, counts)
+        rows = slice(len(counts))
+        self.ops.advance(
+            self.slots.state,
+            inputs,
+            self._tokens[rows],
+            self._best[rows],
+            self.ready[rows],
+            self._eos,
+            self.ring.results,
+            counts,
+        )
 
     def capture(self) -> None:
         """Captures sizes for CAPTURE_S seconds; `capture_one` captures the others."""

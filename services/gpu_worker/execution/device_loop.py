@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import SlotOutcome
-from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.arrays import Bools, Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution import decode_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSize, DecodeSteps
 from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.host_sampling import HostSampling
 from blockyard.services.gpu_worker.execution.layer_events import LayerEvents
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraphs
@@ -56,6 +57,8 @@ class InFlightStep:
     launch_s: float  # host time of its launch
     num_logprobs: dict[int, int]  # by slot that reports log-probabilities: how many of the top tokens
     num_decodes: int  # leading rows that compute one token
+    host_rows: list[int]  # rows that the host samples
+    host_logits: Tensor | None  # of these rows
 
 
 class DeviceLoop:
@@ -69,6 +72,7 @@ class DeviceLoop:
         """most_tokens: of a step. tuning: of linear layers in idle times, None: none is left."""
         self.steps, self._batch, self._prefill_steps = steps, batch, PrefillSteps(steps)
         self._graphs, self._tuning = PrefillGraphs(steps, most_tokens), tuning
+        self._host_sampling = HostSampling(batch, steps.slots)
         self._in_flight_steps: deque[InFlightStep] = deque()
         self._on_captured: Callable[[], None] = lambda: None
         self._done_s = 0.0  # when the host saw that the last step was done
@@ -80,6 +84,7 @@ class DeviceLoop:
     def reset(self) -> None:
         """Drops all slots. No step may be in flight."""
         self.steps.slots.reset(self.steps.ring.step)
+        self._host_sampling.reset()
 
     def capture(self) -> None:
         """Captures CUDA graphs for a few seconds; `idle` captures the others."""
@@ -123,8 +128,17 @@ class DeviceLoop:
         return len(self._in_flight_steps) < len(self.steps.ring)
 
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
-        """Whether all slots of this step sample on the device."""
-        return len(slots) > 0 and self.supports(slots, counts) and bool(self.steps.slots.samples_on_device[slots].all())
+        """Whether no slot of this step needs its hidden states on the host.
+
+        Slots that the host samples from logits wait on the device, if it copies logits.
+        """
+        state = self.steps.slots
+        return (
+            len(slots) > 0
+            and self.supports(slots, counts)
+            and (state.logits_edits.enabled or bool(state.samples_on_device[slots].all()))
+            and not state.scores_prompt(slots, counts, self._batch.slots)
+        )
 
     def supports(self, slots: Ints, counts: Ints) -> bool:
         """Whether a step of these slots can be computed on the device's state."""
@@ -137,7 +151,8 @@ class DeviceLoop:
         """
         began_s = time.perf_counter()
         table, logits_edits = self._batch.slots, self.steps.slots.logits_edits
-        needs_processing = logits_edits.needs_processing(slots)
+        host_rows = self._host_sampling.choose(slots, counts)
+        needs_processing = bool(host_rows) or logits_edits.needs_processing(slots)
         events = LayerEvents(self.steps.pool.shape.num_layers) if plan.sends else None
         if counts[-1] == 1:
             size = self._size(slots)
@@ -147,8 +162,9 @@ class DeviceLoop:
             buffers = self._launch_prefill(slots, counts, needs_processing, events)
         if logits_edits.num_logprobs:
             buffers.copy_logprobs(logits_edits.buffer)
+        host_logits = self._host_sampling.copied_logits(host_rows)
         buffers.done.record()
-        table.advance_ahead(slots, counts)
+        table.advance_ahead(slots, counts, ~self.steps.slots.samples_on_device[slots])
         num_logprobs = (
             {s: logits_edits.num_logprobs[s] for s in slots.tolist() if s in logits_edits.num_logprobs}
             if logits_edits.num_logprobs
@@ -157,7 +173,19 @@ class DeviceLoop:
         owners, num_decodes = table.owners[slots], int((counts == 1).sum())
         launch_s = time.perf_counter() - began_s
         self._in_flight_steps.append(
-            InFlightStep(plan, results, slots, owners, buffers, began_s, launch_s, num_logprobs, num_decodes)
+            InFlightStep(
+                plan,
+                results,
+                slots,
+                owners,
+                buffers,
+                began_s,
+                launch_s,
+                num_logprobs,
+                num_decodes,
+                host_rows,
+                host_logits,
+            )
         )
         return [] if events is None else events.stored
 
@@ -193,11 +221,9 @@ class DeviceLoop:
 
         No step may be in flight, and `sync_from_host` has to follow.
         """
-        for slot in slots.tolist():
-            if self.steps.slots.logits_edits.has_row(
-                slot
-            ):  # tokens of steps that ran ahead were counted on the device alone
-                self._batch.recount(slot)
+        self._host_sampling.finish_stream()
+        for slot in slots[self.steps.slots.samples_on_device[slots]].tolist():
+            self._batch.sampler.end(slot)  # tokens of steps that ran ahead were counted on the device alone
         if counts[-1] == 1:
             size = self._size(slots)
             buffers = self._begin(slots, counts, size.rows)
@@ -212,6 +238,7 @@ class DeviceLoop:
 
     def sync_from_host(self, slots: Ints) -> None:
         """Sends the state of slots that the host has sampled."""
+        self._host_sampling.finish_stream()
         self.steps.slots.sync_from_host(slots, self._batch.slots)
 
     def _size(self, slots: Ints) -> DecodeSize:
@@ -253,8 +280,13 @@ class DeviceLoop:
             DecodeTokens(slots[which], tokens[which], computed[which]) for which in (single, plain & ~single)
         )
         results += others.to_slot_results()
-        for i in np.flatnonzero(~plain).tolist():
+        waiting = outcomes == SlotOutcome.WAITING
+        for i in np.flatnonzero(~plain & ~waiting).tolist():
             self._take_other(flight, i, SlotOutcome(outcomes[i]), bool(held[i]))
+        if flight.host_rows:
+            self._host_sampling.on_done(slots[flight.host_rows], flight.owners[flight.host_rows])
+        if waiting.any():
+            self._take_waiting(flight, np.flatnonzero(waiting), held)
         if flight.num_logprobs:
             self._add_logprobs(flight)
         self._batch.complete(flight.plan, results)
@@ -270,6 +302,24 @@ class DeviceLoop:
             flight.results.append(self._finished_result(slot, int(flight.owners[row]), outcome, token, length))
             if held:
                 self._batch.slots.finish(slot)
+
+    def _take_waiting(self, flight: InFlightStep, rows: Ints, held: Bools) -> None:
+        """Samples the rows whose logits the step copied. The slots of the others compute the same token again."""
+        table, slots, logits = self._batch.slots, flight.slots, flight.host_logits
+        active = rows[held[rows] & table.live[slots[rows]]]
+        on_device = self.steps.slots.samples_on_device[slots[active]]
+        for slot in slots[active[on_device]].tolist():
+            table.take_back(slot)
+        places = {row: place for place, row in enumerate(flight.host_rows)}
+        sampled = [row for row in active[~on_device].tolist() if row in places]
+        flight.results += [
+            SlotResult(int(slots[row]), [], int(flight.buffers.results[2, row]))
+            for row in rows.tolist()
+            if row >= flight.num_decodes and row not in sampled
+        ]
+        if sampled:
+            assert logits is not None
+            flight.results += self._host_sampling.sample(logits, [places[row] for row in sampled], slots[sampled])
 
     def _add_logprobs(self, flight: InFlightStep) -> None:
         assert flight.buffers.logprobs is not None

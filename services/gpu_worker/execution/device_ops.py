@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from blockyard.kernels.attention.fused_decode import SplitSemaphores
+from blockyard.kernels.sampling.copy_logits import copy_logits
 from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs
 from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens, penalize_logits
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
@@ -58,8 +59,11 @@ class DeviceOps:
         slots, index = inputs.sampled_slots, inputs.index
         sample_tokens(logits, slots, index, params, tokens, best, adjusted, self._batch_invariant)
 
-    def count_tokens(self, tokens: Tensor, best: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
-        count_tokens(tokens, best, inputs.sampled_slots, edits)
+    def count_tokens(self, tokens: Tensor, best: Tensor, ready: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
+        count_tokens(tokens, best, ready, inputs.sampled_slots, edits)
+
+    def copy_logits(self, logits: Tensor, inputs: StepInputs, row: Tensor, out: Tensor) -> None:
+        copy_logits(logits, inputs.sampled_slots, row, out)
 
     def gather_logprobs(
         self, logits: Tensor, inputs: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
@@ -72,8 +76,9 @@ class DeviceOps:
         inputs: StepInputs,
         tokens: Tensor,
         best: Tensor,
+        ready: Tensor,
         eos: Tensor,
         results: Tensor,
         counts: Tensor | None,
     ) -> None:
-        advance_slots(state, inputs, tokens, best, eos, results, counts)
+        advance_slots(state, inputs, tokens, best, ready, eos, results, counts)

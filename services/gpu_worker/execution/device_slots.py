@@ -38,6 +38,8 @@ class DeviceSlots:
         self._tables_offset, self._width = state.offset(state.tables), state.tables.shape[1]
         self._rows = np.full(len(state.row_slots), -1, np.int64)  # slots by row, as on the device
         self.samples_on_device = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
+        self._logits_rows: dict[int, int] = {}  # by slot whose logits the next step copies for the host
+        self._scores_prompt: set[int] = set()  # slots that report log-probabilities of their prompt
         self._sent = np.zeros(num_slots, np.int64)  # number of blocks
         self._writes = DeviceWrites()
 
@@ -46,6 +48,8 @@ class DeviceSlots:
         self._writes.clear()
         self.logits_edits.reset()
         self.samples_on_device[:] = False
+        self._logits_rows.clear()
+        self._scores_prompt.clear()
         self._sent[:] = 0
         self._rows[:] = -1
         state = self.state
@@ -93,6 +97,24 @@ class DeviceSlots:
         self._set(Field.KNOWN, slots, table.num_tokens[slots])
         self._set(Field.LIVE, slots, table.live[slots])
 
+    def scores_prompt(self, slots: Ints, counts: Ints, table: Slots) -> bool:
+        """Whether a step computes log-probabilities of a prompt: `counts` tokens of each slot."""
+        if not self._scores_prompt:
+            return False
+        begins = zip(slots.tolist(), table.num_computed[slots].tolist(), counts.tolist(), strict=True)
+        return any(slot in self._scores_prompt and table.scored(slot, begin, count) for slot, begin, count in begins)
+
+    def copy_logits_of(self, slots: list[int]) -> None:
+        """The next step copies the logits of these slots to rows of `DeviceLogitsEdits.host_logits`, in this order."""
+        rows = {slot: row for row, slot in enumerate(slots)}
+        offset = self._field_offsets[Field.LOGITS_ROW]
+        for slot in self._logits_rows.keys() - rows.keys():
+            self._writes.put(offset + slot, -1)
+        for slot, row in rows.items():
+            if self._logits_rows.get(slot) != row:
+                self._writes.put(offset + slot, row)
+        self._logits_rows = rows
+
     def assign(self, slots: Ints, rows: int) -> None:
         """Assigns the first rows of the next step to these slots; the others, up to `rows`, are padding."""
         wanted = np.full(rows, -1)
@@ -118,6 +140,9 @@ class DeviceSlots:
         needs_host = len(state.stop_ids) > MAX_STOP_IDS
         edits = self.logits_edits.start(slot, sampling, table, endings, words, needs_host)
         self.samples_on_device[slot] = edits is not None
+        words[Field.AWAITS_HOST] = edits is None
+        if sampling.num_prompt_logprobs is not None:
+            self._scores_prompt.add(slot)
         if edits:
             self._writes.add(*self.logits_edits.edit_words(slot, edits))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
@@ -135,6 +160,9 @@ class DeviceSlots:
     def _stop(self, slot: int) -> None:
         self.logits_edits.end(slot)
         self.samples_on_device[slot] = False
+        self._scores_prompt.discard(slot)
+        if self._logits_rows.pop(slot, None) is not None:
+            self._writes.put(self._field_offsets[Field.LOGITS_ROW] + slot, -1)
 
     def _end(self, slot: int) -> None:
         self._writes.put(self._field_offsets[Field.LIVE] + slot, 0)

@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_attention import EXTRA_TOKENS
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_order
 from blockyard.services.gpu_worker.batch import Batch
+from blockyard.services.gpu_worker.execution.host_sampling import apply_sampled
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logprobs import PromptLogprobs
@@ -105,20 +106,7 @@ class HostSteps:
         if len(ready) < len(rows):
             rows = rows.index_select(0, self._tensor(last[ready]))
         sampled = batch.sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
-        table.append(chosen, np.array(sampled.token_ids, np.int64))
-        for i, slot in enumerate(chosen.tolist()):
-            length = lengths[ready[i]]
-            if (problem := sampled.problems.get(i)) is not None:
-                batch.fail_slot(slot, int(table.owners[slot]))
-                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
-                continue
-            token = sampled.token_ids[i]
-            finish, stop = batch.finish_reason_of(slot, token, length + 1)
-            if finish is not None:
-                table.finish(slot)
-            logprobs = sampled.logprobs.get(i)
-            results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
-        return results
+        return results + apply_sampled(batch, sampled, chosen)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._pool.device, non_blocking=True)

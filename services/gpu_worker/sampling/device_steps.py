@@ -1,7 +1,8 @@
 """The device's implementation of the logits steps: the host writes fields of a slot, the sampling kernels read them.
 
 A slot with changed logits has one of a few rows, with counts of its tokens and its adjusted logits. The host samples a
-slot with parameters that the kernels do not support, or without a free row.
+slot with parameters that the kernels do not support, or without a free row; it reads the logits of a few such slots in
+each step.
 """
 
 import math
@@ -22,6 +23,7 @@ from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
 MOST_ROWS = 64  # slots with changed logits at a time; a row takes 8 bytes for each token of the vocabulary
+MOST_HOST_ROWS = 32  # slots whose logits the host reads in one step
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
 
@@ -142,6 +144,9 @@ class DeviceLogitsEdits:
         )
         self.adjusted = AdjustedLogits(self.tensors.row, self.tensors.logits)
         self.num_top = state.fields[Field.NUM_TOP]
+        self.host_row = state.fields[Field.LOGITS_ROW]
+        host_rows = min(capacity, MOST_HOST_ROWS) if enabled else 0
+        self.host_logits = torch.zeros((host_rows, vocab_size), dtype=torch.float32, device=device)
         self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
@@ -177,13 +182,12 @@ class DeviceLogitsEdits:
         """
         state = DeviceSlot(words, table.slots[slot].num_prompt_tokens, end_ids, self._vocab_size)
         on_device = all([step(state, sampling) for step in _IN_ORDER])  # a list: each step writes its words
-        words[Field.EDITS_ROW] = words[Field.NUM_TOP] = -1
+        words[Field.EDITS_ROW] = words[Field.NUM_TOP] = words[Field.LOGITS_ROW] = -1
         num_logprobs = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         changes = bool(state.edits) or state.has_penalties
         if (
             needs_host
             or not on_device
-            or sampling.num_prompt_logprobs is not None
             or num_logprobs > MAX_LOGPROBS
             or (num_logprobs >= 0 and not self.enabled)
             or len(state.edits) > MAX_TOKEN_EDITS
@@ -208,9 +212,6 @@ class DeviceLogitsEdits:
         if counts.is_cuda:
             ids = ids.pin_memory().to(counts.device, non_blocking=True)
         count_known(counts[row], ids, table.slots[slot].num_prompt_tokens)
-
-    def has_row(self, slot: int) -> bool:
-        return slot in self._rows
 
     def edit_words(self, slot: int, edits: TokenEdits) -> tuple[Words, Words]:
         """Index and value of the words of a slot's edits."""

@@ -46,12 +46,11 @@ class PromptLogprobs:
             place = asked.get(result.slot)
             if place is None:
                 continue
-            slot = table.slots[result.slot]
-            done, count = int(begin[place]), int(counts[place])
-            first = max(done + 1, slot.prompt_logprobs_from)
-            last = min(done + count + 1, slot.num_prompt_tokens)  # one past the last position
-            if first >= last:
+            slot, done = table.slots[result.slot], int(begin[place])
+            positions = table.scored(result.slot, done, int(counts[place]))
+            if not positions:
                 continue
+            first, last = positions.start, positions.stop
             offset = int(starts[place]) - done - 1  # position p is scored by row offset + p
             ids = table.token_ids[result.slot, first:last]
             entries = self._score(hidden[offset + first : offset + last], ids, slot)

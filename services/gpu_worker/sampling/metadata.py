@@ -37,12 +37,16 @@ class SamplingMetadata:
     def set_top_p(self, slot: int, sampling: Sampling) -> None:
         self.top_p[slot] = sampling.top_p
 
-    def start(self, start: SlotStart, adjusted: bool) -> None:
-        """Call it after the parameters are set. adjusted: a step changes this slot's logits."""
+    def start(self, start: SlotStart) -> None:
+        """Call it after the parameters are set."""
         slot, sampling = start.slot, start.sampling
         noisy = bool(self.noisy[slot])
         self.limited[slot] = noisy and (self.top_k[slot] < self._vocab_size or sampling.top_p < 1 or sampling.min_p > 0)
         self.num_logprobs[slot] = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         self.key[:, slot] = split_seed(sampling.seed)
         self.choice[slot] = start.choice
-        self.plain[slot] = not (noisy or adjusted or sampling.num_logprobs is not None)
+        self.plain[slot] = not (noisy or sampling.num_logprobs is not None)
+
+    def set_adjusted(self, slot: int) -> None:
+        """A step changes this slot's logits."""
+        self.plain[slot] = False

@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.sampling.logprobs import score
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
 from blockyard.services.gpu_worker.slots import Slots
-from blockyard.shared.messages import Sampling, SlotStart, TokenLogprobs
+from blockyard.shared.messages import SlotStart, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -38,6 +38,7 @@ class Sampler:
 
     def reset(self, num_slots: int) -> None:
         self._metadata = SamplingMetadata(num_slots, self._vocab_size)
+        self._has_state = np.zeros(num_slots, np.bool_)  # by slot: the steps have counted its tokens so far
         names = [step.name for step in LOGITS_STEPS]
         make = [HOST_STEPS[name] for name in names if name in HOST_STEPS]
         self._steps = [step(self._vocab_size, self._eos, self._device) for step in make]
@@ -49,25 +50,23 @@ class Sampler:
         problem = unsupported_reason(sampling, self._vocab_size)
         if problem:
             return problem
-        ids = np.frombuffer(start.token_ids, "<u4").astype(np.int64)
-        adjusted = [step.start(slot, sampling, ids, start.num_prompt_tokens) for step in self._steps]
+        self.end(slot)
         for set_parameter in self._parameters:
             set_parameter(self._metadata, slot, sampling)
-        self._metadata.start(start, any(adjusted))
+        self._metadata.start(start)
         return ""
 
-    def recount(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> None:
-        """Rebuilds the state of all steps from these tokens: the device has sampled some of them."""
-        for step in self._steps:
-            step.end(slot)
-            step.start(slot, sampling, token_ids, num_prompt_tokens)
-
     def end(self, slot: int) -> None:
-        for step in self._steps:
-            step.end(slot)
+        """Drops the state of all steps. The next `sample` of the slot builds it from all its tokens."""
+        if 0 <= slot < len(self._has_state) and self._has_state[slot]:
+            self._has_state[slot] = False
+            for step in self._steps:
+                step.end(slot)
 
     def sample(self, logits: Tensor, slots: Ints, table: Slots) -> Sampled:
         """logits [rows, vocab] of these slots; may be written to."""
+        for slot in slots[~self._has_state[slots]].tolist():
+            self._build_state(slot, table)
         if self._metadata.plain[slots].all():
             values, tokens = logits.max(dim=-1)
             return _finish(logits, values, tokens)
@@ -83,6 +82,13 @@ class Sampler:
             tokens = torch.tensor([sampled.token_ids[i] for i in places], device=self._device)
             sampled.logprobs.update(zip(places, score(logprobs, tokens, num_top), strict=True))
         return sampled
+
+    def _build_state(self, slot: int, table: Slots) -> None:
+        state, ids = table.slots[slot], table.token_ids[slot, : table.num_tokens[slot]]
+        adjusted = [step.start(slot, state.sampling, ids, state.num_prompt_tokens) for step in self._steps]
+        if any(adjusted):
+            self._metadata.set_adjusted(slot)
+        self._has_state[slot] = True
 
     def _log_softmax(self, logits: Tensor, slots: Ints) -> list[tuple[list[int], Tensor, int]]:
         """Log-probabilities of rows that report them, grouped by number, before any step changes the logits."""

@@ -85,7 +85,8 @@ def test_the_sampler_on_cpu_penalises_the_same() -> None:
         old.apply(theirs, [0])
         torch.testing.assert_close(wishes.logits.cpu(), theirs)
         old.on_sampled([0], [token])
-        count_tokens(slots + token, torch.zeros(1, device=DEVICE), slots, wishes)
+        best = torch.zeros(1, device=DEVICE)
+        count_tokens(slots + token, best, best.int() + 1, slots, wishes)
 
 
 def test_tokens_are_counted_where_asked_and_drawn() -> None:
@@ -94,11 +95,13 @@ def test_tokens_are_counted_where_asked_and_drawn() -> None:
     slots = torch.tensor([4, 0, -1, 1, 2], device=DEVICE)
     tokens = torch.tensor([3, 4, 5, 280, 7], device=DEVICE)
     best = torch.tensor([1.0, 1.0, 0.0, -2.0, float("nan")], device=DEVICE)
-    count_tokens(tokens, best, slots, wishes)
-    count_tokens_reference(tokens, best, slots, want)
+    ready = torch.tensor([0, 1, 1, 1, 1], dtype=torch.int32, device=DEVICE)
+    count_tokens(tokens, best, ready, slots, wishes)
+    count_tokens_reference(tokens, best, ready, slots, want)
     assert torch.equal(wishes.counts, want.counts)
     assert wishes.counts[2, 280] == 4
     assert wishes.counts[0].sum() == 0
+    assert wishes.counts[1].sum() == 0, "the row of a slot that waits"
 
 
 def test_the_draw_takes_the_adjusted_logits() -> None:
@@ -132,4 +135,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="index"):
         penalize_logits(torch.zeros(2, 10, device=DEVICE), slots, slots.int(), wishes)
     with pytest.raises(ValueError, match="best"):
-        count_tokens(slots, slots, slots, wishes)
+        count_tokens(slots, slots, slots, slots, wishes)

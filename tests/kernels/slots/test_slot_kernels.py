@@ -28,6 +28,7 @@ def random_state(num_slots: int, seed: int) -> SlotState:
     fields[Field.POSITION] = draw(0, 50)
     fields[Field.KNOWN] = fields[Field.POSITION] + draw(1, 4)
     fields[Field.MAX_KNOWN] = fields[Field.POSITION] + draw(1, 6)
+    fields[Field.AWAITS_HOST] = draw(0, 9) == 0
     fields[Field.LIVE], fields[Field.IGNORE_EOS] = draw(0, 4).clamp(max=1), draw(0, 2)
     fields[Field.NEXT], fields[Field.NUM_STOPS] = draw(0, 20), draw(0, MAX_STOP_IDS + 1)
     for i in range(MAX_STOP_IDS):
@@ -99,8 +100,9 @@ def test_advance(rows: int, counted: bool) -> None:
     want_state = copy_of(state)
     want = torch.full((RING, NUM_RESULTS, CAPACITY), -5, dtype=torch.int32, device=DEVICE)
     got = want.cpu().pin_memory() if DEVICE.type == "cuda" else want.clone()
-    advance_slots_reference(want_state, now, tokens, best, EOS, want, counts)
-    advance_slots(state, now, tokens, best, EOS, got, counts)
+    ready = torch.randint(0, 9, (rows,), generator=at, dtype=torch.int32).to(DEVICE)
+    advance_slots_reference(want_state, now, tokens, best, ready, EOS, want, counts)
+    advance_slots(state, now, tokens, best, ready, EOS, got, counts)
     torch.cuda.synchronize() if DEVICE.type == "cuda" else None
     assert torch.equal(state.arena, want_state.arena)
     out, place = want.cpu()[:, :, :rows], int(state.step) % RING
@@ -118,13 +120,15 @@ def test_a_model_without_an_end_of_sequence() -> None:
     gather_inputs_reference(state, now)
     tokens = torch.full((40,), 7, device=DEVICE)
     results = torch.zeros((RING, NUM_RESULTS, CAPACITY), dtype=torch.int32, device=DEVICE)
-    advance_slots(state, now, tokens, torch.ones(40, device=DEVICE), none, results)
+    ones = torch.ones(40, device=DEVICE)
+    advance_slots(state, now, tokens, ones, ones.int(), none, results)
     assert SlotOutcome.END_OF_SEQUENCE not in results[int(state.step) % RING, 0].tolist()
 
 
 def test_wrong_arguments() -> None:
     state, rows = SlotState.make(8, 4, 2, DEVICE), StepInputs.make(4, DEVICE)
     tokens, best = rows.token_ids, torch.zeros(4, device=DEVICE)
+    ready = best.int()
     results = torch.zeros((2, NUM_RESULTS, 4), dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="9 pairs of 4"):
         scatter_words(state.arena, results[0, :2], 9)
@@ -133,10 +137,12 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="5 rows, the state has 4"):
         gather_inputs(state, StepInputs.make(5, DEVICE))
     with pytest.raises(ValueError, match="results: expected"):
-        advance_slots(state, rows, tokens, best, EOS, results[:, :2])
+        advance_slots(state, rows, tokens, best, ready, EOS, results[:, :2])
     with pytest.raises(ValueError, match="tokens: expected"):
-        advance_slots(state, rows, tokens[:3], best, EOS, results)
+        advance_slots(state, rows, tokens[:3], best, ready, EOS, results)
     with pytest.raises(ValueError, match="eos: expected"):
-        advance_slots(state, rows, tokens, best, EOS.long(), results)
+        advance_slots(state, rows, tokens, best, ready, EOS.long(), results)
     with pytest.raises(ValueError, match="counts: expected"):
-        advance_slots(state, rows, tokens, best, EOS, results, tokens)
+        advance_slots(state, rows, tokens, best, ready, EOS, results, tokens)
+    with pytest.raises(ValueError, match="ready: expected"):
+        advance_slots(state, rows, tokens, best, ready[:3], EOS, results)

@@ -38,6 +38,7 @@ class Stream:
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     planned: int = 0  # tokens computed once all plans sent are done, at most
+    computed: int = 0  # tokens computed, as of the last result
     known: int = 0  # tokens known once all plans sent are done, at most
     last_run: int = 0  # number of the last plan that ran it
     started: int = 0  # number of the plan that started its slot
@@ -63,6 +64,7 @@ class Driver:
         self.streams: list[Stream] = []
         self.numbers = itertools.count(1)
         self.completed = 0
+        self.num_waits = 0  # runs without a token
         self.preempted: dict[int, Stream] = {}  # by slot, until the plan that ends it is done
         self.queued: deque[StepPlan] = deque()
         self.ends: list[int] = []
@@ -92,7 +94,8 @@ class Driver:
             if s.slot is None and s.last_run <= self.completed:  # a preempted stream waits for its results
                 if not self.free_slots:
                     continue
-                s.slot, s.planned, s.num_tokens, s.started = self.free_slots.pop(0), 0, len(s.ids), number
+                s.slot, s.planned, s.computed = self.free_slots.pop(0), 0, 0
+                s.num_tokens, s.started = len(s.ids), number
                 s.blocks = self._take(1)
                 starts.append(
                     SlotStart(
@@ -136,6 +139,7 @@ class Driver:
         assert plan.number == self.completed + 1
         self.completed = plan.number
         by_slot = {s.slot: s for s in self.streams if s.slot is not None}
+        self._take_back(plan, results, by_slot)
         for result in results:
             if result.slot in by_slot and by_slot[result.slot].started <= plan.number:
                 self._take_result(by_slot[result.slot], result)
@@ -146,6 +150,19 @@ class Driver:
             del self.preempted[slots[0]]
             self.free_slots += slots
             self.free_blocks += blocks
+
+    def _take_back(self, plan: StepPlan, results: list[SlotResult], by_slot: dict[int, Stream]) -> None:
+        """Tokens that a waiting slot did not compute are planned again."""
+        num_computed = {result.slot: result.num_computed for result in results}
+        for run in plan.runs:
+            s = by_slot.get(run.slot)
+            if s is not None and s.started <= plan.number:
+                computed = num_computed.get(run.slot, s.computed)
+                missing = run.max_tokens - (computed - s.computed)
+                s.computed = computed
+                s.planned -= missing
+                s.num_tokens -= missing > 0
+                self.num_waits += missing > 0
 
     def _take_result(self, s: Stream, result: SlotResult) -> None:
         assert s.finish is None, "a finished slot must stay silent"

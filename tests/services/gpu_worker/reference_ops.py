@@ -7,6 +7,7 @@ from torch import Tensor
 from blockyard.kernels.attention.paged_decode import PagedKVMetadata, paged_decode_reference
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.sampling.copy_logits import copy_logits_reference
 from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs_reference
 from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens_reference, penalize_logits_reference
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens_reference
@@ -88,8 +89,11 @@ class ReferenceOps(DeviceOps):
         tokens.copy_(drawn)
         best.copy_(won)
 
-    def count_tokens(self, tokens: Tensor, best: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
-        count_tokens_reference(tokens, best, inputs.sampled_slots, edits)
+    def count_tokens(self, tokens: Tensor, best: Tensor, ready: Tensor, inputs: StepInputs, edits: LogitsEdits) -> None:
+        count_tokens_reference(tokens, best, ready, inputs.sampled_slots, edits)
+
+    def copy_logits(self, logits: Tensor, inputs: StepInputs, row: Tensor, out: Tensor) -> None:
+        copy_logits_reference(logits, inputs.sampled_slots, row, out)
 
     def gather_logprobs(
         self, logits: Tensor, inputs: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
@@ -102,11 +106,35 @@ class ReferenceOps(DeviceOps):
         inputs: StepInputs,
         tokens: Tensor,
         best: Tensor,
+        ready: Tensor,
         eos: Tensor,
         results: Tensor,
         counts: Tensor | None,
     ) -> None:
-        advance_slots_reference(state, inputs, tokens, best, eos, results, counts)
+        advance_slots_reference(state, inputs, tokens, best, ready, eos, results, counts)
+
+
+class WaitingOps(ReferenceOps):
+    """Lets random rows wait, as if their masks came late."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self._rng = rng
+        self.ready: Tensor | None = None  # of the steps that use it
+
+    def sample(
+        self,
+        logits: Tensor,
+        inputs: StepInputs,
+        params: SamplingTensors,
+        tokens: Tensor,
+        best: Tensor,
+        adjusted: AdjustedLogits | None,
+    ) -> None:
+        super().sample(logits, inputs, params, tokens, best, adjusted)
+        assert self.ready is not None
+        for row in range(len(tokens)):
+            self.ready[row] = self._rng.random() < 0.7
 
 
 class SlowMark:
@@ -126,8 +154,10 @@ class SlowMark:
         self._left = 0
 
 
-def run_ahead(runner: Runner, capacity: int, seed: int = 0, logits_edits: bool = True) -> DeviceLoop:
-    """Gives a runner on CPU a device loop."""
+def run_ahead(
+    runner: Runner, capacity: int, seed: int = 0, logits_edits: bool = True, waits: bool = False
+) -> DeviceLoop:
+    """Gives a runner on CPU a device loop. waits: random rows get no token in a step."""
     rng, shape = random.Random(seed), runner.geometry
     ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
     settings = DecodeSettings(
@@ -136,7 +166,10 @@ def run_ahead(runner: Runner, capacity: int, seed: int = 0, logits_edits: bool =
         eos_token_ids=shape.eos_token_ids,
         logits_edits=logits_edits,
     )
-    steps = DecodeSteps(runner.model, runner.pool, settings, ReferenceOps(), ring)
+    ops = WaitingOps(rng) if waits else ReferenceOps()
+    steps = DecodeSteps(runner.model, runner.pool, settings, ops, ring)
+    if isinstance(ops, WaitingOps):
+        ops.ready = steps.ready
     loop = DeviceLoop(steps, runner.batch, shape.max_num_batched_tokens)
     runner.run_ahead(loop)
     return loop

@@ -48,6 +48,13 @@ def plain(folder: Path, logits_of: Score) -> Runner:
 
 
 @pytest.fixture(scope="module")
+def waiting(folder: Path, logits_of: Score) -> Runner:
+    runner = start(folder, max_model_len=64)
+    run_ahead(runner, capacity=6, waits=True)
+    return runner
+
+
+@pytest.fixture(scope="module")
 def ahead(folder: Path, logits_of: Score) -> Runner:
     runner = start(folder, max_model_len=64)
     run_ahead(runner, capacity=6)
@@ -70,6 +77,10 @@ STREAMS: list[tuple[list[int], Sampling]] = [
     (prompt_of(50, 5), greedy(max_tokens=40)),  # the context ends it
     (prompt_of(6, 6), greedy(max_tokens=20, stop_token_ids=list(range(40, 60)))),  # more stop ids than a slot holds
     (prompt_of(5, 7), greedy(max_tokens=12, repetition_penalty=1.3, num_logprobs=2)),
+    (
+        prompt_of(21, 14),  # bad words: on the host
+        Sampling(max_tokens=20, temperature=1.2, top_k=50, seed=17, bad_words=[[60, 61], [7, 8, 9]], num_logprobs=1),
+    ),
     (prompt_of(7, 8), greedy(max_tokens=1)),
     (prompt_of(4, 9), greedy(max_tokens=0)),
     (
@@ -124,6 +135,43 @@ def test_the_same_tokens_and_finish_reasons_as_in_lockstep(
     preempt: list[int],
     seed: int,
 ) -> None:
+    check_streams(ahead, alone, logits_of, depth, chunk, num_slots, picked, preempt, seed)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    depth=st.sampled_from([0, 1, 3, 9]),
+    chunk=st.sampled_from([1, 5, 1000]),
+    picked=st.lists(st.integers(0, len(STREAMS) - 1), min_size=1, max_size=7),
+    preempt=st.lists(st.integers(1, 25), max_size=2),
+    seed=st.integers(0, 99),
+)
+def test_the_same_tokens_where_rows_wait(
+    waiting: Runner,
+    alone: list[Stream],
+    logits_of: Score,
+    depth: int,
+    chunk: int,
+    picked: list[int],
+    preempt: list[int],
+    seed: int,
+) -> None:
+    """A row without a token computes its last token again; it is counted, penalized and reported once."""
+    driver = check_streams(waiting, alone, logits_of, depth, chunk, 6, picked, preempt, seed)
+    assert driver.num_waits > 0 or sum(len(s.output) for s in driver.streams) < 20
+
+
+def check_streams(
+    ahead: Runner,
+    alone: list[Stream],
+    logits_of: Score,
+    depth: int,
+    chunk: int,
+    num_slots: int,
+    picked: list[int],
+    preempt: list[int],
+    seed: int,
+) -> Driver:
     driver = Driver(ahead, num_slots=num_slots, depth=depth, chunk=chunk, seed=seed)
     random.seed(seed)
     streams = [driver.add(*STREAMS[i], preempt_at=tuple(preempt) if i % 2 else ()) for i in picked]
@@ -142,6 +190,7 @@ def test_the_same_tokens_and_finish_reasons_as_in_lockstep(
                 )
     ties.check()
     assert len(driver.free_blocks) == ahead.geometry.num_blocks
+    return driver
 
 
 def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int]) -> SlotStart:
@@ -286,18 +335,87 @@ def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
 
 def test_steps_ahead_are_collected_before_a_step_in_lockstep(ahead: Runner) -> None:
     ahead.reset(4)
-    starts = [
-        started(0, prompt_of(2), greedy(), [3]),
-        started(1, prompt_of(2, 3), greedy(bad_words=[[5, 6]]), [4]),
-    ]
-    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2), SlotRun(1, 2)]))
+    loop = ahead.ahead
+    assert loop is not None
+    ahead.launch(StepPlan(1, 1, [], [started(0, prompt_of(2), greedy(), [3])], [], [SlotRun(0, 2)]))
     ahead.launch(plan(2, 0))
-    ahead.launch(plan(3, 0, 1))
-    ahead.launch(plan(4, 0))
+    asked = started(1, prompt_of(4, 3), greedy(num_prompt_logprobs=1), [4])
+    ahead.launch(StepPlan(1, 3, [], [asked], [], [SlotRun(0, 1), SlotRun(1, 4)]))
+    assert loop.in_flight == 0, "the host needs hidden states of the prompt"
+    ahead.launch(plan(4, 0, 1))
+    assert loop.in_flight == 1, "and none of later tokens"
     results = collected(ahead)
     assert list(results) == [1, 2, 3, 4]
     assert [results[n][0].num_computed for n in results] == [2, 3, 4, 5]
-    assert [results[n][1].num_computed for n in (1, 3)] == [2, 3]
+    assert [results[n][1].num_computed for n in (3, 4)] == [4, 5]
+    assert [entry.token_id for entry in results[3][1].prompt_logprobs] == prompt_of(4, 3)[1:]
+
+
+def host_sampled(**fields: Any) -> Sampling:
+    """No kernel bans words of several tokens."""
+    return greedy(bad_words=[[5, 6]], **fields)
+
+
+def test_a_slot_that_the_host_samples_waits_and_the_others_run_ahead(ahead: Runner, plain: Runner) -> None:
+    starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(1, 3), host_sampled(), [4])]
+    expected = []
+    plain.reset(4)
+    for number in range(1, 4):
+        expected.append(plain.execute(plan(number, 0, 1, starts=starts if number == 1 else [])))
+    plain_tokens, host_tokens = ([r.token_ids for step in expected for r in step if r.slot == s] for s in (0, 1))
+    ahead.reset(4)
+    for number in (1, 2, 3):
+        ahead.launch(plan(number, 0, 1, starts=starts if number == 1 else []))
+    first = collected(ahead)
+    assert [first[n][0].token_ids for n in (1, 2, 3)] == plain_tokens
+    assert first[1][1].token_ids == host_tokens[0]
+    assert 1 not in first[2] and 1 not in first[3], "it computed the same token again and waited"
+    ahead.launch(plan(4, 0, 1))
+    ahead.launch(plan(5, 0, 1))
+    second = collected(ahead)
+    assert (second[4][1].token_ids, second[4][1].num_computed) == (host_tokens[1], 2)
+    assert 1 not in second[5]
+
+
+def test_the_host_reads_the_logits_of_a_few_slots_a_step_and_each_gets_its_turn(
+    folder: Path, logits_of: Score, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockyard.services.gpu_worker.sampling.device_steps.MOST_HOST_ROWS", 2)
+    ahead = start(folder, max_model_len=64)
+    run_ahead(ahead, capacity=6)
+    driver, alone = Driver(ahead, num_slots=6, depth=1), []
+    streams = [driver.add(prompt_of(3, i), host_sampled(max_tokens=8)) for i in range(5)]
+    counts = []
+    while any(s.finish is None for s in streams):
+        driver.queued.append(driver.plan())
+        driver.step()
+        counts.append([len(s.output) for s in streams])
+    assert all(max(now) - min(now) <= 2 for now in counts), "no stream is left behind"
+    driver.run()
+    for i in range(5):
+        other = Driver(ahead)
+        alone.append(other.add(prompt_of(3, i), host_sampled(max_tokens=8)))
+        other.run()
+    assert [s.output for s in streams] == [s.output for s in alone]
+
+
+def test_a_slot_that_the_host_samples_fails_alone(ahead: Runner) -> None:
+    ahead.reset(4)
+    starts = [started(0, prompt_of(3), host_sampled(), [6]), started(1, prompt_of(3, 1), host_sampled(), [8])]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 3), SlotRun(1, 3)]))
+    collected(ahead)
+    with torch.inference_mode():
+        ahead.pool.memory[:, 6, :, :, 0] = math.nan
+    for number in (2, 3, 4):
+        ahead.launch(plan(number, 0, 1))
+    results = collected(ahead)
+    failed = results[2][0]
+    assert (failed.finish, failed.detail) == (FinishReason.FAILED, "the model's logits are not finite")
+    assert 0 not in results[3] and 0 not in results[4]
+    assert results[2][1].finish is None and results[2][1].token_ids
+    assert bool(ahead.pool.memory[:, 6].isfinite().all()), "also what the steps in flight wrote"
+    ahead.launch(plan(5, 0, 1))
+    assert collected(ahead)[5].keys() == {1}
 
 
 @pytest.mark.parametrize("logits_edits", [True, False])
@@ -305,17 +423,20 @@ def test_which_slots_can_run_ahead(folder: Path, logits_of: Score, logits_edits:
     ahead = start(folder, max_model_len=64)
     run_ahead(ahead, capacity=6, logits_edits=logits_edits)
     ahead.reset(6)
-    asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]
+    asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]  # the third one is sampled by the host
     starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(i, 3) for i in range(len(asked))]))
     collected(ahead)
     loop = ahead.ahead
     assert loop is not None
     alone = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(len(asked))]
-    assert alone == ([True, True, True, False, True] if logits_edits else [True, False, False, False, True])
+    assert alone == ([True] * 5 if logits_edits else [True, False, False, False, True])
+    assert list(loop.steps.slots.samples_on_device[:5]) == (
+        [True, True, True, False, True] if logits_edits else [True, False, False, False, True]
+    )
 
 
-def test_slots_with_logits_edits_run_ahead_while_edit_rows_are_free(ahead: Runner) -> None:
+def test_slots_with_logits_edits_sample_on_the_device_while_edit_rows_are_free(ahead: Runner) -> None:
     ahead.reset(12)
     loop = ahead.ahead
     assert loop is not None
@@ -323,11 +444,11 @@ def test_slots_with_logits_edits_run_ahead_while_edit_rows_are_free(ahead: Runne
     starts = [started(i, prompt_of(2, i), wants, [3 + i]) for i in range(7)]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2)]))
     collected(ahead)
-    able = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(7)]
+    able = loop.steps.slots.samples_on_device[:7].tolist()
     assert able == [True] * 6 + [False], "one for each row of a step"
     ahead.launch(StepPlan(1, 2, [2], [started(7, prompt_of(2), wants, [20])], [], [SlotRun(0, 1)]))
     collected(ahead)
-    assert loop.runs_ahead(np.array([7]), np.array([1])), "the row of the one that ended"
+    assert loop.steps.slots.samples_on_device[7], "the row of the one that ended"
 
 
 @pytest.mark.parametrize(
