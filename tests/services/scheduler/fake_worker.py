@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 from fake_links import FakeLinks
 
-from blockyard.services.gpu_worker.mock.batch import MockBatch
+from blockyard.services.gpu_worker.mock.batch import MockBatch, MockSlot, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
@@ -195,32 +195,70 @@ class FakeWorker:
         return table if table is not None and table.since <= answer.number else None
 
 
-class StutteringBatch(MockBatch):
-    """Sometimes a slot gets no token, as with a late grammar mask, and repeats its last position later.
+@dataclass
+class WaitingBatch(MockBatch):
+    """Sometimes a slot gets no token, and repeats its last position later.
 
     The KV of all its scheduled tokens is written anyway, so that other slots may read it.
     """
 
-    num_stutters = 0
+    has_late_masks: bool = False  # any slot may wait, for a few steps in a row
+    host_waits: int = 0  # sequences that their host samples get a token, and none in so many steps after it
+    num_late: int = 0
+    waited: dict[int, tuple[int, int]] = field(default_factory=dict)  # by slot: tokens known, steps waited there
+    waiting: set[int] = field(default_factory=set)  # slots that waited in the last step
+
+    def step(self, plan: StepPlan) -> list[SlotResult]:
+        self.waiting.clear()
+        return super().step(plan)
 
     def _run(self, run: SlotRun) -> SlotResult | None:
         slot = self.slots.get(run.slot)
-        if slot is None or slot.finished or (slot.num_computed * 5 + run.slot) % 11 != 10:
+        if slot is None or slot.finished or not self._waits(run, slot):
             return super()._run(run)
+        self.waiting.add(run.slot)
         begin, end = slot.num_computed, slot.num_tokens
-        self.num_stutters += begin + run.max_tokens >= end
-        scores = slot.sampling.num_prompt_logprobs is not None and begin < end - 1
-        if begin + run.max_tokens < end or scores or not self.num_stutters % 4:
-            return super()._run(run)
         self.kv.write(slot.blocks, begin, end, slot.tokens)
+        slot.compute(run.max_tokens)
+        first, prompt_logprobs = self._prompt_logprobs(slot, begin)
         slot.num_computed = end - 1
         self._release_passed(run.slot, slot)
-        return SlotResult(run.slot, [], end - 1) if self.num_stutters % 2 or begin < end - 1 else None
+        if begin == end - 1 and self.num_late % 2 and not prompt_logprobs:
+            return None
+        return SlotResult(run.slot, [], end - 1, first_prompt=first, prompt_logprobs=prompt_logprobs)
+
+    def _waits(self, run: SlotRun, slot: MockSlot) -> bool:
+        if slot.num_computed + run.max_tokens < slot.num_tokens:
+            return False
+        if self.has_late_masks and (slot.num_computed * 5 + run.slot) % 11 == 10:
+            self.num_late += 1
+            if self.num_late % 4:
+                return True
+        if not self.host_waits or slot.sampling.seed % 3 or slot.num_tokens == len(slot.prompt):
+            return False
+        known, steps = self.waited.get(run.slot, (0, 0))
+        steps = steps + 1 if known == slot.num_tokens else 1
+        self.waited[run.slot] = (slot.num_tokens, steps)
+        return steps <= self.host_waits
 
 
-class StutteringRunner(MockRunner):
+class WaitingRunner(MockRunner):
+    """See `WaitingBatch`."""
+
+    def __init__(self, geometry: Geometry, pattern: Pattern, has_late_masks: bool, host_waits: int) -> None:
+        self._waits = has_late_masks, host_waits
+        super().__init__(geometry, pattern, 0.0)
+
     def reset(self, num_slots: int) -> None:
-        self._batch = StutteringBatch(self.geometry, num_slots, self._pattern, self.block_hashes)
+        has_late_masks, host_waits = self._waits
+        self._batch = WaitingBatch(
+            self.geometry,
+            num_slots,
+            self._pattern,
+            self.block_hashes,
+            has_late_masks=has_late_masks,
+            host_waits=host_waits,
+        )
 
 
 class FailingKV(MockKV):

@@ -22,7 +22,8 @@ class Shape:
     whole_prompts: bool = False
     partial_prefills: PartialPrefillLimits = field(default_factory=PartialPrefillLimits)
     delay_factor: float = 0.0
-    stutters: bool = False
+    late_masks: bool = False  # sometimes a row gets no token
+    host_waits: int = 0  # steps that every third request gets no token in, after each of its tokens
     prefix_caching: bool = True
     policy: str = "fcfs"
     may_sleep: bool = True

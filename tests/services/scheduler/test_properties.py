@@ -33,6 +33,7 @@ def test_random_histories_keep_the_invariants(shape: Shape, data: bytes) -> None
     finally:
         counted["steps"] += program.world.num_turns
         counted["plans"] += program.world.num_steps
+        counted["waiting"] += program.world.num_waiting_rows
         counted["rows"] += sum(detokenizer.num_rows for detokenizer in program.world.detokenizers.values())
 
 
@@ -41,7 +42,11 @@ def test_the_histories_ran_many_steps(capsys: pytest.CaptureFixture[str]) -> Non
     if not counted:
         pytest.skip("the histories were not run")
     with capsys.disabled():
-        text = "{steps} steps of the scheduler, {plans} plans answered, {rows} tokens of decode batches"
+        text = (
+            "{steps} steps of the scheduler, {plans} plans answered, {rows} tokens of decode batches,"
+            " {waiting} rows of them waited"
+        )
         print("\n" + text.format(**counted), end="")
     assert counted["steps"] >= LEAST
     assert counted["rows"] > counted["plans"] / 10
+    assert counted["waiting"] > counted["plans"] / 100

@@ -22,6 +22,7 @@ from blockyard.shared.messages import (
     Attached,
     Beam,
     Broken,
+    Frame,
     Generate,
     Geometry,
     KVRole,
@@ -38,7 +39,7 @@ from blockyard.shared.messages import (
 
 from . import fake_transfers
 from .fake_transfers import FakeTransfers
-from .fake_worker import SCHEDULER, FailingKV, FakeWorker, StutteringRunner
+from .fake_worker import SCHEDULER, FailingKV, FakeWorker, WaitingRunner
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
 from .invariants import EOS, check, check_group, check_tokens
 from .shape import Shape
@@ -53,6 +54,7 @@ class World:
         self.now = 0.0
         self.num_steps = 0  # plans that were answered
         self.num_copies = 0
+        self.num_waiting_rows = 0  # rows of decode batches without a token
         self.num_turns = 0  # steps; the invariants are checked after each
         self.pattern = Pattern(100, 900, shape.eos_every)
         self.core = Scheduler(
@@ -117,7 +119,12 @@ class World:
             kv_endpoint=b"%d" % incarnation,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
-        runner = (StutteringRunner if s.stutters else MockRunner)(geometry, self.pattern, 0.0)
+        waits = s.late_masks or s.host_waits
+        runner = (
+            WaitingRunner(geometry, self.pattern, s.late_masks, s.host_waits)
+            if waits
+            else MockRunner(geometry, self.pattern, 0.0)
+        )
         if s.failing:
             runner.block_hashes = FailingKV(s.block_size)
         loop = Worker(links, SleepingRunner(lambda: runner, lambda: 0))
@@ -240,9 +247,17 @@ class World:
             if isinstance(answer, Attached):
                 self.check_names(worker)
             heard = self._timed(answer) if isinstance(answer, StepResult) else answer
+            self._count_waiting_rows(worker, answer)
             self.core.on_message(worker.incarnation, heard, self.now)
             if turn:
                 self.turn()
+
+    def _count_waiting_rows(self, worker: FakeWorker, answer: Frame) -> None:
+        group = self.core._groups.attached.get(worker.incarnation)
+        runner = worker.loop._runner._runner
+        if isinstance(answer, StepResult) and group is not None and group.in_flight and runner is not None:
+            rows = {slot for rows in group.in_flight[0].rows for slot in rows.slots}
+            self.num_waiting_rows += len(rows & getattr(runner._batch, "waiting", set()))
 
     def _timed(self, answer: StepResult) -> StepResult:
         """Gives each step the same time in every run. If the pacer uses the clock, the clock advances too."""
