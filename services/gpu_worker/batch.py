@@ -2,11 +2,13 @@
 
 from collections import deque
 
+import numpy as np
+
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
-from blockyard.services.gpu_worker.sampling.sampler import Sampler
+from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
@@ -103,7 +105,25 @@ class Batch:
         self._failed_blocks.append((slot, blocks))
         self._pool.scrub(blocks)
 
-    def finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
+    def append_sampled(self, sampled: Sampled, slots: Ints) -> list[SlotResult]:
+        """Adds a token to each slot, which has computed all its tokens. Slots with a problem fail."""
+        table, results = self.slots, list[SlotResult]()
+        lengths = table.num_computed[slots].tolist()
+        table.append(slots, np.array(sampled.token_ids, np.int64))
+        for i, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            if (problem := sampled.problems.get(i)) is not None:
+                self.fail_slot(slot, int(table.owners[slot]))
+                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
+                continue
+            token = sampled.token_ids[i]
+            finish, stop = self._finish_reason_of(slot, token, length + 1)
+            if finish is not None:
+                table.finish(slot)
+            logprobs = sampled.logprobs.get(i)
+            results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
+        return results
+
+    def _finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
         """Returns the finish reason, if any, and the matched stop token. known: number of tokens with this one."""
         state = self.slots.slots[slot]
         if token in self._eos and not state.sampling.ignore_eos:

@@ -349,7 +349,7 @@ def pick_length(asked: int | None, made_for: int) -> int:
     return asked or made_for
 
 
-def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: torch.dtype) -> int:
+def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: torch.dtype) -> tuple[int, int]:
     # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
@@ -367,7 +367,7 @@ def plan_memory(
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)
-        graphs = 0 if config.enforce_eager else _graph_bytes(config, model, need, dtype)
+        graphs, penalties = (0, 0) if config.enforce_eager else _graph_bytes(config, model, need, dtype)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"
@@ -375,8 +375,9 @@ def plan_memory(
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     if override is None and kv_bytes is not None:
-        return plan_bytes(need, kv_bytes, total - weights - peak - graphs - staging_bytes)
-    return plan_cuda(need, total, config.gpu_memory_utilization, weights, peak, override, graphs, staging_bytes)
+        return plan_bytes(need, kv_bytes, total - weights - peak - graphs - penalties - staging_bytes)
+    share = config.gpu_memory_utilization
+    return plan_cuda(need, total, share, weights, peak, override, graphs, staging_bytes, penalties)
 
 
 def free_memory() -> int:

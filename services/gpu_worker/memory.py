@@ -80,18 +80,22 @@ def plan_cuda(
     override: int | None,
     graph_bytes: int = 0,
     staging_bytes: int = 0,
+    penalties_bytes: int = 0,
 ) -> MemoryPlan:
     """Plans KV blocks on a GPU. Raises LoadError if one sequence of max_model_len does not fit.
 
     peak_bytes: memory of the largest forward pass, besides weights and KV. graph_bytes: memory of CUDA graphs and of
-    the buffers of decode steps. staging_bytes: buffers of copies to host memory.
+    the buffers of decode steps. staging_bytes: buffers of copies to host memory. penalties_bytes: token counts and
+    logits of sequences with penalties or edits of tokens.
     """
     if override is not None:
         return _plan(need, override, [f"{override} blocks by --num-gpu-blocks-override"], "--num-gpu-blocks-override")
-    left = int(total_bytes * utilization) - weights_bytes - peak_bytes - graph_bytes - staging_bytes
+    others = weights_bytes + peak_bytes + graph_bytes + staging_bytes + penalties_bytes
+    left = int(total_bytes * utilization) - others
     why = (
         f"{_gib(total_bytes)} x {utilization:g} (--gpu-memory-utilization) - {_gib(weights_bytes)} weights"
         f" - {_gib(peak_bytes)} for a step{f' - {_gib(graph_bytes)} for CUDA graphs' if graph_bytes else ''}"
+        f"{f' - {_gib(penalties_bytes)} for penalties (--run-ahead-penalties)' if penalties_bytes else ''}"
         f"{f' - {_gib(staging_bytes)} to move blocks' if staging_bytes else ''}"
         f" = {_gib(max(left, 0))}"
     )
@@ -99,7 +103,7 @@ def plan_cuda(
     plan = _try(need, num_blocks, [why])
     if plan is not None:
         return plan
-    enough = _bytes_of_one(need) + weights_bytes + peak_bytes + graph_bytes + staging_bytes
+    enough = _bytes_of_one(need) + others
     if enough <= 0.98 * total_bytes:
         remedy = f"set --gpu-memory-utilization {_up(enough / total_bytes):.2f} or more, or "
     else:

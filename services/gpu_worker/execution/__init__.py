@@ -4,6 +4,7 @@
 - `device_loop.DeviceLoop`: launches steps on a GPU ahead of the host and collects their results in order.
 - `device_slots.DeviceSlots`: tracks the state of the slots on the GPU, and writes what plans change through the buffers
   of `pinned_ring`.
+- `host_sampling.HostSampling`: samples on the host for slots that wait for that on the device.
 - `decode_graphs.DecodeSteps`: steps of one token a sequence, as CUDA graphs.
 - `prefill_steps` builds steps with prefills, `prefill_graphs` captures them, and `prefill_sizes` decides which sizes.
 - `layer_events.LayerEvents`: events of a step with prefill that is not a CUDA graph, for the sends of KV blocks.

@@ -29,6 +29,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.sampling.device_steps import edits_bytes
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
@@ -340,9 +341,13 @@ class DeviceLoop:
         return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == SlotOutcome.STOP else None)
 
 
-def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> int:
-    """Bytes that buffers and graphs of all steps will need, measured on the largest decode step; cuda only."""
-    return decode_graphs.graph_bytes(model, need, dtype, logits_edits) + MOST_BYTES
+def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> tuple[int, int]:
+    """Bytes that buffers and graphs of all steps will need, and bytes that edits of logits need besides; cuda only.
+
+    Measured on the largest decode step.
+    """
+    edits = edits_bytes(need.max_num_seqs, model.shape.vocab_size) if logits_edits else 0
+    return decode_graphs.graph_bytes(model, need, dtype, logits_edits) - edits + MOST_BYTES, edits
 
 
 def start(

@@ -10,7 +10,6 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_attention import EXTRA_TOKENS
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_order
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.execution.host_sampling import apply_sampled
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logprobs import PromptLogprobs
@@ -106,7 +105,7 @@ class HostSteps:
         if len(ready) < len(rows):
             rows = rows.index_select(0, self._tensor(last[ready]))
         sampled = batch.sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
-        return results + apply_sampled(batch, sampled, chosen)
+        return results + batch.append_sampled(sampled, chosen)
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._pool.device, non_blocking=True)

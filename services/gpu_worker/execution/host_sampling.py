@@ -14,8 +14,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
-from blockyard.services.gpu_worker.sampling.sampler import Sampled
-from blockyard.shared.messages import FinishReason, SlotResult
+from blockyard.shared.messages import SlotResult
 
 
 class HostSampling:
@@ -74,7 +73,7 @@ class HostSampling:
             sampled = self._batch.sampler.sample(logits, slots, table)
         table.advance(slots, np.ones_like(slots))
         with torch.inference_mode():
-            results = apply_sampled(self._batch, sampled, slots)
+            results = self._batch.append_sampled(sampled, slots)
         self._slots.sync_from_host(slots, table)
         return results
 
@@ -86,22 +85,3 @@ class HostSampling:
 
     def _on_stream(self) -> "contextlib.AbstractContextManager[object]":
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def apply_sampled(batch: Batch, sampled: Sampled, slots: Ints) -> list[SlotResult]:
-    """Adds a token to each slot, which has computed all its tokens. Slots with a problem fail."""
-    table, results = batch.slots, list[SlotResult]()
-    lengths = table.num_computed[slots].tolist()
-    table.append(slots, np.array(sampled.token_ids, np.int64))
-    for i, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
-        if (problem := sampled.problems.get(i)) is not None:
-            batch.fail_slot(slot, int(table.owners[slot]))
-            results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
-            continue
-        token = sampled.token_ids[i]
-        finish, stop = batch.finish_reason_of(slot, token, length + 1)
-        if finish is not None:
-            table.finish(slot)
-        logprobs = sampled.logprobs.get(i)
-        results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
-    return results

@@ -10,7 +10,8 @@ To add a logits step:
 1. Add its parameters to `Sampling` in `shared/messages` and an entry to `LOGITS_STEPS`, at its place in the order.
 2. Host: add a class with `start`, `end`, `apply` and `on_sampled` to `HOST_STEPS`.
 3. Device: add a function that writes a field of the slot to `DEVICE_STEPS`, and read the field in
-   `kernels/sampling`. Without a kernel the function returns False for slots that use the step: the host samples them.
+   `kernels/sampling`. Without a kernel the function returns False for slots that use the step: the host samples them,
+   and they wait for that in every second step or so (`execution.host_sampling`).
 4. A step that needs the host between tokens (a grammar mask) returns False too; its `apply` masks the slot's row.
 5. `test_logits_steps` fails until host and device have the entry and every parameter belongs to one step.
 

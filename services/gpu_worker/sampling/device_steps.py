@@ -1,8 +1,8 @@
 """The device's implementation of the logits steps: the host writes fields of a slot, the sampling kernels read them.
 
-A slot with changed logits has one of a few rows, with counts of its tokens and its adjusted logits. The host samples a
-slot with parameters that the kernels do not support, or without a free row; it reads the logits of a few such slots in
-each step.
+A slot with changed logits has a row, with counts of its tokens and its adjusted logits; there is one for each
+sequence of a step. The host samples a slot with parameters that the kernels do not support; it reads the logits of a
+few such slots in each step.
 """
 
 import math
@@ -22,7 +22,6 @@ from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
-MOST_ROWS = 64  # slots with changed logits at a time; a row takes 8 bytes for each token of the vocabulary
 MOST_HOST_ROWS = 32  # slots whose logits the host reads in one step
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
@@ -121,13 +120,18 @@ DEVICE_STEPS: dict[str, Callable[[DeviceSlot, Sampling], bool]] = {
 _IN_ORDER = tuple(DEVICE_STEPS[step.name] for step in LOGITS_STEPS)
 
 
+def edits_bytes(capacity: int, vocab_size: int) -> int:
+    """Bytes of the rows of `DeviceLogitsEdits`: they grow with the vocabulary."""
+    return vocab_size * (8 * capacity + 4 * min(capacity, MOST_HOST_ROWS))
+
+
 class DeviceLogitsEdits:
     """Owns the rows of slots with changed logits, and the buffer of a step's log-probabilities."""
 
     def __init__(self, state: SlotState, vocab_size: int, enabled: bool) -> None:
         """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host."""
         device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
-        rows = min(capacity, MOST_ROWS) if enabled else 0
+        rows = capacity if enabled else 0
         counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
         self.tensors = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],

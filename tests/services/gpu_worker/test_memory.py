@@ -57,6 +57,12 @@ def test_memory_of_graphs_is_reserved_and_reported() -> None:
     assert "- 2.00 GiB for a step - 1.00 GiB for CUDA graphs = 53.00 GiB" in plan.notes[0]
 
 
+def test_memory_of_penalties_is_reserved_and_reported() -> None:
+    plan = plan_cuda(need(), 80 * GIB, 0.9, 16 * GIB, 2 * GIB, None, graph_bytes=GIB, penalties_bytes=GIB)
+    assert plan.num_blocks == 52 * GIB // (96 * KIB)
+    assert "- 1.00 GiB for CUDA graphs - 1.00 GiB for penalties (--run-ahead-penalties) = 52.00 GiB" in plan.notes[0]
+
+
 def refused(*args: object, cuda: bool = False) -> str:
     with pytest.raises(LoadError) as error:
         (plan_cuda if cuda else plan_cpu)(*args)  # type: ignore[operator]
