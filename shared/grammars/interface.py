@@ -16,17 +16,21 @@ class GrammarError(Exception):
     """A grammar that this engine does not take. The message names the cause, in words for the client."""
 
 
+class UnsupportedGrammar(GrammarError):
+    """A grammar in a language, or with a keyword or option, that this engine does not know. Another one may."""
+
+
 class MatcherError(Exception):
-    """A matcher that broke a limit of a step or was given a token outside of its grammar. It is of no more use."""
+    """A matcher that broke a limit of a step, or has no token of the vocabulary to go on with. It is of no more use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The tokens of a model."""
 
-    tokenizer_json: str  # content of the model's tokenizer.json
+    tokenizer_json: str  # `Tokenizer.to_str()`: with the added tokens that tokenizer_config.json declares
     vocab_size: int  # of the logits; ids beyond the tokenizer's are never allowed
-    eos_token_ids: Sequence[int]
+    eos_token_ids: Sequence[int]  # end-of-sequence ids of the model
 
     @property
     def num_mask_words(self) -> int:
@@ -37,16 +41,24 @@ class Matcher(Protocol):
     """Follows the tokens of one sequence."""
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Advances over these tokens. Returns how many of the leading ones the grammar allows."""
+        """Advances over these tokens. Returns how many of the leading ones the grammar allows.
+
+        An end-of-sequence id is allowed where the output may end, and behind it only further ones. Raises MatcherError.
+        """
 
     def fill(self, words: MaskWords) -> None:
-        """Writes the mask of the next token. Where the grammar is complete, end-of-sequence ids are allowed."""
+        """Writes the mask of the next token into `words` [num_mask_words] int32, contiguous.
+
+        Where the grammar is complete, the end-of-sequence ids are allowed too; alone, if nothing else may follow. An
+        engine may leave out tokens that spell a forced text in another way than the tokenizer does. At least one bit is
+        set. Raises MatcherError.
+        """
 
     def is_complete(self) -> bool:
         """Whether the output may end here."""
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, as far as the engine knows them; empty: there is a choice."""
+        """Tokens that must come next, as far as the engine knows them; empty: there may be a choice."""
 
     def roll_back(self, num_tokens: int) -> None:
         """Takes back the last tokens."""

@@ -1,0 +1,111 @@
+"""The engines of one vocabulary, each made when it is first needed, and the choice between them."""
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from blockyard.shared.grammars.guidance import GuidanceEngine
+from blockyard.shared.grammars.interface import (
+    CompiledGrammar,
+    Engine,
+    GrammarError,
+    MatcherError,
+    UnsupportedGrammar,
+    Vocabulary,
+)
+from blockyard.shared.messages import Grammar, GrammarEngine
+
+AUTO_ORDER = (GrammarEngine.GUIDANCE, GrammarEngine.XGRAMMAR)
+MAX_SOURCE_BYTES = 256 << 10
+
+
+class Engines:
+    """Compiles grammars for one vocabulary. Several threads may use it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._engines: dict[GrammarEngine, Engine] = {}
+        self._lock = threading.Lock()
+
+    def load(self, name: GrammarEngine) -> Engine:
+        """Returns an engine, which may take seconds the first time. Raises GrammarError."""
+        with self._lock:
+            if name not in self._engines:
+                self._engines[name] = _MAKERS[name](self._vocabulary)
+            return self._engines[name]
+
+    def is_loaded(self, name: GrammarEngine) -> bool:
+        return name in self._engines
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Raises GrammarError for a grammar that its engine does not take, or that allows no token at all."""
+        check_options(grammar)
+        compiled = self.load(grammar.engine).compile(grammar)
+        words = np.zeros(self._vocabulary.num_mask_words, dtype=np.int32)
+        start = compiled.matcher()
+        try:
+            start.fill(words)
+        except MatcherError as e:
+            if not start.is_complete():  # without end-of-sequence ids the mask of an empty text is empty
+                raise GrammarError(f"the grammar allows no first token of this model: {e}") from e
+        return compiled
+
+    def resolve(self, grammar: Grammar) -> Grammar:
+        """Returns the grammar with the engine that takes it. Raises GrammarError."""
+        names = AUTO_ORDER if grammar.engine == GrammarEngine.AUTO else (grammar.engine,)
+        first: UnsupportedGrammar | None = None
+        for name in names:
+            resolved = msgspec.structs.replace(grammar, engine=name)
+            try:
+                self.compile(resolved)
+                return resolved
+            except UnsupportedGrammar as e:
+                first = first or e
+        assert first is not None
+        raise first
+
+
+def check_options(grammar: Grammar) -> None:
+    """Raises GrammarError for a source that is too long, or options that exclude each other."""
+    size = len(grammar.source.encode("utf-8", "surrogatepass"))
+    if size > MAX_SOURCE_BYTES:
+        raise GrammarError(f"the grammar has {size} bytes; at most {MAX_SOURCE_BYTES} are allowed")
+    if grammar.whitespace_pattern and not grammar.any_whitespace:
+        raise GrammarError("whitespace_pattern and disable_any_whitespace exclude each other")
+
+
+def _xgrammar(vocabulary: Vocabulary) -> Engine:
+    from blockyard.shared.grammars.xgrammar_engine import XgrammarEngine  # noqa: PLC0415  loads torch: seconds
+
+    return XgrammarEngine(vocabulary)
+
+
+def _outlines(vocabulary: Vocabulary) -> Engine:
+    try:
+        from blockyard.shared.grammars.outlines_engine import OutlinesEngine  # noqa: PLC0415  an optional package
+    except ImportError as e:
+        raise _not_installed("outlines", e) from e
+    return OutlinesEngine(vocabulary)
+
+
+def _lm_format_enforcer(vocabulary: Vocabulary) -> Engine:
+    try:
+        # an optional package
+        from blockyard.shared.grammars.lm_format_enforcer_engine import LmFormatEnforcerEngine  # noqa: PLC0415
+    except ImportError as e:
+        raise _not_installed("lm-format-enforcer", e) from e
+    return LmFormatEnforcerEngine(vocabulary)
+
+
+def _not_installed(extra: str, error: ImportError) -> GrammarError:
+    return GrammarError(f"the engine {extra} is not installed ({error}): pip install 'blockyard[{extra}]'")
+
+
+_MAKERS: dict[GrammarEngine, Callable[[Vocabulary], Engine]] = {
+    GrammarEngine.GUIDANCE: GuidanceEngine,
+    GrammarEngine.XGRAMMAR: _xgrammar,
+    GrammarEngine.OUTLINES: _outlines,
+    GrammarEngine.LM_FORMAT_ENFORCER: _lm_format_enforcer,
+}

@@ -1,0 +1,152 @@
+"""The engine of llguidance: lazy automata and an Earley parser with limits for each step. Imports no torch."""
+
+import re
+from typing import TYPE_CHECKING
+
+import llguidance
+import msgspec
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+
+from blockyard.shared.grammars.interface import (
+    GrammarError,
+    MaskWords,
+    MatcherError,
+    UnsupportedGrammar,
+    Vocabulary,
+)
+from blockyard.shared.grammars.matching import STEP_S, MatcherRules, SequenceMatcher, one_line
+from blockyard.shared.grammars.schemas import close_objects, read_choices, read_schema
+from blockyard.shared.grammars.token_texts import load_tokenizer
+from blockyard.shared.messages import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # only its stub file has it
+
+NAME = "guidance"
+# Work that one mask may take: about 14 ms in the lexer; in the parser 1 ms, up to 100 ms in an ambiguous grammar.
+# A mask above it raises MatcherError.
+STEP_LEXER_FUEL = 200_000
+STEP_MAX_ITEMS = 20_000
+MAX_ITEMS_IN_ROW = 2_000
+MAX_LEXER_STATES = 100_000  # 1 to 2 KB each
+# what llguidance says of keywords and formats that it does not know; other errors mean that the schema is wrong
+_UNKNOWN = ("Unimplemented keys", "Unknown format")
+
+
+class GuidanceEngine:
+    """One tokenizer in llguidance."""
+
+    def __init__(self, vocabulary: Vocabulary, step_s: float = STEP_S) -> None:
+        self._tokenizer = load_tokenizer(vocabulary)
+        self._rules = MatcherRules(vocabulary, step_s)
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=MAX_ITEMS_IN_ROW,
+            step_lexer_fuel=STEP_LEXER_FUEL,
+            step_max_items=STEP_MAX_ITEMS,
+            max_lexer_states=MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
+
+    def compile(self, grammar: Grammar) -> "GuidanceGrammar":
+        """Raises GrammarError."""
+        try:
+            source = _translated(grammar)
+        except ValueError as e:
+            raise GrammarError(one_line(e)) from e
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            error = matcher.get_error()
+            raise (UnsupportedGrammar if error.startswith(_UNKNOWN) else GrammarError)(_cause(error))
+        mask_bytes = 4 * -(-self._tokenizer.vocab_size // 32)
+        return GuidanceGrammar(matcher, self._rules, mask_bytes)
+
+
+class GuidanceGrammar:
+    """A source that llguidance has taken."""
+
+    def __init__(self, start: llguidance.LLMatcher, rules: MatcherRules, mask_bytes: int) -> None:
+        self._start, self._rules, self._mask_bytes = start, rules, mask_bytes
+
+    def matcher(self) -> SequenceMatcher:
+        return SequenceMatcher(_State(self._start.deep_copy(), self._mask_bytes), self._rules)
+
+
+class _State:
+    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._mask_bytes = mask_bytes  # more than the model's, if the tokenizer has more ids
+
+    def advance(self, token_id: int) -> bool:
+        if not 0 <= token_id < self._mask_bytes * 8:  # an error for llguidance, which ends the matcher
+            return False
+        accepted = self._matcher.try_consume_tokens([token_id])
+        self._check()
+        return accepted == 1
+
+    def write_mask(self, words: MaskWords) -> None:
+        if words.nbytes == self._mask_bytes:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:
+            whole = np.zeros(self._mask_bytes // 4, dtype=np.int32)
+            self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+            words[:] = whole[: len(words)]
+        self._check()
+
+    def is_complete(self) -> bool:
+        return self._matcher.is_accepting()
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def roll_back(self, num_tokens: int) -> None:
+        if not self._matcher.rollback(num_tokens):
+            raise MatcherError(f"cannot go back by {num_tokens} tokens: {_cause(self._matcher.get_error())}")
+
+    def copy(self) -> "_State":
+        return _State(self._matcher.deep_copy(), self._mask_bytes)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise MatcherError(_cause(self._matcher.get_error()))
+
+
+def _translated(grammar: Grammar) -> str:
+    """The grammar in a language of llguidance. Raises GrammarError or ValueError."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA | GrammarKind.JSON_OBJECT:
+            return _json_grammar(grammar)
+        case GrammarKind.REGEX:
+            return llguidance.LLMatcher.grammar_from_regex(grammar.source)
+        case GrammarKind.CHOICE:
+            # one automaton: a rule of the parser for each choice would take time that is quadratic in their number
+            return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, read_choices(grammar.source))))
+        case GrammarKind.EBNF:
+            return llguidance.LLMatcher.grammar_from_lark(_lark(grammar.source))
+        case GrammarKind.LARK:
+            return llguidance.LLMatcher.grammar_from_lark(grammar.source)
+    raise UnsupportedGrammar(f"{NAME} does not support grammars of the kind {grammar.kind.value}")
+
+
+def _lark(ebnf: str) -> str:
+    try:
+        return str(any_to_lark(ebnf))
+    except Exception as e:  # its parser raises bare Exception, IndexError and RecursionError
+        raise GrammarError(one_line(e) or f"the EBNF grammar is not valid: {type(e).__name__}") from e
+
+
+def _json_grammar(grammar: Grammar) -> str:
+    schema = read_schema(grammar.source) if grammar.kind == GrammarKind.JSON_SCHEMA else {"type": "object"}
+    if not grammar.additional_properties:
+        schema = close_objects(schema)
+    options: JsonCompileOptions = {"whitespace_flexible": grammar.any_whitespace}
+    if grammar.whitespace_pattern:
+        options["whitespace_pattern"] = grammar.whitespace_pattern
+    return llguidance.LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
+
+
+def _cause(error: str) -> str:
+    """Cuts off what llguidance adds for its own developers."""
+    if error.startswith("panic"):
+        return "the grammar is too large or too complex for llguidance"
+    return one_line(error.partition("<non-verbose/>")[0].partition("<backtrace>")[0])

@@ -1,0 +1,149 @@
+"""The engine of lm-format-enforcer: parsers of characters, walked along a tree of all tokens in Python."""
+
+import threading
+
+from lmformatenforcer import (
+    CharacterLevelParser,
+    JsonSchemaParser,
+    RegexParser,
+    StringParser,
+    TokenEnforcer,
+    TokenEnforcerTokenizerData,
+    UnionParser,
+)
+
+from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, one_line, set_bits
+from blockyard.shared.grammars.schemas import (
+    close_objects,
+    keywords,
+    read_choices,
+    read_schema,
+    refuse_keywords,
+    subschemas,
+)
+from blockyard.shared.grammars.token_texts import token_texts
+from blockyard.shared.messages import Grammar, GrammarKind
+
+NAME = "lm-format-enforcer"
+STEP_S = 2.0  # masks are made in Python: a first one may take a second at 128k tokens
+KEYWORDS = keywords(
+    "type enum const properties required additionalProperties items minItems maxItems minLength maxLength pattern "
+    "anyOf $ref $defs definitions"
+)
+
+
+class LmFormatEnforcerEngine:
+    """One tokenizer in lm-format-enforcer. Tokens with a part of a character are never allowed."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._rules = MatcherRules(vocabulary, STEP_S)
+        self._texts: dict[int, str] = {}
+        for token_id, data in enumerate(token_texts(vocabulary)):
+            text = data.decode("utf-8", "replace")
+            if text and "\ufffd" not in text:
+                self._texts[token_id] = text
+        tokens = [(token_id, text, True) for token_id, text in self._texts.items()]
+        self._data = TokenEnforcerTokenizerData(
+            tokens, lambda ids: "", sorted(self._rules.eos_ids), False, vocabulary.vocab_size
+        )
+
+    def compile(self, grammar: Grammar) -> "LmFormatEnforcerGrammar":
+        """Raises GrammarError."""
+        if grammar.whitespace_pattern:
+            raise UnsupportedGrammar(f"{NAME} does not support whitespace_pattern")
+        if not grammar.any_whitespace:
+            raise UnsupportedGrammar(f"{NAME} does not support disable_any_whitespace")
+        try:
+            parser = self._parser(grammar)
+            return LmFormatEnforcerGrammar(TokenEnforcer(self._data, parser), parser, self._texts, self._rules)
+        except GrammarError:
+            raise
+        except Exception as e:  # the library raises bare Exception, RecursionError and errors of pydantic
+            raise GrammarError(one_line(e) or f"no valid {grammar.kind.value}: {type(e).__name__}") from e
+
+    def _parser(self, grammar: Grammar) -> CharacterLevelParser:
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                schema = read_schema(grammar.source)
+                if isinstance(schema, bool):
+                    raise UnsupportedGrammar(f"{NAME} supports no schemas but objects")
+                refuse_keywords(schema, KEYWORDS, NAME)
+                for part in subschemas(schema):
+                    if not all(isinstance(value, str) for value in part.get("enum", [])):
+                        raise UnsupportedGrammar(f"{NAME} supports no enum values but strings")
+                return JsonSchemaParser(schema if grammar.additional_properties else close_objects(schema))
+            case GrammarKind.JSON_OBJECT:
+                return JsonSchemaParser({"type": "object"})
+            case GrammarKind.REGEX:
+                return RegexParser(grammar.source.removeprefix("^").removesuffix("$"))
+            case GrammarKind.CHOICE:
+                choices = read_choices(grammar.source)
+                missing = set("".join(choices)) - set(self._data.tokenizer_alphabet)
+                if missing:
+                    raise GrammarError(f"{NAME} knows no token of these characters: {''.join(sorted(missing)[:20])}")
+                return UnionParser([StringParser(choice) for choice in choices])
+        raise UnsupportedGrammar(f"{NAME} does not support grammars of the kind {grammar.kind.value}")
+
+
+class LmFormatEnforcerGrammar:
+    """A source that lm-format-enforcer has taken."""
+
+    def __init__(
+        self, enforcer: TokenEnforcer, parser: CharacterLevelParser, texts: dict[int, str], rules: MatcherRules
+    ) -> None:
+        self._masks, self._parser, self._texts, self._rules = _Masks(enforcer), parser, texts, rules
+
+    def matcher(self) -> SequenceMatcher:
+        return SequenceMatcher(_State(self._masks, self._texts, [self._parser]), self._rules)
+
+
+class _Masks:
+    """Walks the tree of tokens. The parsers of a grammar share state, so one thread at a time does."""
+
+    def __init__(self, enforcer: TokenEnforcer) -> None:
+        self._enforcer = enforcer
+        self.lock = threading.Lock()
+
+    def write(self, parser: CharacterLevelParser, words: MaskWords) -> None:
+        with self.lock:
+            # the enforcer keeps what it knows by the whole sequence; as the root of an empty one, a parser is enough
+            self._enforcer.root_parser = parser
+            self._enforcer.prefix_states.clear()
+            set_bits(words, self._enforcer.get_allowed_tokens([]).allowed_tokens)
+
+
+class _State:
+    def __init__(self, masks: _Masks, texts: dict[int, str], parsers: list[CharacterLevelParser]) -> None:
+        self._masks, self._texts = masks, texts
+        self._parsers = parsers  # after each token, the initial one first; they never change
+
+    def advance(self, token_id: int) -> bool:
+        text = self._texts.get(token_id, "")
+        parser = self._parsers[-1]
+        with self._masks.lock:
+            for character in text:
+                if character not in parser.get_allowed_characters():
+                    return False
+                parser = parser.add_character(character)
+        if text:
+            self._parsers.append(parser)
+        return bool(text)
+
+    def write_mask(self, words: MaskWords) -> None:
+        self._masks.write(self._parsers[-1], words)
+
+    def is_complete(self) -> bool:
+        with self._masks.lock:
+            return bool(self._parsers[-1].can_end())
+
+    def forced(self) -> list[int]:
+        return []
+
+    def roll_back(self, num_tokens: int) -> None:
+        if num_tokens >= len(self._parsers):
+            raise MatcherError(f"cannot go back by {num_tokens} tokens: there are {len(self._parsers) - 1}")
+        del self._parsers[len(self._parsers) - num_tokens :]
+
+    def copy(self) -> "_State":
+        return _State(self._masks, self._texts, self._parsers.copy())

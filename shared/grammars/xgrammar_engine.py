@@ -1,0 +1,130 @@
+"""The engine of xgrammar. Its library imports torch and transformers, and has no limits on time or memory."""
+
+import msgspec
+import xgrammar
+
+from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, one_line
+from blockyard.shared.grammars.schemas import (
+    keywords,
+    read_choices,
+    read_object,
+    read_schema,
+    refuse_keywords,
+    schemas_in,
+)
+from blockyard.shared.grammars.token_texts import token_texts
+from blockyard.shared.messages import Grammar, GrammarKind
+
+NAME = "xgrammar"
+# the others it ignores: https://xgrammar.mlc.ai and its json_schema_converter.cc
+KEYWORDS = keywords(
+    "type enum const properties required additionalProperties unevaluatedProperties items prefixItems minItems "
+    "maxItems unevaluatedItems minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum "
+    "anyOf oneOf $ref $defs definitions minProperties maxProperties"
+)
+
+
+class XgrammarEngine:
+    """One tokenizer in xgrammar."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._rules = MatcherRules(vocabulary)
+        info = xgrammar.TokenizerInfo(
+            token_texts(vocabulary),
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.vocab_size,
+            stop_token_ids=sorted(self._rules.eos_ids) or None,
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> "XgrammarGrammar":
+        """Raises GrammarError."""
+        if grammar.whitespace_pattern:
+            raise UnsupportedGrammar(f"{NAME} does not support whitespace_pattern")
+        try:
+            return XgrammarGrammar(self._compile(grammar), self._rules)
+        except (RuntimeError, ValueError) as e:
+            raise GrammarError(_cause(str(e))) from e
+
+    def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        source = grammar.source
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                refuse_keywords(read_schema(source), KEYWORDS, NAME)
+                return self._schema(source, grammar)
+            case GrammarKind.JSON_OBJECT:
+                return self._schema('{"type": "object"}', grammar)
+            case GrammarKind.REGEX:
+                return self._compiler.compile_regex(source)
+            case GrammarKind.CHOICE:
+                choices = " | ".join(map(_literal, read_choices(source)))
+                return self._compiler.compile_grammar(f"root ::= {choices}")
+            case GrammarKind.EBNF:
+                return self._compiler.compile_grammar(source)
+            case GrammarKind.LARK:
+                return self._compiler.compile_lark(source)
+            case GrammarKind.STRUCTURAL_TAG:
+                return self._compiler.compile_structural_tag(_structural_tag(source))
+
+    def _schema(self, source: str, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        return self._compiler.compile_json_schema(
+            source, any_whitespace=grammar.any_whitespace, strict_mode=not grammar.additional_properties
+        )
+
+
+class XgrammarGrammar:
+    """A source that xgrammar has taken."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar, rules: MatcherRules) -> None:
+        self._compiled, self._rules = compiled, rules
+
+    def matcher(self) -> SequenceMatcher:
+        return SequenceMatcher(_State(xgrammar.GrammarMatcher(self._compiled)), self._rules)
+
+
+class _State:
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def advance(self, token_id: int) -> bool:
+        return self._matcher.accept_token(token_id)
+
+    def write_mask(self, words: MaskWords) -> None:
+        self._matcher.fill_next_token_bitmask(words[None, :])
+
+    def is_complete(self) -> bool:
+        return self._matcher.is_completed()
+
+    def forced(self) -> list[int]:
+        return []  # xgrammar knows the forced text, but not how the tokenizer would spell it
+
+    def roll_back(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+
+    def copy(self) -> "_State":
+        return _State(self._matcher.fork())
+
+
+def _structural_tag(source: str) -> str:
+    """Reads both spellings: one format, or the older list of structures with triggers. Raises GrammarError."""
+    tag = read_object(source, "the structural tag")
+    if "format" not in tag and {"structures", "triggers"} <= tag.keys():
+        try:
+            items = [xgrammar.StructuralTagItem(**structure) for structure in tag["structures"]]
+            tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"]).model_dump(mode="json")
+        except (TypeError, ValueError) as e:  # pydantic's errors are ValueErrors
+            raise GrammarError(f"the structural tag is not valid: {one_line(e)}") from e
+    for schema in schemas_in(tag):
+        refuse_keywords(schema, KEYWORDS, NAME)
+    return msgspec.json.encode(tag).decode()
+
+
+def _literal(text: str) -> str:
+    """A string of xgrammar's EBNF."""
+    return '"' + "".join(c if c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
+
+
+def _cause(error: str) -> str:
+    """Cuts off time stamp and line of the source: "[11:27:26] /project/cpp/x.cc:83: Regex ..."."""
+    return one_line(error.partition(".cc:")[2].partition(": ")[2] or error)
