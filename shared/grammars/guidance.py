@@ -69,10 +69,10 @@ class GuidanceGrammar:
         self._start, self._rules, self._mask_bytes = start, rules, mask_bytes
 
     def matcher(self) -> SequenceMatcher:
-        return SequenceMatcher(_State(self._start.deep_copy(), self._mask_bytes), self._rules)
+        return SequenceMatcher(GuidanceState(self._start.deep_copy(), self._mask_bytes), self._rules)
 
 
-class _State:
+class GuidanceState:
     def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int) -> None:
         self._matcher = matcher
         self._mask_bytes = mask_bytes  # more than the model's, if the tokenizer has more ids
@@ -103,8 +103,8 @@ class _State:
         if not self._matcher.rollback(num_tokens):
             raise MatcherError(f"cannot go back by {num_tokens} tokens: {_cause(self._matcher.get_error())}")
 
-    def copy(self) -> "_State":
-        return _State(self._matcher.deep_copy(), self._mask_bytes)
+    def copy(self) -> "GuidanceState":
+        return GuidanceState(self._matcher.deep_copy(), self._mask_bytes)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -92,13 +92,13 @@ class LmFormatEnforcerGrammar:
     def __init__(
         self, enforcer: TokenEnforcer, parser: CharacterLevelParser, texts: dict[int, str], rules: MatcherRules
     ) -> None:
-        self._masks, self._parser, self._texts, self._rules = _Masks(enforcer), parser, texts, rules
+        self._masks, self._parser, self._texts, self._rules = TokenTree(enforcer), parser, texts, rules
 
     def matcher(self) -> SequenceMatcher:
-        return SequenceMatcher(_State(self._masks, self._texts, [self._parser]), self._rules)
+        return SequenceMatcher(EnforcerState(self._masks, self._texts, [self._parser]), self._rules)
 
 
-class _Masks:
+class TokenTree:
     """Walks the tree of tokens. The parsers of a grammar share state, so one thread at a time does."""
 
     def __init__(self, enforcer: TokenEnforcer) -> None:
@@ -113,8 +113,8 @@ class _Masks:
             set_bits(words, self._enforcer.get_allowed_tokens([]).allowed_tokens)
 
 
-class _State:
-    def __init__(self, masks: _Masks, texts: dict[int, str], parsers: list[CharacterLevelParser]) -> None:
+class EnforcerState:
+    def __init__(self, masks: TokenTree, texts: dict[int, str], parsers: list[CharacterLevelParser]) -> None:
         self._masks, self._texts = masks, texts
         self._parsers = parsers  # after each token, the initial one first; they never change
 
@@ -145,5 +145,5 @@ class _State:
             raise MatcherError(f"cannot go back by {num_tokens} tokens: there are {len(self._parsers) - 1}")
         del self._parsers[len(self._parsers) - num_tokens :]
 
-    def copy(self) -> "_State":
-        return _State(self._masks, self._texts, self._parsers.copy())
+    def copy(self) -> "EnforcerState":
+        return EnforcerState(self._masks, self._texts, self._parsers.copy())

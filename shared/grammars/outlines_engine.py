@@ -47,13 +47,13 @@ class OutlinesGrammar:
 
     def __init__(self, index: outlines_core.Index, rules: MatcherRules) -> None:
         self._index, self._rules = index, rules
-        self._masks = _Masks(index)
+        self._masks = StateMasks(index)
 
     def matcher(self) -> SequenceMatcher:
-        return SequenceMatcher(_State(self._index, self._masks, [self._index.get_initial_state()]), self._rules)
+        return SequenceMatcher(OutlinesState(self._index, self._masks, [self._index.get_initial_state()]), self._rules)
 
 
-class _Masks:
+class StateMasks:
     """Masks of the states used last. Several threads use it."""
 
     def __init__(self, index: outlines_core.Index) -> None:
@@ -76,8 +76,8 @@ class _Masks:
                 self._masks.popitem(last=False)
 
 
-class _State:
-    def __init__(self, index: outlines_core.Index, masks: _Masks, states: list[int]) -> None:
+class OutlinesState:
+    def __init__(self, index: outlines_core.Index, masks: StateMasks, states: list[int]) -> None:
         self._index, self._masks = index, masks
         self._states = states  # after each token, the initial one first
 
@@ -102,8 +102,8 @@ class _State:
             raise MatcherError(f"cannot go back by {num_tokens} tokens: there are {len(self._states) - 1}")
         del self._states[len(self._states) - num_tokens :]
 
-    def copy(self) -> "_State":
-        return _State(self._index, self._masks, self._states.copy())
+    def copy(self) -> "OutlinesState":
+        return OutlinesState(self._index, self._masks, self._states.copy())
 
 
 def _regex(grammar: Grammar) -> str:

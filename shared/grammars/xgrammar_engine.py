@@ -80,10 +80,10 @@ class XgrammarGrammar:
         self._compiled, self._rules = compiled, rules
 
     def matcher(self) -> SequenceMatcher:
-        return SequenceMatcher(_State(xgrammar.GrammarMatcher(self._compiled)), self._rules)
+        return SequenceMatcher(XgrammarState(xgrammar.GrammarMatcher(self._compiled)), self._rules)
 
 
-class _State:
+class XgrammarState:
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
 
@@ -102,8 +102,8 @@ class _State:
     def roll_back(self, num_tokens: int) -> None:
         self._matcher.rollback(num_tokens)
 
-    def copy(self) -> "_State":
-        return _State(self._matcher.fork())
+    def copy(self) -> "XgrammarState":
+        return XgrammarState(self._matcher.fork())
 
 
 def _structural_tag(source: str) -> str:
