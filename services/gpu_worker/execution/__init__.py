@@ -7,7 +7,7 @@
 - `host_sampling.HostSampling`: samples on the host for slots that wait for that on the device.
 - `decode_graphs.DecodeSteps`: steps of one token a sequence, as CUDA graphs.
 - `prefill_steps` builds steps with prefills, `prefill_graphs` captures them, and `prefill_sizes` decides which sizes.
-- `layer_events.LayerEvents`: events of a step with prefill that is not a CUDA graph, for the sends of KV blocks.
+- `stored_layers` tells which layers of a step with prefill have stored K and V, for the sends of KV blocks.
 - `prefill_kernels` compiles prefill attention before the first step.
 
 `runner`, `engine` and `compilation/` call this folder. It imports `batch`, `sampling/`, `kv/`, `attention/`,

@@ -18,12 +18,12 @@ from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings
 from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.host_sampling import HostSampling
-from blockyard.services.gpu_worker.execution.layer_events import LayerEvents
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
-from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraphs
+from blockyard.services.gpu_worker.execution.prefill_graphs import CudaGraphRecorder, PrefillGraphs
 from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps
+from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents, LayerWords, layer_groups
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
@@ -31,7 +31,7 @@ from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.device_steps import edits_bytes
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
+from blockyard.shared.messages import FinishReason, Geometry, KVRole, SlotResult, StepPlan
 
 FINISH = {
     SlotOutcome.END_OF_SEQUENCE: FinishReason.STOP,
@@ -69,10 +69,21 @@ class DeviceLoop:
     skipped by later steps. Token ids arrive when a step is collected.
     """
 
-    def __init__(self, steps: DecodeSteps, batch: Batch, most_tokens: int, tuning: IdleTuning | None = None) -> None:
-        """most_tokens: of a step. tuning: of linear layers in idle times, None: none is left."""
+    def __init__(
+        self,
+        steps: DecodeSteps,
+        batch: Batch,
+        most_tokens: int,
+        tuning: IdleTuning | None = None,
+        records_layers: bool = False,
+    ) -> None:
+        """most_tokens: of a step. tuning: of linear layers in idle times, None: none is left. records_layers: CUDA
+        graphs of prefills tell which layers are stored, for sends."""
         self.steps, self._batch, self._prefill_steps = steps, batch, PrefillSteps(steps)
-        self._graphs, self._tuning = PrefillGraphs(steps, most_tokens), tuning
+        groups = layer_groups(steps.pool.shape.num_layers)
+        self._layer_words = LayerWords(groups, steps.ops, steps.slots.state.step) if records_layers else None
+        self._graphs = PrefillGraphs(steps, most_tokens, CudaGraphRecorder(steps, self._layer_words))
+        self._tuning = tuning
         self._host_sampling = HostSampling(batch, steps.slots)
         self._in_flight_steps: deque[InFlightStep] = deque()
         self._on_captured: Callable[[], None] = lambda: None
@@ -148,19 +159,20 @@ class DeviceLoop:
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> Sequence[StoredLayers]:
         """Launches the next `counts` tokens of each slot, decodes first. `results` are returned with the step's.
 
-        If the plan sends blocks and the step is not a CUDA graph, returns events of its layers.
+        If the plan sends blocks and the step tells which layers are stored, returns them: an eager step with prefills
+        does, and so does a CUDA graph of prefills with `records_layers`.
         """
         began_s = time.perf_counter()
         table, logits_edits = self._batch.slots, self.steps.slots.logits_edits
         host_rows = self._host_sampling.choose(slots, counts)
         needs_processing = bool(host_rows) or logits_edits.needs_processing(slots)
-        events = LayerEvents(self.steps.pool.shape.num_layers) if plan.sends else None
+        stored: Sequence[StoredLayers] = ()
         if counts[-1] == 1:
             size = self._size(slots)
             buffers = self._begin(slots, counts, size.rows)
             self.steps.sample(size, self.steps.forward(size), needs_processing)
         else:
-            buffers = self._launch_prefill(slots, counts, needs_processing, events)
+            buffers, stored = self._launch_prefill(slots, counts, needs_processing, bool(plan.sends))
         if logits_edits.num_logprobs:
             buffers.copy_logprobs(logits_edits.buffer)
         host_logits = self._host_sampling.copied_logits(host_rows)
@@ -188,22 +200,24 @@ class DeviceLoop:
                 host_logits,
             )
         )
-        return [] if events is None else events.stored
+        return stored
 
     def _launch_prefill(
-        self, slots: Ints, counts: Ints, needs_processing: bool, events: LayerEvents | None
-    ) -> StepBuffers:
-        """Launches a step with prefill, as a CUDA graph if one fits."""
+        self, slots: Ints, counts: Ints, needs_processing: bool, sends: bool
+    ) -> tuple[StepBuffers, Sequence[StoredLayers]]:
+        """Launches a step with prefill, as a CUDA graph if one fits. Returns its layers if it `sends`."""
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
         graph = self._graphs.find(descriptor)
         if graph is not None:
             buffers = self._begin(slots, counts, graph.descriptor.num_decodes)
             graph.run(buffers, slots, counts, table, needs_processing)
-        else:
-            buffers = self._begin(slots, counts, descriptor.num_decodes)
-            step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events)
-            step.sample(step.forward(), needs_processing)
-        return buffers
+            words = self._layer_words if sends else None
+            return buffers, () if words is None else words.stored(self.steps.ring.step)
+        buffers = self._begin(slots, counts, descriptor.num_decodes)
+        events = LayerEvents(self.steps.pool.shape.num_layers) if sends else None
+        step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events)
+        step.sample(step.forward(), needs_processing)
+        return buffers, () if events is None else events.stored
 
     def collect(self) -> CompletedPlan | None:
         """The oldest plan in flight, if it is done."""
@@ -370,4 +384,14 @@ def start(
     steps = DecodeSteps(model, pool, settings, ops)
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
-    return DeviceLoop(steps, batch, min(geometry.max_num_batched_tokens, geometry.max_model_len), tuning)
+    most_tokens = min(geometry.max_num_batched_tokens, geometry.max_model_len)
+    return DeviceLoop(steps, batch, most_tokens, tuning, sends_prefills(config))
+
+
+def sends_prefills(config: WorkerConfig) -> bool:
+    """Whether this worker's prefills are usually for another worker.
+
+    A decode worker computes prompts for others only while no prefill worker lives. Blocks leave at the end
+    of its CUDA graphs then.
+    """
+    return config.kv_transfer is not None and config.kv_transfer.role is not KVRole.DECODE

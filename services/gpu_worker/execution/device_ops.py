@@ -9,6 +9,7 @@ from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
 from blockyard.kernels.slots.advance_slots import advance_slots
 from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
+from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
@@ -37,6 +38,9 @@ class DeviceOps:
 
     def gather_inputs(self, state: SlotState, inputs: StepInputs) -> None:
         gather_inputs(state, inputs)
+
+    def record_step(self, step: Tensor, words: Tensor, index: int) -> None:
+        record_step(step, words, index)
 
     def attend(self, pool: KVPool, metadata: AttentionMetadata) -> Attend:
         """The attention of a step, for all layers."""

@@ -25,6 +25,7 @@ from blockyard.services.gpu_worker.execution.prefill_steps import (
     write_padding,
     write_step,
 )
+from blockyard.services.gpu_worker.execution.stored_layers import LayerWords
 from blockyard.services.gpu_worker.slots import Slots
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,9 @@ class GraphRecorder(Protocol):
 class PrefillGraphs:
     """Owns the graphs; they use slots, buffers and kernels of the decode steps."""
 
-    def __init__(self, steps: DecodeSteps, most_tokens: int, recorder: GraphRecorder | None = None) -> None:
-        """most_tokens: of a step. recorder: None captures on the GPU."""
-        self._steps, self._recorder = steps, recorder or CudaGraphRecorder(steps)
+    def __init__(self, steps: DecodeSteps, most_tokens: int, recorder: GraphRecorder) -> None:
+        """most_tokens: of a step."""
+        self._steps, self._recorder = steps, recorder
         self._graphs: dict[BatchDescriptor, PrefillGraph] = {}
         self._sizes = PrefillGraphSizes(steps.capacity, most_tokens, steps.padded_num_seqs)
         self._took_s = 0.0
@@ -147,8 +148,9 @@ class PrefillGraphs:
 class CudaGraphRecorder:
     """Captures on the GPU. Steps may be in flight: trials touch no slot and write to the results of the next step."""
 
-    def __init__(self, steps: DecodeSteps) -> None:
-        self._steps, self._device = steps, steps.pool.device
+    def __init__(self, steps: DecodeSteps, layer_words: LayerWords | None = None) -> None:
+        """layer_words: that the graphs write; None: they do not tell which layers are stored."""
+        self._steps, self._device, self._layer_words = steps, steps.pool.device, layer_words
         is_cuda = self._device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if is_cuda else None
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -157,7 +159,7 @@ class CudaGraphRecorder:
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(host, descriptor)
         words = host.to(self._device)
-        step = PrefillStep(self._steps, descriptor, words)
+        step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
         variants = self._steps.slots.logits_edits.sample_variants
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -186,6 +188,7 @@ class CudaGraphRecorder:
             torch.cuda.synchronize(self._device)
         # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
+        self._end()
         return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples), measured)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
@@ -193,6 +196,11 @@ class CudaGraphRecorder:
         slots, last = self._steps.slots, self._steps.ring.step
         slots.clear_rows()
         slots.state.step.fill_(last if descriptor.num_decodes else last + 1)
+
+    def _end(self) -> None:
+        """Ends trials; the device must be synchronized. The words must not tell that the next step is stored."""
+        if self._layer_words is not None:
+            self._layer_words.drop_trials(self._steps.ring.step)
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

@@ -16,8 +16,8 @@ from blockyard.kernels.slots.gather_inputs import NUM_INPUT_WORDS, StepInputs
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
-from blockyard.services.gpu_worker.execution.layer_events import LayerEvents
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
+from blockyard.services.gpu_worker.execution.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import LogitsIndices, Step
 
@@ -125,14 +125,14 @@ class PrefillSteps:
         slots: Ints,
         counts: Ints,
         table: Slots,
-        events: LayerEvents | None = None,
+        layers: LayerRecorder | None = None,
     ) -> "PrefillStep":
-        """events: record which layers are stored."""
+        """layers: records which layers are stored."""
         words = buffers.words(sum(descriptor.parts))
         has_samples = write_step(words, descriptor, slots, counts, table)
         max_seq_len = int((table.num_computed[slots] + counts).max())
         words = words.to(self._device, non_blocking=True)
-        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, events)
+        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,16 +154,19 @@ class PrefillStep:
         words: Tensor,
         has_samples: bool = True,
         max_seq_len: int | None = None,
-        events: LayerEvents | None = None,
+        layers: LayerRecorder | None = None,
     ) -> None:
-        """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown."""
+        """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
+
+        layers: records which layers are stored.
+        """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
             descriptor,
             has_samples,
             max_seq_len,
         )
-        self._events = events
+        self._layers = layers
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -205,7 +208,7 @@ class PrefillStep:
             logits_indices=logits_indices,
         )
         attend = steps.ops.attend(steps.pool, metadata)
-        if self._events is not None:
-            attend = self._events.around(attend)
+        if self._layers is not None:
+            attend = self._layers.around(attend)
         chosen = None if logits_indices is None else logits_indices.rows
         return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, chosen))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome, advance_slots, advance_slots_reference
 from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs, gather_inputs_reference
+from blockyard.kernels.slots.record_step import record_step, record_step_reference
 from blockyard.kernels.slots.scatter_words import scatter_words, scatter_words_reference
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 
@@ -114,6 +115,22 @@ def test_advance(rows: int, counted: bool) -> None:
         assert set(out[place, 0].tolist()) == {int(o) for o in SlotOutcome}, "every outcome must be there"
 
 
+@pytest.mark.parametrize("step", [0, 1, 2**31 - 1, -(2**31)])
+def test_record_step(step: int) -> None:
+    state = random_state(20, 3)
+    state.step.fill_(step)
+    got = torch.full((9,), 77, dtype=torch.int32)
+    if DEVICE.type == "cuda":
+        got = got.pin_memory()
+    want = got.clone()
+    for index in (0, 1, 5, 8):
+        record_step_reference(state.step.cpu(), want, index)
+        record_step(state.step, got, index)
+        torch.cuda.synchronize() if DEVICE.type == "cuda" else None
+        assert torch.equal(got, want)
+    assert want.tolist().count(77) == 5
+
+
 def test_a_model_without_an_end_of_sequence() -> None:
     state = random_state(200, 1)
     now, none = StepInputs.make(40, DEVICE), EOS[:0]
@@ -134,6 +151,13 @@ def test_wrong_arguments() -> None:
         scatter_words(state.arena, results[0, :2], 9)
     with pytest.raises(ValueError, match="pairs: expected"):
         scatter_words(state.arena, results[0], 1)
+    for index in (-1, 3):
+        with pytest.raises(ValueError, match=f"index: expected 0 to 2, got {index}"):
+            record_step(state.step, state.arena[:3], index)
+    with pytest.raises(ValueError, match="words: expected"):
+        record_step(state.step, state.arena[:3].long(), 0)
+    with pytest.raises(ValueError, match="step: expected"):
+        record_step(state.arena[:2], state.arena[:3], 0)
     with pytest.raises(ValueError, match="5 rows, the state has 4"):
         gather_inputs(state, StepInputs.make(5, DEVICE))
     with pytest.raises(ValueError, match="results: expected"):

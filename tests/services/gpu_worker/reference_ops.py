@@ -13,6 +13,7 @@ from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_tokens
 from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens_reference
 from blockyard.kernels.slots.advance_slots import advance_slots_reference
 from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs_reference
+from blockyard.kernels.slots.record_step import record_step_reference
 from blockyard.kernels.slots.scatter_words import scatter_words_reference
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
@@ -57,6 +58,9 @@ class ReferenceOps(DeviceOps):
 
     def gather_inputs(self, state: SlotState, inputs: StepInputs) -> None:
         gather_inputs_reference(state, inputs)
+
+    def record_step(self, step: Tensor, words: Tensor, index: int) -> None:
+        record_step_reference(step, words, index)
 
     def attend(self, pool: KVPool, metadata: AttentionMetadata) -> ReferenceAttention:
         rows, starts, longest = metadata.rows, metadata.query_start_loc, metadata.max_seq_len
@@ -155,7 +159,12 @@ class SlowMark:
 
 
 def run_ahead(
-    runner: Runner, capacity: int, seed: int = 0, logits_edits: bool = True, waits: bool = False
+    runner: Runner,
+    capacity: int,
+    seed: int = 0,
+    logits_edits: bool = True,
+    waits: bool = False,
+    records_layers: bool = True,
 ) -> DeviceLoop:
     """Gives a runner on CPU a device loop. waits: random rows get no token in a step."""
     rng, shape = random.Random(seed), runner.geometry
@@ -170,6 +179,6 @@ def run_ahead(
     steps = DecodeSteps(runner.model, runner.pool, settings, ops, ring)
     if isinstance(ops, WaitingOps):
         ops.ready = steps.ready
-    loop = DeviceLoop(steps, runner.batch, shape.max_num_batched_tokens)
+    loop = DeviceLoop(steps, runner.batch, shape.max_num_batched_tokens, records_layers=records_layers)
     runner.run_ahead(loop)
     return loop

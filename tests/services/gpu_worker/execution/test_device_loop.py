@@ -19,7 +19,7 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
-from blockyard.services.gpu_worker.execution.layer_events import LayerEvents
+from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.warm_up import warm_up
@@ -296,7 +296,7 @@ def test_a_step_that_sends_blocks_tells_which_layers_are_stored(ahead: Runner, m
     monkeypatch.setattr("blockyard.services.gpu_worker.execution.device_loop.LayerEvents", make)
     num_layers = ahead.pool.shape.num_layers
     for groups in (8, 2):
-        monkeypatch.setattr("blockyard.services.gpu_worker.execution.layer_events.GROUPS", groups)
+        monkeypatch.setattr("blockyard.services.gpu_worker.execution.stored_layers.GROUPS", groups)
         ahead.reset(4)
         seen.clear()
         with torch.inference_mode():

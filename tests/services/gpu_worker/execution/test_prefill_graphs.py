@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from plan_driver import Driver, Stream
-from reference_ops import run_ahead
+from reference_ops import ReferenceOps, run_ahead
 from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
+from torch import Tensor
 
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.prefill_graphs import (
@@ -26,23 +27,31 @@ from blockyard.services.gpu_worker.execution.prefill_steps import (
     write_padding,
 )
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import Sampling
+from blockyard.shared.messages import KVSend, Sampling, SlotRun, SlotStart, StepPlan
 
 CAPACITY = 6
 LAUNCH_S = 0.1
+STARTS = [SlotStart(0, np.arange(2, 14, dtype="<u4").tobytes(), 12, 0, [6, 7, 8], Sampling(4), 0)]
+SEND = KVSend(1, 2, 1, b"", [6], [0], is_last=True)
 
 
 class Forward:
-    """Stands for a CUDA graph: computes a step again from the current content of its input buffer."""
+    """Stands for a CUDA graph: computes a step again from the current content of its input buffer.
 
-    def __init__(self, step: PrefillStep) -> None:
+    Checks that the layers of the step, which is the last one that took buffers, count as stored then and not before.
+    """
+
+    def __init__(self, step: PrefillStep, loop: DeviceLoop) -> None:
         self.count = 0
         self.size_to_capture: SamplerInput | None = None
-        self._step = step
+        self._step, self._ring, self._layer_words = step, loop.steps.ring, loop._layer_words
 
     def replay(self) -> None:
         self.count += 1
+        stored = [] if self._layer_words is None else self._layer_words.stored(self._ring.step)
+        assert not any(group.is_stored() for group in stored)
         self.size_to_capture = self._step.forward()
+        assert all(group.is_stored() for group in stored)
 
 
 class Sample:
@@ -60,7 +69,7 @@ class GraphRecorder(CudaGraphRecorder):
     """Runs a step before its capture as on a GPU, with the same side effects."""
 
     def __init__(self, loop: DeviceLoop, device_s: float) -> None:
-        super().__init__(loop.steps)
+        super().__init__(loop.steps, loop._layer_words)
         self.forwards: dict[BatchDescriptor, Forward] = {}
         self.samples: dict[BatchDescriptor, tuple[Sample, ...]] = {}
         self.in_flight: dict[BatchDescriptor, int] = {}  # number of steps in flight when a size was captured
@@ -70,22 +79,25 @@ class GraphRecorder(CudaGraphRecorder):
         self.in_flight[descriptor] = self._loop.in_flight
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(words, descriptor)
-        step = PrefillStep(self._steps, descriptor, words)
-        forward = Forward(step)
+        step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
+        forward = Forward(step, self._loop)
         samples = tuple(Sample(step, forward, needs_processing) for needs_processing in (False, True))
         self._begin(descriptor)
         due = step.forward()
         for needs_processing in (False, True):
             step.sample(due, needs_processing)
         self.forwards[descriptor], self.samples[descriptor] = forward, samples
+        self._end()
         return CapturedPrefill(
             PrefillGraph(descriptor, words, forward, samples), GraphCost(LAUNCH_S, self._device_s, 0, 1)
         )
 
 
-def with_graphs(runner: Runner, num: int, device_s: float = 0.0) -> tuple[PrefillGraphs, GraphRecorder]:
+def with_graphs(
+    runner: Runner, num: int, device_s: float = 0.0, records_layers: bool = True
+) -> tuple[PrefillGraphs, GraphRecorder]:
     """Captures the first `num` sizes; other sizes are captured beside steps that miss them."""
-    loop = run_ahead(runner, CAPACITY)
+    loop = run_ahead(runner, CAPACITY, records_layers=records_layers)
     recorder = GraphRecorder(loop, device_s)
     loop._graphs = graphs = PrefillGraphs(loop.steps, 48, recorder)
     graphs._enabled = True
@@ -176,6 +188,50 @@ def test_a_step_without_decodes_may_take_a_size_with_rows_for_decodes(runner: Ru
     graphs._sizes.missing.clear()
     assert outputs(runner, 5, None) == expected
     assert recorder.forwards[only].count >= 5
+
+
+def test_a_graph_of_a_step_that_sends_tells_which_layers_are_stored(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, recorder = with_graphs(runner, 100)
+    loop, num_layers = runner.ahead, runner.pool.shape.num_layers
+    assert isinstance(loop, DeviceLoop) and loop._layer_words is not None
+    runner.reset(2)
+    with torch.inference_mode():
+        runner.pool.memory[:, 6] = 0
+    told: list[tuple[list[bool], list[bool]]] = []  # by word that is written: layers with KV, layers that are told
+    record_step = ReferenceOps.record_step
+
+    def seen(ops: ReferenceOps, step: Tensor, words: Tensor, index: int) -> None:
+        record_step(ops, step, words, index)
+        stored = loop._layer_words.stored(loop.steps.ring.step)  # type: ignore[union-attr]
+        has_kv = runner.pool.memory[:, 6].flatten(1).any(1).tolist()
+        told.append((has_kv, [group.is_stored() for group in stored for _ in group.layers]))
+
+    monkeypatch.setattr(ReferenceOps, "record_step", seen)
+    first = runner.launch(StepPlan(1, 1, [], STARTS, [], [SlotRun(0, 3)], sends=[SEND]))
+    assert told == [([i <= end for i in range(num_layers)],) * 2 for end in range(num_layers)]
+    second = runner.launch(StepPlan(1, 2, [], [], [], [SlotRun(0, 4)], sends=[SEND]))
+    for stored in (first, second):
+        assert [layer for group in stored for layer in group.layers] == list(range(num_layers))
+        assert all(group.is_stored() for group in stored)
+    assert not any(group.is_stored() for group in loop._layer_words.stored(loop.steps.ring.step + 1))
+    assert not runner.launch(StepPlan(1, 3, [], [], [], [SlotRun(0, 2)])), "nothing to send"
+    assert sum(forward.count for forward in recorder.forwards.values()) == 3
+    while runner.in_flight:
+        runner.collect()
+
+
+def test_graphs_of_a_worker_that_sends_no_prefills_write_no_words(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReferenceOps, "record_step", None)
+    _, recorder = with_graphs(runner, 100, records_layers=False)
+    runner.reset(2)
+    assert not runner.launch(StepPlan(1, 1, [], STARTS, [], [SlotRun(0, 3)], sends=[SEND])), "sent once it is complete"
+    assert sum(forward.count for forward in recorder.forwards.values()) == 1
+    while runner.in_flight:
+        runner.collect()
 
 
 @pytest.mark.parametrize("beside", [False, True])
