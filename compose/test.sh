@@ -173,7 +173,6 @@ long_prompt() { # SET NUMBER FILE: about 2200 tokens, others for each SET and NU
 long_prompts() { # SET NAME: four at once
     streams=""
     for number in 1 2 3 4; do
-        : >"$dir/$2.$1.$number.sse"
         long_prompt "$1" $number "$dir/$2.$1.$number.sse" &
         streams="$streams $!"
     done
@@ -228,6 +227,7 @@ num_requeued() { # times that a worker was lost with sequences on it
 outlives_docker_kill() { # SET SERVICE EVENTS: kills a container once a stream has so many; docker does not restart it
     before=$(num_requeued)
     victim=$(compose ps -q "$2" | head -n 1)
+    rm -f "$dir"/roles."$1".?.sse # of an earlier run
     long_prompts "$1" roles &
     load=$!
     until cat "$dir"/roles."$1".?.sse 2>/dev/null | grep -c '^data' | awk "{ exit \$1 < $3 }"; do
