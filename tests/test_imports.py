@@ -127,7 +127,16 @@ LAYERS["services/gpu_worker"] = (
     "layers",
     "models",
 )
-LAYERS["services/gpu_worker"] += ("kv", "linear_tuning", "attention", "sampling", "batch", "execution", "runner")
+LAYERS["services/gpu_worker"] += (
+    "kv",
+    "linear_tuning",
+    "attention",
+    "structured_output",
+    "sampling",
+    "batch",
+    "execution",
+    "runner",
+)
 LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "transfers")
 LAYERS["services/gpu_worker"] += ("counters", "session", "service", "__main__")
 LAYERS["kernels"] = ("int_math", "programmatic_launch", "tensor_checks", "slots", "sampling", "layers", "kv_cache")

@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
 from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
 from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
 
@@ -20,11 +21,18 @@ class Batch:
     Later plans may be applied in between, so the slot of a result may have ended or have a new owner.
     """
 
-    def __init__(self, geometry: Geometry, pool: KVPool, store: BlockStore | None = None) -> None:
-        """store: host memory for KV blocks, None without --swap-space."""
+    def __init__(
+        self,
+        geometry: Geometry,
+        pool: KVPool,
+        store: BlockStore | None = None,
+        matchers: MatcherProcesses | None = None,
+    ) -> None:
+        """store: host memory for KV blocks, None without --swap-space. matchers: None for no structured output."""
         self.block_hashes = BlockHashes(pool.num_blocks)
         self.transfers = Transfers(self.block_hashes, geometry.block_size, store)
-        self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device)
+        self.matchers = matchers
+        self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device, matchers)
         self._eos = frozenset(geometry.eos_token_ids)
         self._geometry, self._pool = geometry, pool
         self.reset(0)
@@ -36,6 +44,8 @@ class Batch:
         self.transfers.reset()
         self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self.sampler.reset(num_slots)
+        if self.matchers is not None:
+            self.matchers.reset(self.slots)
         self._blocks_of_ended: dict[int, Ints] = {}  # by owner, until the plan that ended it completes
         self._ended_owners: deque[list[int]] = deque()  # for each plan in flight: the owners that it ended
         self._failed_blocks: list[tuple[int, Ints]] = []  # (slot, blocks) of the plan that completes next
@@ -50,6 +60,8 @@ class Batch:
                 self._blocks_of_ended[owner] = self.blocks_of(slot).copy()
             slots.end(slot)
             self.sampler.end(slot)
+            if self.matchers is not None:
+                self.matchers.end(slot)
         self._ended_owners.append(endings)
         self.transfers.begin(plan)
         if plan.copies:
@@ -62,6 +74,8 @@ class Batch:
                 problem = self.sampler.start(start)
                 if problem:
                     slots.fail(start.slot, problem)
+                elif self.matchers is not None and start.sampling.constraint is not None:
+                    self.matchers.start(start)
         for added in plan.blocks:
             slots.add_blocks(added)
         self.transfers.extend(plan.blocks)
@@ -106,14 +120,26 @@ class Batch:
         self._pool.scrub(blocks)
 
     def append_sampled(self, sampled: Sampled, slots: Ints) -> list[SlotResult]:
-        """Adds a token to each slot, which has computed all its tokens. Slots with a problem fail."""
+        """Adds a token to each slot, which has computed all its tokens. Slots with a problem fail.
+
+        Slots that wait get none, and compute their last token again.
+        """
         table, results = self.slots, list[SlotResult]()
+        token_ids = np.array(sampled.token_ids, np.int64)
+        if sampled.waiting:
+            waits = np.isin(np.arange(len(slots)), list(sampled.waiting))
+            table.step_back(slots[waits])
+            table.append(slots[~waits], token_ids[~waits])
+        else:
+            table.append(slots, token_ids)
         lengths = table.num_computed[slots].tolist()
-        table.append(slots, np.array(sampled.token_ids, np.int64))
         for i, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
             if (problem := sampled.problems.get(i)) is not None:
                 self.fail_slot(slot, int(table.owners[slot]))
                 results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
+                continue
+            if i in sampled.waiting:
+                results.append(SlotResult(slot, [], length))
                 continue
             token = sampled.token_ids[i]
             finish, stop = self._finish_reason_of(slot, token, length + 1)
@@ -126,7 +152,7 @@ class Batch:
     def _finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
         """Returns the finish reason, if any, and the matched stop token. known: number of tokens with this one."""
         state = self.slots.slots[slot]
-        if token in self._eos and not state.sampling.ignore_eos:
+        if token in self._eos and state.ends_at_eos:
             return FinishReason.STOP, None
         if token in state.stop_ids:
             return FinishReason.STOP, token

@@ -3,7 +3,7 @@
 import gc
 import time
 
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, StepRunner, WorkerLinks
 from blockyard.shared.messages import Stats
 from blockyard.shared.process.service_main import rss_bytes
 
@@ -12,8 +12,8 @@ COLLECT_S = 10.0  # between garbage collections, which run only while the worker
 
 
 class Counters:
-    def __init__(self, links: WorkerLinks, num_blocks: int, transfers: KVTransfers | None = None) -> None:
-        self._links, self._num_blocks, self._transfers = links, num_blocks, transfers
+    def __init__(self, links: WorkerLinks, runner: StepRunner, transfers: KVTransfers | None = None) -> None:
+        self._links, self._runner, self._transfers = links, runner, transfers
         self._published_at = 0.0
         self._collected_at = time.monotonic()
         self.steps = 0
@@ -42,8 +42,9 @@ class Counters:
         stats = Stats(
             running=self._running,
             output_tokens_total=self._tokens,
-            blocks_total=self._num_blocks,
+            blocks_total=self._runner.geometry.num_blocks,
             steps_total=self.steps,
             rss_bytes=rss_bytes(),
         )
+        stats = self._runner.count(stats)
         self._links.count(stats if self._transfers is None else self._transfers.count(stats))

@@ -33,6 +33,7 @@ from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step, warm_up
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
@@ -115,11 +116,12 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         report.note(*kv_scales.set_pool_scales(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
+    matchers = MatcherProcesses(config.model_path, geometry.vocab_size, geometry.eos_token_ids)
     if device.type == "cuda":
-        runner = Runner(model, pool, geometry, store, lambda again: run_ahead(again, config, tuning, report))
+        runner = Runner(model, pool, geometry, store, lambda again: run_ahead(again, config, tuning, report), matchers)
         run_ahead(runner, config, tuning, report)
         return runner
-    runner = Runner(model, pool, geometry, store)
+    runner = Runner(model, pool, geometry, store, matchers=matchers)
     report.phase("first step")
     first_step(runner)
     report.phase("ready", 1.0)

@@ -134,6 +134,9 @@ class StepRunner(Protocol):
     def collect(self) -> list[CompletedPlan]:
         """Returns the completed plans, oldest first, each once. Does not wait."""
 
+    def count(self, stats: Stats) -> Stats:
+        """Returns the worker's counters with those of the runner."""
+
 
 class OffloadableRunner(StepRunner, Protocol):
     """A runner that can free its memory and take it back later."""

@@ -16,8 +16,9 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
 from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
-from blockyard.shared.messages import Geometry, SlotResult, StepPlan
+from blockyard.shared.messages import Geometry, SlotResult, Stats, StepPlan
 
 
 class RunAhead(DeviceSteps, Protocol):
@@ -51,10 +52,14 @@ class Runner:
         geometry: Geometry,
         store: BlockStore | None = None,
         move_to_device: "Callable[[Runner], None] | None" = None,
+        matchers: MatcherProcesses | None = None,
     ) -> None:
-        """move_to_device: called after sleep, once memory is restored. It must call `run_ahead` again."""
+        """move_to_device: called after sleep, once memory is restored. It must call `run_ahead` again.
+
+        matchers: make the masks of structured output, None for none.
+        """
         self.geometry, self.model, self.pool = geometry, model, pool
-        self.batch = Batch(geometry, pool, store)
+        self.batch = Batch(geometry, pool, store, matchers)
         self.host = HostSteps(model, pool, self.batch)
         self.ahead: RunAhead | None = None
         self._move_to_device = move_to_device
@@ -150,6 +155,11 @@ class Runner:
         while self.ahead is not None and (one := self.ahead.collect()) is not None:
             done.append(one)
         return done
+
+    def count(self, stats: Stats) -> Stats:
+        """Returns the worker's counters with those of structured output."""
+        matchers = self.batch.matchers
+        return stats if matchers is None else matchers.count(stats)
 
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Launches a plan and waits for its results. No other plan may be in flight."""

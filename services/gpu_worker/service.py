@@ -31,7 +31,7 @@ class Worker:
         self._has_chores = True  # the runner may have background work
         self._wait_s = CHORE_POLL_S  # before the next piece of background work
         self._plan_due_s = 0.0  # until this time a plan for landed blocks is expected
-        self.counters = Counters(links, runner.geometry.num_blocks, transfers)
+        self.counters = Counters(links, runner, transfers)
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`, then finishes the plans in flight and aborts KV transfers."""

@@ -24,6 +24,11 @@ class Slot:
     prompt_logprobs_from: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
 
+    @property
+    def ends_at_eos(self) -> bool:
+        """With a constraint also despite ignore_eos: the mask allows an end only where nothing else may follow."""
+        return not self.sampling.ignore_eos or self.sampling.constraint is not None
+
 
 class Slots:
     """The state of all slots. A slot is `live` from its start until it finishes, fails or is ended."""
@@ -125,6 +130,10 @@ class Slots:
         """Positions of the prompt that get log-probabilities in a step of `count` tokens after the first `begin`."""
         state = self.slots[slot]
         return range(max(begin + 1, state.prompt_logprobs_from), min(begin + count + 1, state.num_prompt_tokens))
+
+    def step_back(self, slots: Ints) -> None:
+        """Counts the last computed token of each slot as not computed: the next step computes it again and samples."""
+        self.num_computed[slots] -= 1
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
         """Adds one token to each slot. A slot at max_model_len counts the token without storing it."""

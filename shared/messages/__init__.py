@@ -21,6 +21,7 @@ from blockyard.shared.messages.kv_transfer import (
     KVSendEnded,
 )
 from blockyard.shared.messages.membership import (
+    FIRST_MASK_S,
     SECOND_TOKEN_S,
     STEP_TOKENS,
     Announce,

@@ -7,6 +7,8 @@ from blockyard.shared.messages.kv_transfer import KVRole
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Upper limits, in seconds, of the histogram of the time from the first to the second token of a handed-over sequence.
 SECOND_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+# Upper limits, in seconds, of the histogram of the time from the start of a constrained sequence to its first mask.
+FIRST_MASK_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class ModelCard(FrameStruct, frozen=True):
@@ -80,6 +82,11 @@ class Stats(FrameStruct, frozen=True):
     transfer_frames_dropped: list[NamedCount] = []  # frames of other workers that this one has refused, by reason
     sends_to: list[int] = []  # incarnations of workers that it has sent KV blocks to since its last counters
     transfer_audit_differences_total: int = 0  # transfers that a worker knew otherwise than the scheduler
+    masks_total: int = 0  # masks of structured output that this worker has applied
+    mask_waits_total: int = 0  # sequences that a step left without a token because their mask was late
+    matcher_restarts_total: int = 0  # processes that make masks and were started again
+    first_mask_counts: list[int] = []  # constrained sequences, in the buckets of FIRST_MASK_S
+    first_mask_us_total: int = 0  # sum of the same times, in microseconds
 
 
 class Member(FrameStruct, frozen=True):

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from blockyard.shared.config.services.gateway import MetricsNames
-from blockyard.shared.messages import Role
+from blockyard.shared.messages import FIRST_MASK_S, Role
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts
 from blockyard.shared.ring_client.metrics.member_counts import (
+    FIRST_MASKS,
     FRAMES_DROPPED,
     REFUSED,
     SERVED,
@@ -61,6 +62,12 @@ _TRANSFER_COUNTERS = (
         "Transfers of which a worker and the scheduler knew different things",
         "transfer_audit_differences_total",
     ),
+)
+# of a worker
+_MASK_COUNTERS = (
+    ("constraint_masks", "Masks of structured output that were applied", "masks_total"),
+    ("constraint_mask_waits", "Sequences left without a token by a step: their mask was late", "mask_waits_total"),
+    ("matcher_restarts", "Processes that make masks and were started again", "matcher_restarts_total"),
 )
 _LABELS = ["model_name", "member", "role", "kv_role"]  # the last one only of workers with KV transfers
 _QUEUE = ["model_name", "member"]
@@ -117,6 +124,7 @@ def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterato
         yield counter
     yield from _queue_families(counted, model_name)
     yield from _transfer_families(counted, model_name)
+    yield from _mask_families(counted, model_name)
 
 
 def _member_labels(one: MemberTotals, model_name: str) -> list[str]:
@@ -160,6 +168,25 @@ def _queue_gauges(schedulers: list[tuple[MemberTotals, list[str]]]) -> Iterator[
             running.add_metric([*values, share.tenant], share.running)
             waiting.add_metric([*values, share.tenant], share.waiting)
     yield from (tokens, wait, running, waiting)
+
+
+def _mask_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
+    """Structured output, of workers."""
+    workers = [(one, [model_name, one.name]) for one in members if one.role is Role.GPU_WORKER]
+    for name, text, field in _MASK_COUNTERS:
+        counter = CounterMetricFamily(f"blockyard:{name}", text, labels=_QUEUE)
+        for one, values in workers:
+            counter.add_metric(values, one.count(field))
+        yield counter
+    text = "From the start of a constrained sequence on a worker to its first mask"
+    times = HistogramMetricFamily("blockyard:constraint_first_mask_seconds", text, labels=_QUEUE)
+    for one, values in workers:
+        counts = BucketCounts(FIRST_MASK_S)
+        of_buckets = ((int(bucket), count) for bucket, count in one.of(FIRST_MASKS))
+        counts.add(of_buckets, one.count("first_mask_us_total") / 1e6)
+        buckets = [(limit, float(count)) for limit, count in counts.buckets(finer=False)]
+        times.add_metric(values, buckets, counts.total)
+    yield times
 
 
 def _transfer_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:

@@ -150,7 +150,7 @@ class DeviceSlots:
         words[Field.POSITION] = computed = int(table.num_computed[slot])
         words[Field.NEXT], words[Field.KNOWN] = int(table.token_ids[slot, computed]), int(table.num_tokens[slot])
         words[Field.MAX_KNOWN], words[Field.LIVE] = state.max_num_tokens, 1
-        words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = sampling.ignore_eos, len(stops)
+        words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = not state.ends_at_eos, len(stops)
         words[Field.KEY : Field.KEY + 2] = split_seed(sampling.seed)
         words[Field.CHOICE] = start.choice
         self._writes.put_all([offset + slot for offset in self._field_offsets], words)

@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.interfaces import (
     OffloadableRunner,
     StoredLayers,
 )
-from blockyard.shared.messages import Geometry, MemoryTag, StepPlan
+from blockyard.shared.messages import Geometry, MemoryTag, Stats, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,9 @@ class SleepingRunner:
 
     def collect(self) -> list[CompletedPlan]:
         return [] if self._runner is None else self._runner.collect()
+
+    def count(self, stats: Stats) -> Stats:
+        return stats if self._runner is None else self._runner.count(stats)
 
     def reset(self, num_slots: int) -> None:
         if self.level:

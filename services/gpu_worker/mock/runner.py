@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.messages import Geometry, SlotResult, StepPlan
+from blockyard.shared.messages import Geometry, SlotResult, Stats, StepPlan
 from blockyard.shared.process.service_main import rss_bytes
 
 BEHIND_S = 0.002  # a step launched so soon after the last one ended is timed from that end
@@ -61,6 +61,9 @@ class MockRunner:
     def collect(self) -> list[CompletedPlan]:
         done, self._done = self._done, []
         return done
+
+    def count(self, stats: Stats) -> Stats:
+        return stats
 
     def reset(self, num_slots: int) -> None:
         self._done.clear()

@@ -50,8 +50,13 @@ class DeviceSlot:
         self.words[Field.REPETITION], self.words[Field.PRESENCE], self.words[Field.FREQUENCY] = map(float_word, values)
 
 
+def _constraint(slot: DeviceSlot, sampling: Sampling) -> bool:
+    """The host samples slots with a constraint."""
+    return sampling.constraint is None
+
+
 def _allowed_token_ids(slot: DeviceSlot, sampling: Sampling) -> bool:
-    if sampling.allowed_token_ids:
+    if sampling.allowed_token_ids and sampling.constraint is None:  # they are in the mask
         slot.ban_unlisted()
         slot.edits.update(dict.fromkeys(sampling.allowed_token_ids, (0.0, 0)))
     return True
@@ -65,7 +70,8 @@ def _bad_words(slot: DeviceSlot, sampling: Sampling) -> bool:
 
 
 def _min_tokens(slot: DeviceSlot, sampling: Sampling) -> bool:
-    for token in slot.end_ids if sampling.min_tokens else ():
+    bans = bool(sampling.min_tokens) and sampling.constraint is None  # with a constraint they are in the mask
+    for token in slot.end_ids if bans else ():
         if not slot.only_listed or token in slot.edits:
             bias, _ = slot.edits.get(token, (0.0, 0))
             slot.edits[token] = (bias, slot.num_prompt_tokens + sampling.min_tokens)
@@ -107,6 +113,7 @@ def _top_p(slot: DeviceSlot, sampling: Sampling) -> bool:
 
 # Each writes the fields that the kernels read. False: the host has to sample this slot.
 DEVICE_STEPS: dict[str, Callable[[DeviceSlot, Sampling], bool]] = {
+    "constraint": _constraint,
     "allowed_token_ids": _allowed_token_ids,
     "bad_words": _bad_words,
     "min_tokens": _min_tokens,

@@ -4,15 +4,36 @@ A step keeps state only for the slots that use it; a step that no slot uses cost
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class StepResources:
+    """What steps are made of."""
+
+    vocab_size: int
+    eos_token_ids: list[int]
+    device: torch.device
+    matchers: MatcherProcesses | None  # None: slots with a constraint cannot be sampled
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedRows:
+    """Rows that take no token in this step."""
+
+    problems: dict[int, str] = field(default_factory=dict)  # by row: its slot fails
+    waiting: set[int] = field(default_factory=set)  # their slots compute the same position again in the next step
 
 
 class HostStep(Protocol):
@@ -24,22 +45,70 @@ class HostStep(Protocol):
     def end(self, slot: int) -> None:
         """Drops the slot's state, if there is any."""
 
-    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
-        """Changes logits [rows, vocab] of these slots in place."""
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
+        """Changes logits [rows, vocab] of these slots in place. Adds rows that cannot be sampled to `stopped`."""
 
-    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None:
-        """One new token of each slot."""
+    def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
+        """One new token of each slot, which is not in `table` yet. Rows that were stopped are left out."""
+
+
+class Constraint(HostStep):
+    """Masks the tokens of structured output."""
+
+    def __init__(self, resources: StepResources) -> None:
+        self._matchers, self._device, self._vocab_size = resources.matchers, resources.device, resources.vocab_size
+        self._slots: set[int] = set()
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        if sampling.constraint is None:
+            return False
+        self._slots.add(slot)
+        return True
+
+    def end(self, slot: int) -> None:
+        self._slots.discard(slot)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
+        if not self._slots:
+            return
+        rows = {slot: row for row, slot in enumerate(slots) if slot in self._slots}
+        matchers = self._matchers
+        if not rows or matchers is None:
+            return
+        wanted = {slot: int(table.num_tokens[slot]) for slot in rows}
+        # on a GPU a wait would hold up the launches of later steps, and only rows of the host are here
+        matchers.wait(wanted, has_others=len(rows) < len(slots) or self._device.type == "cuda")
+        masks, places = [], []
+        for slot, row in rows.items():
+            if problem := matchers.problem(slot):
+                stopped.problems[row] = problem
+            elif (mask := matchers.mask(slot, wanted[slot])) is None:
+                stopped.waiting.add(row)
+            else:
+                masks.append(mask)
+                places.append(row)
+        if masks:
+            bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+            banned = torch.from_numpy(bits).to(self._device) == 0
+            index = torch.tensor(places, device=self._device)
+            logits[index] = logits[index].masked_fill_(banned, float("-inf"))
+
+    def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
+        """Tells the matchers."""
+        if self._slots and self._matchers is not None:
+            sampled = zip(slots, token_ids, strict=True)
+            self._matchers.sampled([(s, int(table.num_tokens[s]), t) for s, t in sampled if s in self._slots])
 
 
 class AllowedTokens(HostStep):
     """Bans all tokens but `allowed_token_ids`."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, resources: StepResources) -> None:
+        self._device = resources.device
         self._allowed: dict[int, Tensor] = {}  # by slot
 
     def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
-        if not sampling.allowed_token_ids:
+        if not sampling.allowed_token_ids or sampling.constraint is not None:  # it is in the mask
             return False
         self._allowed[slot] = torch.tensor(sampling.allowed_token_ids, device=self._device)
         return True
@@ -47,7 +116,7 @@ class AllowedTokens(HostStep):
     def end(self, slot: int) -> None:
         self._allowed.pop(slot, None)
 
-    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
         for row, slot in enumerate(slots) if self._allowed else ():
             allowed = self._allowed.get(slot)
             if allowed is not None:
@@ -59,7 +128,7 @@ class AllowedTokens(HostStep):
 class BadWords(HostStep):
     """Bans a token that would complete one of `bad_words` within the output; the prompt does not count, as in vLLM."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+    def __init__(self, resources: StepResources) -> None:
         self._words: dict[int, list[list[int]]] = {}  # by slot
 
     def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
@@ -70,7 +139,7 @@ class BadWords(HostStep):
     def end(self, slot: int) -> None:
         self._words.pop(slot, None)
 
-    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
         if self._words:
             _ban(logits, [(r, i) for r, s in enumerate(slots) if s in self._words for i in self._completing(s, table)])
 
@@ -88,13 +157,13 @@ class BadWords(HostStep):
 class MinTokens(HostStep):
     """Bans end-of-sequence and stop tokens until the output has `min_tokens` tokens."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
-        self._vocab_size, self._eos = vocab_size, eos_token_ids
+    def __init__(self, resources: StepResources) -> None:
+        self._vocab_size, self._eos = resources.vocab_size, resources.eos_token_ids
         self._banned: dict[int, tuple[int, list[int]]] = {}  # by slot: below how many tokens, and which ids
 
     def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
         ids = [i for i in {*self._eos, *sampling.stop_token_ids} if 0 <= i < self._vocab_size]
-        if not sampling.min_tokens or not ids:
+        if not sampling.min_tokens or not ids or sampling.constraint is not None:  # it is in the mask
             return False
         self._banned[slot] = num_prompt_tokens + sampling.min_tokens, ids
         return True
@@ -102,7 +171,7 @@ class MinTokens(HostStep):
     def end(self, slot: int) -> None:
         self._banned.pop(slot, None)
 
-    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
         banned = []
         for row, slot in enumerate(slots) if self._banned else ():
             end, ids = self._banned.get(slot, (0, []))
@@ -114,7 +183,7 @@ class MinTokens(HostStep):
 class LogitBias(HostStep):
     """Adds `logit_bias`."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
+    def __init__(self, resources: StepResources) -> None:
         self._bias: dict[int, list[tuple[int, float]]] = {}  # by slot
 
     def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
@@ -125,7 +194,7 @@ class LogitBias(HostStep):
     def end(self, slot: int) -> None:
         self._bias.pop(slot, None)
 
-    def apply(self, logits: Tensor, slots: list[int], table: Slots) -> None:
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
         if not self._bias:
             return
         bias = [(row, *entry) for row, slot in enumerate(slots) for entry in self._bias.get(slot, ())]
@@ -138,8 +207,9 @@ class LogitBias(HostStep):
 class Penalties(HostStep):
     """Repetition counts tokens of prompt and output; presence and frequency count the output alone, as in vLLM."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, resources: StepResources) -> None:
+        device = self._device = resources.device
+        vocab_size = resources.vocab_size
         self._rows: dict[int, int] = {}  # by slot
         self._free: list[int] = []
         self._seen = torch.zeros((0, vocab_size), dtype=torch.bool, device=device)
@@ -165,7 +235,7 @@ class Penalties(HostStep):
         if row is not None:
             self._free.append(row)
 
-    def apply(self, logits: Tensor, slots: list[int], table: Slots | None = None) -> None:
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
         rows = self._rows_of(slots)
         if not rows:
             return
@@ -179,7 +249,7 @@ class Penalties(HostStep):
         part -= weights[:, 1:2] * (counts > 0)
         logits[places] = part
 
-    def on_sampled(self, slots: list[int], token_ids: list[int]) -> None:
+    def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
         """Counts the tokens that were sampled."""
         rows = self._rows_of(slots)
         if not rows:
@@ -209,7 +279,8 @@ def _ban(logits: Tensor, entries: list[tuple[int, int]]) -> None:
         logits[index[:, 0], index[:, 1]] = float("-inf")
 
 
-HOST_STEPS: dict[str, Callable[[int, list[int], torch.device], HostStep]] = {
+HOST_STEPS: dict[str, Callable[[StepResources], HostStep]] = {
+    "constraint": Constraint,
     "allowed_token_ids": AllowedTokens,
     "bad_words": BadWords,
     "min_tokens": MinTokens,

@@ -29,7 +29,12 @@ def is_finite(value: float) -> bool:
     return abs(value) < float("inf")
 
 
+def _marker(asked: Sampling) -> list[int]:
+    return [] if asked.constraint is None else asked.constraint.begin_after
+
+
 LOGITS_STEPS = (
+    LogitsStep("constraint", {"constraint": any_value}, _marker),
     LogitsStep("allowed_token_ids", {"allowed_token_ids": any_value}, lambda asked: asked.allowed_token_ids),
     LogitsStep("bad_words", {"bad_words": any_value}, lambda asked: [i for words in asked.bad_words for i in words]),
     LogitsStep("min_tokens", {"min_tokens": any_value}),

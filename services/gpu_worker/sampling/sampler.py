@@ -13,27 +13,37 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS
+from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS, StepResources, StoppedRows
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
 from blockyard.services.gpu_worker.sampling.logprobs import score
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
 from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import SlotStart, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Sampled:
-    """A token for each row. The token of a row with a problem is invalid."""
+    """A token for each row. The token of a row that waits or has a problem is invalid."""
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
     problems: dict[int, str] = field(default_factory=dict)  # by row
+    waiting: set[int] = field(default_factory=set)  # rows without a token: they compute their position again
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, eos_token_ids: list[int], device: torch.device) -> None:
-        self._vocab_size, self._eos, self._device = vocab_size, eos_token_ids, device
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        device: torch.device,
+        matchers: MatcherProcesses | None = None,
+    ) -> None:
+        """matchers: make the masks of structured output. None: slots with a constraint cannot be sampled."""
+        self._resources = StepResources(vocab_size, eos_token_ids, device, matchers)
+        self._vocab_size, self._device = vocab_size, device
         self.reset(0)
 
     def reset(self, num_slots: int) -> None:
@@ -41,13 +51,15 @@ class Sampler:
         self._has_state = np.zeros(num_slots, np.bool_)  # by slot: the steps have counted its tokens so far
         names = [step.name for step in LOGITS_STEPS]
         make = [HOST_STEPS[name] for name in names if name in HOST_STEPS]
-        self._steps = [step(self._vocab_size, self._eos, self._device) for step in make]
+        self._steps = [step(self._resources) for step in make]
         self._parameters = [HOST_PARAMETERS[name] for name in names if name in HOST_PARAMETERS]
 
     def start(self, start: SlotStart) -> str:
         """Starts a slot with valid token ids. Returns why it cannot be sampled, empty if it can."""
         slot, sampling = start.slot, start.sampling
         problem = unsupported_reason(sampling, self._vocab_size)
+        if sampling.constraint is not None and self._resources.matchers is None:
+            problem = "this worker makes no masks of structured output"
         if problem:
             return problem
         self.end(slot)
@@ -73,11 +85,18 @@ class Sampler:
         rows = slots.tolist()
         logits = logits.float()
         scores = self._log_softmax(logits, slots)
+        stopped = StoppedRows()
         for step in self._steps:
-            step.apply(logits, rows, table)
+            step.apply(logits, rows, table, stopped)
         sampled = _finish(logits, *self._choose(logits, slots, table))
+        token_ids = sampled.token_ids
+        if stopped.problems or stopped.waiting:
+            sampled.problems |= stopped.problems
+            sampled.waiting |= stopped.waiting
+            taken = [i for i in range(len(rows)) if i not in stopped.problems and i not in stopped.waiting]
+            rows, token_ids = [rows[i] for i in taken], [token_ids[i] for i in taken]
         for step in self._steps:
-            step.on_sampled(rows, sampled.token_ids)
+            step.on_sampled(rows, token_ids, table)
         for places, logprobs, num_top in scores:
             tokens = torch.tensor([sampled.token_ids[i] for i in places], device=self._device)
             sampled.logprobs.update(zip(places, score(logprobs, tokens, num_top), strict=True))

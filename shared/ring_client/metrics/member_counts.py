@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from blockyard.shared.messages import (
+    FIRST_MASK_S,
     SECOND_TOKEN_S,
     STEP_TOKENS,
     KVRole,
@@ -45,8 +46,13 @@ COUNTERS = (  # fields of Stats
     "transfer_notices_dropped_total",
     "transfer_audit_differences_total",
     "second_token_us_total",
+    "masks_total",
+    "mask_waits_total",
+    "matcher_restarts_total",
+    "first_mask_us_total",
 )
 REFUSED, SERVED, STEP_SIZES, SECOND_TOKENS = "refused", "served", "step_sizes", "second_tokens"
+FIRST_MASKS = "first_masks"
 TRANSFER_BYTES, FRAMES_DROPPED = "transfer_bytes", "frames_dropped"
 
 Key = tuple[str, str]  # (field of Stats, ""), or one of the words above with a reason, tenant, bucket or connector
@@ -187,4 +193,6 @@ def _counts(stats: Stats) -> Counter[Key]:
     counts.update({(SECOND_TOKENS, str(i)): count for i, count in enumerate(seconds)})
     counts.update({(TRANSFER_BYTES, one.name): one.total for one in stats.transfer_bytes})
     counts.update({(FRAMES_DROPPED, one.name): one.total for one in stats.transfer_frames_dropped})
+    masks = stats.first_mask_counts[: len(FIRST_MASK_S) + 1]
+    counts.update({(FIRST_MASKS, str(i)): count for i, count in enumerate(masks)})
     return counts

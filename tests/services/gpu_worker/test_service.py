@@ -23,6 +23,7 @@ from blockyard.shared.messages import (
     Role,
     SlotResult,
     SlotRun,
+    Stats,
     StepPlan,
     StepResult,
 )
@@ -53,6 +54,9 @@ class StubRunner:
     @property
     def in_flight(self) -> int:
         return len(self.flight)
+
+    def count(self, stats: Stats) -> Stats:
+        return stats
 
     def can_launch(self) -> bool:
         return len(self.flight) < 2

@@ -226,6 +226,22 @@ async def test_transfers_of_schedulers_and_workers(rig) -> None:
         assert one["blockyard:steps_total", with_role] == 9
 
 
+async def test_masks_of_workers(rig) -> None:
+    stats = Stats(masks_total=40, mask_waits_total=3, matcher_restarts_total=1, first_mask_counts=[0, 2, 1])
+    async with rig() as r:
+        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
+        found = await scrape(r)
+        r.ring.lose(WORKER)
+        gone = await scrape(r)
+    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name)})
+    for one in (found, gone):
+        assert one["blockyard:constraint_masks_total", of_worker] == 40
+        assert one["blockyard:constraint_mask_waits_total", of_worker] == 3
+        assert one["blockyard:matcher_restarts_total", of_worker] == 1
+        assert one["blockyard:constraint_first_mask_seconds_count", of_worker] == 3
+        assert one["blockyard:constraint_first_mask_seconds_bucket", of_worker | {("le", "0.002")}] == 2
+
+
 async def test_counters_outlive_a_scheduler(rig) -> None:
     step_sizes = [0, 2, 1]
     async with rig() as r:

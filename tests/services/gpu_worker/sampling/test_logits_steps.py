@@ -8,10 +8,10 @@ from blockyard.kernels.slots.slot_state import NUM_FIELDS, Field
 from blockyard.services.gpu_worker.sampling.device_steps import DEVICE_STEPS, DeviceSlot, float_word
 from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
-from blockyard.shared.messages import Sampling
+from blockyard.shared.messages import OutputConstraint, Sampling
 
 # Parameters that change no logits: finish conditions, the seed, and the reported log-probabilities.
-OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs", "constraint"}
+OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs"}
 
 
 def written(sampling: Sampling) -> DeviceSlot:
@@ -49,7 +49,7 @@ def test_the_device_reads_every_parameter() -> None:
         "top_p": 0.5,
     }
     default = written(Sampling(max_tokens=5))
-    assert changed.keys() == {name for step in LOGITS_STEPS for name in step.parameters}
+    assert {*changed, "constraint"} == {name for step in LOGITS_STEPS for name in step.parameters}
     for name, value in changed.items():
         slot = written(Sampling(max_tokens=5, **{name: value}))
         assert (slot.words, slot.edits) != (default.words, default.edits), name
@@ -67,6 +67,13 @@ def test_with_allowed_tokens_other_tokens_need_no_edit() -> None:
     assert (slot.only_listed, slot.edits) == (True, {4: (0.0, 0), 5: (2.0, 0)})
 
 
+def test_a_constraint_is_applied_on_the_host_and_has_allowed_tokens_and_min_tokens_in_its_mask() -> None:
+    slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
+    sampling = Sampling(max_tokens=5, constraint=OutputConstraint(), allowed_token_ids=[4], min_tokens=3)
+    assert [step.name for step in LOGITS_STEPS if not DEVICE_STEPS[step.name](slot, sampling)] == ["constraint"]
+    assert (slot.only_listed, slot.edits) == (False, {})
+
+
 def test_bad_words_of_several_tokens_are_applied_on_the_host() -> None:
     slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
     assert not DEVICE_STEPS["bad_words"](slot, Sampling(max_tokens=5, bad_words=[[1], [2, 3]]))
@@ -79,6 +86,7 @@ def test_bad_words_of_several_tokens_are_applied_on_the_host() -> None:
         ({"top_p": 0.0}, "top_p cannot be 0.0"),
         ({"presence_penalty": math.inf}, "presence_penalty cannot be inf"),
         ({"bad_words": [[4], [5, 100]]}, "token id 100 is outside of the vocabulary of 100"),
+        ({"constraint": OutputConstraint(None, [3, 100])}, "token id 100 is outside of the vocabulary of 100"),
         ({"top_p": 0.5, "allowed_token_ids": [99]}, ""),
     ],
 )

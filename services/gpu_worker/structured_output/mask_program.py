@@ -1,0 +1,140 @@
+"""Which tokens a constrained choice may take next: a grammar, from the start or behind a marker, with lists of ids."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from blockyard.services.gpu_worker.structured_output.mask_memory import num_mask_words
+from blockyard.services.gpu_worker.structured_output.matcher_frames import OutputRules
+from blockyard.shared.grammars.interface import CompiledGrammar, MaskWords, MatcherError
+
+
+class MaskProgram:
+    """Follows the output of one choice. The same outputs give the same mask, in whatever pieces they are accepted.
+
+    1. Without `begin_after` the grammar begins with the first output token. With it, every token is allowed until the
+       output ends with the marker. Once `budget` tokens are there without it, only the marker's next token is allowed.
+    2. Behind the marker, or from the start, the grammar decides. Without a grammar every token is allowed.
+    3. `allowed_token_ids` limit all of it.
+    4. End-of-sequence and stop ids are banned below `min_tokens`, and end-of-sequence ids with `ignore_eos`.
+
+    Rules 3 and 4 do not apply to the end-of-sequence ids of a complete grammar that allows nothing else: the output
+    ends there. So an end-of-sequence id in the output of a constrained choice always ends it.
+    """
+
+    def __init__(
+        self, rules: OutputRules, compiled: CompiledGrammar | None, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """compiled: of the grammar in `rules`, None without one."""
+        constraint = rules.constraint
+        self._marker, self._budget = constraint.begin_after, constraint.budget
+        self._matched = 0  # leading tokens of the marker that the output ends with
+        self._fallback = _failure_links(self._marker)
+        self._before_marker = bool(self._marker)
+        self._matcher = None if compiled is None else compiled.matcher()
+        self._eos = frozenset(eos_token_ids)
+        self._min_tokens, self._ignore_eos = rules.min_tokens, rules.ignore_eos
+        self._free = mask_of(range(vocab_size), vocab_size)
+        self._allowed = mask_of(rules.allowed_token_ids, vocab_size) if rules.allowed_token_ids else None
+        self._eos_mask = mask_of(self._eos, vocab_size)
+        self._end_mask = mask_of({*self._eos, *rules.stop_token_ids}, vocab_size)
+        self.num_outputs = 0
+        self.has_ended = False  # the last token was an end-of-sequence id
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Advances over output tokens. Raises MatcherError for one that the grammar does not allow."""
+        for place, token in enumerate(token_ids):
+            if self._before_marker:
+                self._accept_before_marker(token)
+                self.num_outputs += 1
+            else:
+                self._accept_grammar(token_ids[place:])
+                return
+
+    def fill(self, words: MaskWords) -> None:
+        """Writes the mask of the next token. Raises MatcherError if no token is allowed."""
+        if self._before_marker:
+            forced = self._budget is not None and self.num_outputs >= self._budget
+            words[:] = self._free
+            if forced:
+                words[:] = 0
+                _set_bit(words, self._marker[self._matched])
+                self._limit(words, complete=False, bans_ends=False)
+            else:
+                self._limit(words, complete=False, bans_ends=True)
+        elif self._matcher is None:
+            words[:] = self._free
+            self._limit(words, complete=False, bans_ends=True)
+        else:
+            self._matcher.fill(words)
+            self._limit(words, complete=True, bans_ends=True)
+
+    def _accept_before_marker(self, token: int) -> None:
+        marker = self._marker
+        while self._matched and marker[self._matched] != token:
+            self._matched = self._fallback[self._matched - 1]
+        if marker[self._matched] == token:
+            self._matched += 1
+        self._before_marker = self._matched < len(marker)
+        self.has_ended = self._before_marker and token in self._eos
+
+    def _accept_grammar(self, token_ids: Sequence[int]) -> None:
+        """Advances the grammar. End-of-sequence ids are not the grammar's: it allows them where it is complete."""
+        end = next((place for place, token in enumerate(token_ids) if token in self._eos), len(token_ids))
+        self.has_ended = end < len(token_ids)
+        if self._matcher is not None and end:
+            taken = self._matcher.accept(token_ids[:end])
+            if taken < end:
+                self.num_outputs += taken
+                raise MatcherError(f"token {token_ids[taken]} is outside of the grammar")
+        self.num_outputs += len(token_ids)
+
+    def _limit(self, words: MaskWords, complete: bool, bans_ends: bool) -> None:
+        """Applies rules 3 and 4. complete: where the mask allows end-of-sequence ids, a grammar is complete."""
+        banned = None
+        if bans_ends and self.num_outputs < self._min_tokens:
+            banned = self._end_mask
+        elif bans_ends and self._ignore_eos:
+            banned = self._eos_mask
+        if self._allowed is None and banned is None:
+            if not words.any():
+                raise MatcherError("the grammar allows no token")
+            return
+        ends = words & self._eos_mask
+        if self._allowed is not None:
+            words &= self._allowed
+        if banned is not None:
+            words &= ~banned
+        if words.any():
+            return
+        if not complete or not ends.any():
+            raise MatcherError(
+                "the grammar allows no token" + (" of allowed_token_ids" if self._allowed is not None else "")
+            )
+        words[:] = ends
+
+
+def mask_of(token_ids: Sequence[int] | range | frozenset[int] | set[int], vocab_size: int) -> MaskWords:
+    """A mask that allows these ids; others than those of the vocabulary are left out."""
+    bits = np.zeros(num_mask_words(vocab_size) * 32, np.uint8)
+    inside = (
+        [token for token in token_ids if 0 <= token < vocab_size] if not isinstance(token_ids, range) else token_ids
+    )
+    bits[np.fromiter(inside, np.int64, len(inside))] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _set_bit(words: MaskWords, token: int) -> None:
+    words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _failure_links(marker: list[int]) -> list[int]:
+    """For each leading part of the marker, the length of the longest shorter one that it ends with."""
+    links = [0] * len(marker)
+    length = 0
+    for place in range(1, len(marker)):
+        while length and marker[place] != marker[length]:
+            length = links[length - 1]
+        length += marker[place] == marker[length]
+        links[place] = length
+    return links

@@ -1,0 +1,83 @@
+"""The worker's end of one matcher process: starts it, exchanges frames with it, sees its end."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from blockyard.services.gpu_worker.structured_output.matcher_frames import (
+    EngineFailed,
+    EngineReady,
+    FirstMask,
+    FrameSocket,
+    FromMatcher,
+    MatcherSettings,
+    SlotClosed,
+    SlotFailed,
+    ToMatcher,
+)
+
+COMMAND = ("-m", "blockyard.services.gpu_worker.structured_output.matcher_process")
+AboutSlot = FirstMask | SlotClosed | SlotFailed
+CLOSE_S = 5.0  # a process that has not ended by then is killed
+
+
+class MatcherClient:
+    """One process. It is a new program, never a fork: a fork of a process that uses CUDA does not work."""
+
+    def __init__(self, settings: MatcherSettings, memory_fd: int, command: Sequence[str]) -> None:
+        """command: arguments of the Python interpreter."""
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        arguments = (str(theirs.fileno()), str(memory_fd), str(os.getpid()))
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", *command, *arguments],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+            pass_fds=(theirs.fileno(), memory_fd),
+        )
+        theirs.close()
+        self._frames: FrameSocket[FromMatcher] = FrameSocket(ours, msgspec.msgpack.Decoder(FromMatcher))
+        self.is_ready, self.started_s = False, time.monotonic()
+        self.failure = ""  # the reason that the engine cannot be loaded
+        self._frames.send(settings)
+
+    @property
+    def is_alive(self) -> bool:
+        """False as soon as the kernel has closed the process's socket and all its answers are read."""
+        return self._frames.is_open
+
+    def send(self, frame: ToMatcher) -> None:
+        """Never waits. A frame to a process that has ended is lost."""
+        self._frames.send(frame)
+
+    def receive(self) -> list[AboutSlot]:
+        """Returns what the process has to say about slots."""
+        about_slots: list[AboutSlot] = []
+        for frame in self._frames.receive():
+            if isinstance(frame, EngineReady):
+                self.is_ready = True
+            elif isinstance(frame, EngineFailed):
+                self.failure = frame.cause
+            else:
+                about_slots.append(frame)
+        return about_slots
+
+    def kill(self) -> None:
+        """Ends the process at once, if it has not ended."""
+        self._frames.close()
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """The process ends by itself when its socket is closed."""
+        self._frames.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(CLOSE_S)
+            return
+        self.kill()

@@ -1,0 +1,324 @@
+"""The worker's end of structured output: opens slots at matcher processes, returns masks, starts processes again."""
+
+import itertools
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.structured_output import matcher_client
+from blockyard.services.gpu_worker.structured_output.mask_memory import OWNER_BITS, MaskMemory
+from blockyard.services.gpu_worker.structured_output.matcher_client import MatcherClient
+from blockyard.services.gpu_worker.structured_output.matcher_frames import (
+    FirstMask,
+    MatcherSettings,
+    OutputRules,
+    SlotClose,
+    SlotClosed,
+    SlotOpen,
+    TokensSampled,
+)
+from blockyard.shared.grammars.interface import MaskWords
+from blockyard.shared.messages import FIRST_MASK_S, GrammarEngine, Sampling, SlotStart, Stats
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 50e-6  # between two looks for a mask
+PATIENCE_S = 0.003  # a step waits so long for a row whose last mask was there in time ...
+ALONE_S = 0.05  # ... and so long if it has no other row to sample
+START_S = 60.0  # a process that has not loaded its engine by then has failed
+OVERDUE_S = 10.0  # a choice whose mask takes longer fails, and its process is killed
+MOST_STRIKES = 2  # a choice fails if its process ended so many times while it made the same mask
+MOST_DEATHS = 3  # an engine whose process ended so many times in a row without a mask has failed
+
+
+@dataclass(slots=True, eq=False)
+class ConstrainedSlot:
+    owner: int
+    engine: GrammarEngine
+    rules: OutputRules
+    num_prompt_tokens: int
+    is_in_time: bool = False  # its last mask was there when a step needed it
+    waits_since_s: float | None = None  # its mask is late since then
+    strikes: int = 0
+    struck_tag: int = 0  # of the mask that was made at the last strike
+    is_deferred: bool = False  # it is opened when another engine's process has closed the slot
+    problem: str = ""  # the reason that it gets no more masks
+
+
+class MatcherProcesses:
+    """All constrained slots of a worker. Without one it costs a step nothing, and starts no process."""
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        vocab_size: int,
+        eos_token_ids: list[int],
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """tokenizer_path: folder of the model. command: arguments of Python for a matcher process."""
+        self._tokenizer_path, self._vocab_size, self._eos = tokenizer_path, vocab_size, eos_token_ids
+        self._command = command or matcher_client.COMMAND
+        self._owners = itertools.count()
+        self._slots: dict[int, ConstrainedSlot] = {}
+        self._clients: dict[GrammarEngine, MatcherClient] = {}
+        self._closing: dict[int, tuple[GrammarEngine, int]] = {}  # ended slots whose process may still write a mask
+        self._deaths: dict[GrammarEngine, int] = {}  # in a row
+        self._memory: MaskMemory | None = None
+        self._table: Slots | None = None
+        self.num_masks = self.num_waits = self.num_restarts = 0
+        self._first_masks = [0] * (len(FIRST_MASK_S) + 1)
+        self._first_mask_s = 0.0
+
+    def reset(self, table: Slots) -> None:
+        """Ends all slots. `table` has the tokens of the slots from now on."""
+        for slot in list(self._slots):
+            self.end(slot)
+        self._table = table
+        if self._memory is not None and self._memory.num_slots < len(table.live):
+            self.close()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+        self._closing.clear()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def prepare(self, engines: Iterable[GrammarEngine]) -> None:
+        """Starts the processes of these engines before a request needs them. Call it after `reset`."""
+        for engine in engines:
+            self._client(engine)
+
+    @property
+    def memory(self) -> MaskMemory:
+        """Made when it is first needed, for the slots of `reset`."""
+        if self._memory is None:
+            assert self._table is not None, "reset was not called"
+            self._memory = MaskMemory.create(len(self._table.live), self._vocab_size)
+        return self._memory
+
+    @property
+    def process_ids(self) -> dict[GrammarEngine, int]:
+        return {engine: client.process.pid for engine, client in self._clients.items()}
+
+    def start(self, start: SlotStart) -> None:
+        """A slot that has started in the table, with a constraint."""
+        constraint = start.sampling.constraint
+        assert constraint is not None
+        engine = GrammarEngine.AUTO if constraint.grammar is None else constraint.grammar.engine
+        if engine is GrammarEngine.AUTO:
+            engine = GrammarEngine.GUIDANCE
+        rules = rules_of(start.sampling)
+        owner = next(self._owners) % ((1 << OWNER_BITS) - 1) + 1
+        slot = self._slots[start.slot] = ConstrainedSlot(owner, engine, rules, start.num_prompt_tokens)
+        self.memory.clear(start.slot)
+        closing = self._closing.get(start.slot)
+        slot.is_deferred = closing is not None and closing[0] is not engine
+        if not slot.is_deferred:
+            self._open(start.slot, slot)
+
+    def end(self, slot: int) -> None:
+        """Slots without a constraint are ignored."""
+        state = self._slots.pop(slot, None)
+        if state is not None and not state.is_deferred and state.engine in self._clients:
+            self._closing[slot] = state.engine, state.owner
+            self._clients[state.engine].send(SlotClose(slot, state.owner))
+
+    def owner_of(self, slot: int) -> int:
+        """The owner of a constrained slot in the shared memory; 0 for other slots."""
+        state = self._slots.get(slot)
+        return 0 if state is None else state.owner
+
+    def mask(self, slot: int, index: int) -> MaskWords | None:
+        """Returns the mask of the token at an index, if it is made. Use it before the token is `sampled`."""
+        if not self.memory.has_mask(slot, self._slots[slot].owner, index):
+            return None
+        self.num_masks += 1
+        words: MaskWords = self.memory.masks[slot, index % 2]
+        return words
+
+    def problem(self, slot: int) -> str:
+        """The reason that a slot gets no mask; empty if it does."""
+        return self._slots[slot].problem
+
+    def wait(self, wanted: dict[int, int], has_others: bool) -> None:
+        """Waits for the masks of a step's rows for a bounded time. wanted: index of the next token by slot.
+
+        has_others: the step has other rows to sample, so it does not wait for a slot whose last mask was late.
+        """
+        missing = self._missing(wanted)
+        if missing:
+            now = time.monotonic()
+            has_others |= len(missing) < len(wanted)
+            deadline = now + (PATIENCE_S if has_others else ALONE_S)
+            while missing and now < deadline:
+                self._hear()
+                missing = self._missing(missing)
+                if has_others and not any(self._slots[slot].is_in_time for slot in missing):
+                    break
+                time.sleep(LOOK_S)
+                now = time.monotonic()
+            self._note_late(missing, now)
+        for slot in wanted.keys() - missing.keys():
+            state = self._slots[slot]
+            state.is_in_time, state.waits_since_s = True, None
+
+    def sampled(self, tokens: Iterable[tuple[int, int, int]]) -> None:
+        """The host has sampled tokens: slot, index and token of each."""
+        engines = set()
+        for slot, index, token in tokens:
+            state = self._slots[slot]
+            self.memory.write_token(slot, state.owner, index, token)
+            engines.add(state.engine)
+        for engine in engines:
+            if engine in self._clients:
+                self._clients[engine].send(TokensSampled())
+
+    def count(self, stats: Stats) -> Stats:
+        """Returns the worker's counters with those of masks."""
+        if self._clients:
+            self._hear()
+        if not (self.num_masks or self.num_waits or self.num_restarts):
+            return stats
+        return msgspec.structs.replace(
+            stats,
+            masks_total=self.num_masks,
+            mask_waits_total=self.num_waits,
+            matcher_restarts_total=self.num_restarts,
+            first_mask_counts=list(self._first_masks),
+            first_mask_us_total=round(self._first_mask_s * 1e6),
+        )
+
+    def _missing(self, wanted: dict[int, int]) -> dict[int, int]:
+        """Those that have neither a mask nor a problem."""
+        return {
+            slot: index
+            for slot, index in wanted.items()
+            if not (state := self._slots[slot]).problem and not self.memory.has_mask(slot, state.owner, index)
+        }
+
+    def _note_late(self, missing: dict[int, int], now: float) -> None:
+        self.num_waits += len(missing)
+        for slot in missing:
+            state = self._slots[slot]
+            state.is_in_time = False
+            client = self._clients.get(state.engine)
+            if client is not None and not client.is_ready:
+                state.waits_since_s = None
+                if now - client.started_s > START_S:
+                    self._fail(slot, f"the grammar engine {state.engine} took more than {START_S:.0f} s to load")
+            elif state.waits_since_s is None:
+                state.waits_since_s = now
+            elif now - state.waits_since_s > OVERDUE_S and not state.problem:
+                self._fail(slot, f"the grammar engine {state.engine} took more than {OVERDUE_S:.0f} s for a mask")
+                self._restart(state.engine)
+
+    def _hear(self) -> None:
+        """Reads what the processes say, and starts those again that have ended and are needed."""
+        for engine, client in list(self._clients.items()):
+            for frame in client.receive():
+                state = self._slots.get(frame.slot)
+                if isinstance(frame, FirstMask):
+                    self._deaths.pop(engine, None)
+                    self._first_masks[bisect_left(FIRST_MASK_S, frame.seconds)] += 1
+                    self._first_mask_s += frame.seconds
+                elif isinstance(frame, SlotClosed):
+                    self._on_closed(frame.slot, frame.owner)
+                elif state is not None and state.owner == frame.owner:
+                    state.problem = frame.cause
+            if not client.is_alive:
+                self._on_death(engine, client)
+
+    def _on_closed(self, slot: int, owner: int) -> None:
+        if self._closing.get(slot, (None, 0))[1] != owner:
+            return
+        del self._closing[slot]
+        state = self._slots.get(slot)
+        if state is not None and state.is_deferred:
+            state.is_deferred = False
+            self._open(slot, state)
+
+    def _on_death(self, engine: GrammarEngine, client: MatcherClient) -> None:
+        open_slots = [slot for slot, state in self._slots.items() if state.engine is engine and not state.problem]
+        client.kill()
+        log.error("the matcher process of %s ended with %d slots open", engine, len(open_slots))
+        for slot in open_slots if client.failure else ():
+            self._slots[slot].problem = client.failure
+        deaths = self._deaths[engine] = self._deaths.get(engine, 0) + 1
+        for slot in open_slots:
+            state = self._slots[slot]
+            tag = int(self.memory.working[slot])
+            if deaths >= MOST_DEATHS:
+                state.problem = f"the process of the grammar engine {engine} ended {deaths} times"
+            elif tag >> 32 == state.owner:
+                state.strikes = state.strikes + 1 if tag == state.struck_tag else 1
+                state.struck_tag = tag
+                if state.strikes >= MOST_STRIKES:
+                    self._fail(slot, f"the grammar engine {engine} ended while it made a mask")
+        self._restart(engine)
+
+    def _fail(self, slot: int, cause: str) -> None:
+        state = self._slots[slot]
+        assert self._table is not None
+        place = int(self._table.num_tokens[slot]) - state.num_prompt_tokens + 1
+        state.problem = f"{cause}, at output token {place}"
+
+    def _restart(self, engine: GrammarEngine) -> None:
+        """Ends the process of an engine, and starts another one if slots need it."""
+        if (client := self._clients.pop(engine, None)) is not None:
+            client.kill()
+            for slot, (other, owner) in list(self._closing.items()):
+                if other is engine:
+                    self._on_closed(slot, owner)
+        self.num_restarts += 1
+        for slot, state in self._slots.items():
+            if state.engine is engine and not state.problem and not state.is_deferred:
+                state.is_in_time = False
+                self._open(slot, state)
+
+    def _open(self, slot: int, state: ConstrainedSlot) -> None:
+        self.memory.clear_tags(slot)
+        output_ids = self._known_outputs(slot, state)
+        self._client(state.engine).send(SlotOpen(slot, state.owner, state.num_prompt_tokens, output_ids, state.rules))
+
+    def _known_outputs(self, slot: int, state: ConstrainedSlot) -> bytes:
+        """The output so far. Tokens that were sampled for this owner must be in the table."""
+        assert self._table is not None
+        ids = self._table.token_ids[slot, state.num_prompt_tokens : int(self._table.num_tokens[slot])]
+        return ids.astype("<u4").tobytes()
+
+    def _client(self, engine: GrammarEngine) -> MatcherClient:
+        """The process of an engine. It is started if there is none."""
+        if engine not in self._clients:
+            memory = self.memory
+            settings = MatcherSettings(
+                engine, self._tokenizer_path, self._vocab_size, self._eos, memory.num_slots, poll_s=0.0
+            )
+            self._clients[engine] = MatcherClient(settings, memory.fd, self._command)
+        return self._clients[engine]
+
+
+def rules_of(sampling: Sampling) -> OutputRules:
+    """The parameters that a matcher process needs."""
+    assert sampling.constraint is not None
+    return OutputRules(
+        sampling.constraint,
+        sampling.allowed_token_ids,
+        sampling.min_tokens,
+        sampling.ignore_eos,
+        sampling.stop_token_ids,
+    )
+
+
+def as_bools(words: MaskWords, vocab_size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """[vocab_size] 1 for each allowed token."""
+    return np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little")

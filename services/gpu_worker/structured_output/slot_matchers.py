@@ -1,0 +1,218 @@
+"""The open slots of a matcher process: compiles their grammars in threads, reads their tokens, writes their masks."""
+
+import hashlib
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.structured_output.mask_memory import MaskMemory, record_of
+from blockyard.services.gpu_worker.structured_output.mask_program import MaskProgram
+from blockyard.services.gpu_worker.structured_output.matcher_frames import (
+    FirstMask,
+    FromMatcher,
+    SlotClose,
+    SlotClosed,
+    SlotFailed,
+    SlotOpen,
+)
+from blockyard.shared.grammars.interface import CompiledGrammar, Engine, GrammarError, MatcherError
+from blockyard.shared.messages import Grammar
+from blockyard.shared.token_ids import ID_BYTES
+
+MAX_COMPILED = 256  # grammars that are kept
+COMPILE_THREADS = 2
+NICENESS = 10  # of threads that compile: masks come first
+SMALL_TURN = 8  # slots of a turn that one thread does alone
+
+
+@dataclass(slots=True, eq=False)
+class OpenSlot:
+    frame: SlotOpen
+    opened_s: float
+    program: MaskProgram | None = None  # None: it is not compiled yet
+    has_mask: bool = False
+
+    @property
+    def next_index(self) -> int:
+        """Index of the token that the next mask is for."""
+        assert self.program is not None
+        return self.frame.num_prompt_tokens + self.program.num_outputs
+
+
+class CompiledGrammars:
+    """Compiled grammars by the hash of their source; the least recently used ones are dropped."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._lock = engine, threading.Lock()
+        self._kept: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+
+    def get(self, grammar: Grammar) -> CompiledGrammar:
+        """Compiles a grammar, or waits for a thread that compiles the same one. Raises GrammarError."""
+        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        with self._lock:
+            found = self._kept.get(key)
+            mine = found is None
+            if found is None:
+                found = self._kept[key] = Future()
+            self._kept.move_to_end(key)
+            while len(self._kept) > MAX_COMPILED:
+                self._kept.popitem(last=False)
+        if mine:
+            try:
+                found.set_result(self._engine.compile(grammar))
+            except Exception as e:  # noqa: BLE001 - what a library raises concerns this grammar alone
+                found.set_exception(e)
+        return found.result()
+
+
+class SlotMatchers:
+    """Keeps a program for each open slot. Only the main thread opens and closes slots."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: MaskMemory,
+        eos_token_ids: list[int],
+        answer: Callable[[FromMatcher], None],
+        wake: Callable[[], None],
+        num_threads: int,
+    ) -> None:
+        """answer: sends a frame to the worker. wake: called in another thread when `turn` has something to do.
+
+        num_threads: that make masks, the main thread included.
+        """
+        self._memory, self._eos, self._answer, self._wake = memory, eos_token_ids, answer, wake
+        self._compiled = CompiledGrammars(engine)
+        self._slots: dict[int, OpenSlot] = {}
+        self._numbers = np.zeros(0, np.int64)  # slots that have a mask and wait for its token ...
+        self._keys: Ints = np.zeros(0, np.int64)  # ... and `record_of` that token, without the token
+        self._prepared: list[tuple[OpenSlot, Future[MaskProgram]]] = []
+        self._prepared_lock = threading.Lock()
+        self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "compile", _be_nice)
+        self._num_threads = num_threads
+        self._fillers = ThreadPoolExecutor(num_threads - 1, "fill") if num_threads > 1 else None
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether a slot waits for its token."""
+        return bool(len(self._numbers))
+
+    def open(self, frame: SlotOpen) -> None:
+        slot = self._slots[frame.slot] = OpenSlot(frame, time.monotonic())
+        self._memory.begin(frame.slot, frame.owner, frame.num_prompt_tokens + len(frame.output_ids) // ID_BYTES)
+        future = self._compilers.submit(self._prepare, frame)
+        future.add_done_callback(lambda done: self._on_prepared(slot, done))
+        self._collect_keys()
+
+    def close(self, frame: SlotClose) -> None:
+        slot = self._slots.get(frame.slot)
+        if slot is not None and slot.frame.owner == frame.owner:
+            del self._slots[frame.slot]
+            self._memory.rest(frame.slot)
+            self._collect_keys()
+        self._answer(SlotClosed(frame.slot, frame.owner))
+
+    def turn(self) -> None:
+        """Writes the masks of slots that are compiled now, and of slots whose token was sampled."""
+        with self._prepared_lock:
+            prepared, self._prepared = self._prepared, []
+        ready: list[tuple[OpenSlot, int | None]] = [(s, None) for s, future in prepared if self._install(s, future)]
+        if len(self._numbers):
+            found, tokens = self._memory.tokens(self._numbers, self._keys)
+            pairs = zip(self._numbers[found].tolist(), tokens[found].tolist(), strict=True)
+            ready += [(self._slots[number], token) for number, token in pairs]
+        if not ready:
+            return
+        problems = self._fill_all(ready)
+        for slot, _ in ready:
+            frame = slot.frame
+            if frame.slot in problems:
+                self._answer(SlotFailed(frame.slot, frame.owner, problems[frame.slot]))
+                del self._slots[frame.slot]
+            elif not slot.has_mask:
+                slot.has_mask = True
+                self._answer(FirstMask(frame.slot, frame.owner, time.monotonic() - slot.opened_s))
+        self._collect_keys()
+
+    def _prepare(self, frame: SlotOpen) -> MaskProgram:
+        """Compiles a slot's grammar and advances over its output, in a thread."""
+        grammar = frame.rules.constraint.grammar
+        compiled = None if grammar is None else self._compiled.get(grammar)
+        program = MaskProgram(frame.rules, compiled, self._memory.vocab_size, self._eos)
+        program.accept(np.frombuffer(frame.output_ids, "<u4").tolist())
+        return program
+
+    def _on_prepared(self, slot: OpenSlot, future: "Future[MaskProgram]") -> None:
+        with self._prepared_lock:
+            self._prepared.append((slot, future))
+        self._wake()
+
+    def _install(self, slot: OpenSlot, future: "Future[MaskProgram]") -> bool:
+        """Whether the slot is still open and has a program now."""
+        frame = slot.frame
+        if self._slots.get(frame.slot) is not slot:
+            return False
+        problem = future.exception()
+        if problem is None:
+            slot.program = future.result()
+            return True
+        del self._slots[frame.slot]
+        self._memory.rest(frame.slot)
+        self._answer(SlotFailed(frame.slot, frame.owner, _cause(problem)))
+        return False
+
+    def _fill_all(self, ready: list[tuple[OpenSlot, int | None]]) -> dict[int, str]:
+        """Accepts the token of each slot, if there is one, and writes its next mask. Returns problems by slot."""
+        count = min(self._num_threads, -(-len(ready) // SMALL_TURN))
+        if self._fillers is None or count == 1:
+            return self._fill_some(ready)
+        parts = [ready[i::count] for i in range(count)]
+        others = [self._fillers.submit(self._fill_some, part) for part in parts[1:]]
+        problems = self._fill_some(parts[0])
+        for other in others:
+            problems |= other.result()
+        return problems
+
+    def _fill_some(self, ready: list[tuple[OpenSlot, int | None]]) -> dict[int, str]:
+        problems = {}
+        for slot, token in ready:
+            program = slot.program
+            assert program is not None
+            try:
+                self._fill(slot, program, token)
+            except Exception as e:  # noqa: BLE001 - what a library raises concerns this slot alone
+                problems[slot.frame.slot] = f"{_cause(e)}, at output token {program.num_outputs + 1}"
+            self._memory.rest(slot.frame.slot)
+        return problems
+
+    def _fill(self, slot: OpenSlot, program: MaskProgram, token: int | None) -> None:
+        frame, memory = slot.frame, self._memory
+        index = slot.next_index if token is None else slot.next_index + 1
+        memory.begin(frame.slot, frame.owner, index)
+        if token is not None:
+            program.accept([token])
+        if not program.has_ended:
+            program.fill(memory.masks[frame.slot, index % 2])
+            memory.publish(frame.slot, frame.owner, index)
+
+    def _collect_keys(self) -> None:
+        waiting = [s for s in self._slots.values() if s.has_mask and s.program is not None and not s.program.has_ended]
+        self._numbers = np.array([s.frame.slot for s in waiting], np.int64)
+        self._keys = np.array([record_of(s.frame.owner, s.next_index, 0) for s in waiting], np.int64)
+
+
+def _cause(error: BaseException) -> str:
+    return str(error) if isinstance(error, GrammarError | MatcherError) else f"{type(error).__name__}: {error}"
+
+
+def _be_nice() -> None:
+    """Lowers the priority of the calling thread."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,148 @@
+"""Constrained sequences on real models: the text is inside the grammar and does not depend on scheduling or kills."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import fake_grammar_engine
+import msgspec
+import pytest
+from core_loop import CoreLoop
+from equality import CONDITIONS, Bench, Request, requests
+from fake_grammar_engine import constraint
+from plan_driver import Driver
+from ties import Ties
+from tiny_models import VOCAB
+
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.structured_output import matcher_client
+from blockyard.shared.messages import FinishReason, GrammarEngine, Sampling, Stats
+
+EOS, LENGTH = 1, 24
+
+
+@pytest.fixture(scope="module")
+def fake_engine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matcher_client, "COMMAND", fake_grammar_engine.COMMAND)
+        yield
+
+
+@pytest.fixture(scope="module")
+def it(fake_engine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("tiny"), batch_invariant=True)
+    yield bench
+    for runner in (bench.roomy, bench.second, bench.small, bench.swapping):
+        close(runner)
+
+
+def close(runner: Runner) -> None:
+    assert runner.batch.matchers is not None
+    runner.batch.matchers.close()
+
+
+def constrained(some: list[Request]) -> list[Request]:
+    """Every fourth has no constraint, every other fourth a marker with a budget."""
+    plain = constraint(modulus=3, length=LENGTH)
+    kinds = [plain, constraint(begin_after=[8], budget=5, modulus=3, length=LENGTH), plain, None]
+    return [
+        Request(one.name, one.prompt, msgspec.structs.replace(one.sampling, constraint=kinds[i % 4]), one.n)
+        for i, one in enumerate(some)
+    ]
+
+
+def is_inside(output: list[int], sampling: Sampling) -> bool:
+    made = sampling.constraint
+    if made is None:
+        return True
+    if made.begin_after:
+        place = output.index(made.begin_after[0])
+        assert place <= (made.budget or 0)
+        output = output[place + 1 :]
+    ended = len(output) == LENGTH + 1 and output[-1] == EOS
+    return ended and all(token % 3 == i % 3 for i, token in enumerate(output[:LENGTH]))
+
+
+def test_every_way_of_scheduling_gives_the_output_of_each_choice_alone(it: Bench) -> None:
+    asked = constrained(requests(9, max_tokens=40))
+    expected, ties = it.alone(asked), Ties()
+    for request in asked:
+        for choice in range(request.n):
+            assert is_inside(expected[request.name, choice], request.sampling), (request.name, choice)
+    for name in ("chunked", "run-ahead depth 3", "preempted", "swapped", "prefix hit", "data parallel 2"):
+        loop = CONDITIONS[name](it, asked)
+        it.compare(name, asked, expected, loop, ties)
+        ends = {key for key, (finish, _) in loop.finishes.items() if finish is FinishReason.STOP}
+        assert {key for key, output in expected.items() if len(output) < 40} <= ends, name
+    assert not ties.ties
+
+
+def test_killing_the_matcher_process_changes_no_text(it: Bench) -> None:
+    asked = constrained(requests(6, max_tokens=30))
+    expected = it.alone(asked)
+    matchers = it.roomy.batch.matchers
+    assert matchers is not None
+    before = matchers.num_restarts
+    loop = CoreLoop(it.roomy, depth=1, prefix_caching=False)
+    for request in asked:
+        loop.add(request.name, request.prompt, request.sampling, request.n)
+    loop.turn()
+    for step in range(10**6):
+        if not loop.plans:
+            break
+        if step in (8, 20):
+            os.kill(matchers.process_ids[GrammarEngine.GUIDANCE], signal.SIGKILL)
+        loop.step()
+    assert loop.outputs == expected
+    assert matchers.num_restarts - before == 2
+    assert matchers.num_waits > 0
+
+
+def test_a_choice_that_cannot_go_on_fails_alone(it: Bench) -> None:
+    driver = Driver(it.roomy)
+    prompt = [5, 6, 7]
+    failing = driver.add(prompt, Sampling(12, 0.0, constraint=constraint(choices=[[5, 6, 7]], fails_at=2)))
+    none_common = driver.add(prompt, Sampling(12, 0.0, constraint=constraint(choices=[[5]]), allowed_token_ids=[6]))
+    not_compiled = driver.add(prompt, Sampling(12, 0.0, constraint=constraint(error="not a grammar")))
+    good = driver.add(prompt, Sampling(12, 0.0, constraint=constraint(choices=[[5, 6, 7]])))
+    driver.run()
+    assert (failing.output, failing.finish) == ([5, 6], FinishReason.FAILED)
+    assert failing.detail == "the fake grammar fails here, at output token 3"
+    assert none_common.detail == "the grammar allows no token of allowed_token_ids, at output token 1"
+    assert not_compiled.detail == "not a grammar"
+    assert (good.output, good.finish) == ([5, 6, 7, EOS], FinishReason.STOP)
+
+
+def test_the_mask_wins_over_a_bias_and_log_probabilities_are_those_of_the_raw_logits(it: Bench) -> None:
+    driver = Driver(it.roomy)
+    biased = Sampling(12, 0.0, num_logprobs=2, logit_bias=[(9, 100.0)], constraint=constraint(choices=[[5, 6]]))
+    masked = driver.add([5, 6, 7], biased)
+    driver.run()
+    assert masked.output == [5, 6, EOS]
+    plain = Driver(it.roomy)
+    free = plain.add([5, 6, 7], Sampling(1, 0.0, num_logprobs=VOCAB))
+    plain.run()
+    values = dict(zip(free.logprobs[0].top_ids, free.logprobs[0].top_logprobs, strict=True))
+    assert masked.logprobs[0].logprob == pytest.approx(values[5], abs=1e-4)
+    assert masked.logprobs[0].top_ids == free.logprobs[0].top_ids[:2]
+
+
+def test_min_tokens_and_ignore_eos_end_where_the_grammar_is_complete(it: Bench) -> None:
+    driver = Driver(it.roomy)
+    made = [
+        driver.add([5], Sampling(12, 0.0, constraint=constraint(choices=[[5, 6]]), **limits))  # type: ignore[arg-type]
+        for limits in ({"min_tokens": 8}, {"ignore_eos": True}, {"min_tokens": 8, "ignore_eos": True})
+    ]
+    driver.run()
+    assert [(one.output, one.finish) for one in made] == [([5, 6, EOS], FinishReason.STOP)] * 3
+
+
+def test_a_slow_compilation_delays_its_own_choice_alone(it: Bench) -> None:
+    """Steps of the other choices go on, and none of theirs is lost."""
+    driver = Driver(it.roomy)
+    slow = driver.add([5], Sampling(4, 0.0, constraint=constraint(choices=[[5, 6]], compile_s=1.0)))
+    quick = driver.add([5, 6], Sampling(30, 0.0, ignore_eos=True))
+    driver.run()
+    assert (slow.output, len(quick.output)) == ([5, 6, EOS], 30)
+    stats = it.roomy.count(Stats())
+    assert stats.mask_waits_total > 0
