@@ -8,7 +8,8 @@ import sys
 import uvloop
 
 from blockyard.services.tokenizer_pool import fork_server
-from blockyard.services.tokenizer_pool.job_limits import JobLimits
+from blockyard.services.tokenizer_pool.grammar_checks import GrammarChecks
+from blockyard.services.tokenizer_pool.job_limits import MIB, JobLimits
 from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.text_process import TextProcess
 from blockyard.shared.bus.links import Links
@@ -18,6 +19,7 @@ from blockyard.shared.process import settings
 from blockyard.shared.process.service_main import publish, run_until_stopped
 
 LIMITS = JobLimits()
+GRAMMAR_LIMITS = JobLimits(memory_bytes=512 * MIB, memory_bytes_per_token=0)
 
 
 async def serve_async(config: TokenizerConfig, control: socket.socket) -> None:
@@ -27,11 +29,13 @@ async def serve_async(config: TokenizerConfig, control: socket.socket) -> None:
         links.update(phase="loading tokenizer")
         worker = TextProcess(control, LIMITS)
         notes = await worker.load()
-        pool = TokenizerPool(links, worker, config.served_model_names)
+        checks = GrammarChecks(config, GRAMMAR_LIMITS)
+        pool = TokenizerPool(links, worker, config.served_model_names, checks)
         gc.collect()
         gc.freeze()
         links.update(ready=True, phase="ready", progress=1.0, notes=notes)
-        await run_until_stopped(pool.run(links), worker.run(pool.on_answer), publish(pool.count))
+        serving = (worker.run(pool.on_answer), checks.run(pool.on_verdict))
+        await run_until_stopped(pool.run(links), *serving, publish(pool.count))
 
 
 def serve(config: TokenizerConfig) -> None:

@@ -14,7 +14,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import msgspec
 from setproctitle import setproctitle
@@ -76,11 +76,16 @@ PAUSE_S = 0.05  # before the next worker, in case one ends right after its start
 
 def start(config: TokenizerConfig, limits: JobLimits) -> socket.socket:
     """Forks the server. Returns the control socket, on which it reports the start and end of workers."""
+
+    def load() -> Workload:
+        return TextWorkload(config, limits)
+
     ours, theirs = pair(socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if os.fork() == 0:
         ours.close()
-        _run(parent, f"{config.process.name}: fork server", lambda: ForkServer(theirs, config, limits).run())
+        name = config.process.name
+        _run(parent, f"{name}: fork server", lambda: ForkServer(theirs, f"{name}: text", load).run())
     theirs.close()
     return ours
 
@@ -102,25 +107,51 @@ def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
     return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
 
 
-class ForkServer:
-    """Runs until the service closes the control socket."""
+class Workload(Protocol):
+    """What a fork server loads once, and its workers do."""
 
-    def __init__(self, control: socket.socket, config: TokenizerConfig, limits: JobLimits) -> None:
-        self._control, self._config, self._limits = control, config, limits
+    notes: list[str]  # describe what was loaded
+
+    def serve(self, sock: socket.socket) -> None:
+        """The life of a worker: answers jobs on the stream."""
+
+    def on_ended(self, exit_code: int) -> int:
+        """Called in the server after each worker. Returns the exit code that the service is told."""
+
+
+class TextWorkload:
+    """The tokenizer and chat templates of a model."""
+
+    def __init__(self, config: TokenizerConfig, limits: JobLimits) -> None:
+        self._texts, self.notes = load_texts(config)
+        self._limits = limits
+
+    def serve(self, sock: socket.socket) -> None:
+        serve_jobs(sock, self._texts, self._limits)
+
+    def on_ended(self, exit_code: int) -> int:
+        return exit_code
+
+
+class ForkServer:
+    """Runs until the service closes the control socket. `name` is that of its service."""
+
+    def __init__(self, control: socket.socket, name: str, load: Callable[[], Workload]) -> None:
+        self._control, self._name, self._load = control, name, load
 
     def run(self) -> None:
         try:
-            texts, notes = load_texts(self._config)
+            workload = self._load()
         except BlockyardError as e:
             self._tell(LoadFailed(e.exit_code, str(e)))
             return
         gc.collect()
         gc.freeze()  # a garbage collection would copy pages shared with workers
-        self._tell(TokenizerLoaded(notes))
-        while self._one_worker(texts):
+        self._tell(TokenizerLoaded(workload.notes))
+        while self._one_worker(workload):
             pass
 
-    def _one_worker(self, texts: TextCodec) -> bool:
+    def _one_worker(self, workload: Workload) -> bool:
         """Runs one worker from start to end. Returns False once the service is gone."""
         ours, theirs = pair(socket.SOCK_STREAM)
         alive, held = os.pipe()  # the kernel closes the worker's end for any kind of exit
@@ -130,8 +161,7 @@ class ForkServer:
             self._control.close()
             ours.close()
             os.close(alive)
-            name = f"{self._config.process.name}: text worker"
-            _run(parent, name, lambda: serve_jobs(theirs, texts, self._limits))
+            _run(parent, f"{self._name} worker", lambda: workload.serve(theirs))
         theirs.close()
         os.close(held)
         with ours:
@@ -140,7 +170,7 @@ class ForkServer:
         os.close(alive)
         _, status = os.waitpid(pid, 0)
         if served:
-            self._tell(WorkerEnded(os.waitstatus_to_exitcode(status)))
+            self._tell(WorkerEnded(workload.on_ended(os.waitstatus_to_exitcode(status))))
             if time.monotonic() - began < PAUSE_S:
                 time.sleep(PAUSE_S)
         return served

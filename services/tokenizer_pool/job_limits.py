@@ -27,6 +27,7 @@ class JobLimits(msgspec.Struct, frozen=True, kw_only=True):
     encode_cpu_us_per_token: float = 20.0  # ordinary text takes 1 to 2
     memory_bytes: int = 256 * MIB
     memory_bytes_per_token: int = 2048  # ordinary text takes about 500
+    check_cpu_s: float = 2.0  # of one grammar
     silence_s: float = 20.0  # wall-clock time: a stopped process uses no CPU time
     growth_bytes: int = 128 * MIB  # a worker is replaced after a job that raised its peak by more
 
@@ -79,6 +80,9 @@ class ProcessLimits:
 
     def encoding(self, field: str) -> AbstractContextManager[None]:
         return self._phase(ENCODING, self._limits.encoding_s(self._max_model_len or 0), "the text", field)
+
+    def checking(self) -> AbstractContextManager[None]:
+        return self._phase(RENDERING, self._limits.check_cpu_s, "the grammar", "grammar")
 
     def has_grown(self) -> bool:
         """True if the last jobs took so much memory that this process should be replaced."""

@@ -66,8 +66,18 @@ class JobQueue:
             return None
         self._waiting.popleft()
         work = job.work
+        if not isinstance(work, Detokenize) and work.grammar is not None:
+            return job, TextRejected(work.request_id, "grammar", self._grammar_reason(exit_code))
         field = "tokens" if isinstance(work, Detokenize) else "prompt" if work.messages is None else "messages"
         return job, TextRejected(work.request_id, field, self._reason(work, exit_code, max_model_len))
+
+    def _grammar_reason(self, exit_code: int) -> str:
+        if exit_code == -RENDERING:
+            return f"the grammar takes more than {self._limits.check_cpu_s:g} s of CPU time to compile"
+        if exit_code in (-signal.SIGABRT, -signal.SIGKILL):
+            return "the grammar takes too much memory or time to compile"
+        how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
+        return f"the grammar cannot be compiled: the process at work on it ended with {how}"
 
     def _reason(self, work: Work, exit_code: int, max_model_len: int) -> str:
         if exit_code == -RENDERING:

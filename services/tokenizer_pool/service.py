@@ -3,10 +3,22 @@
 import logging
 from typing import Protocol
 
+import msgspec
+
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Changed, Event, Joined
-from blockyard.shared.messages import Detokenize, Frame, Member, Stats, Tokenize, Tokenized, TokenizerIn
+from blockyard.shared.messages import (
+    Detokenize,
+    Frame,
+    Grammar,
+    Member,
+    Stats,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+    TokenizerIn,
+)
 from blockyard.shared.process.service_main import rss_bytes
 
 log = logging.getLogger(__name__)
@@ -28,12 +40,28 @@ class TextProcessClient(Protocol):
     def submit(self, peer: int, work: Work) -> None: ...
 
 
+class GrammarChecker(Protocol):
+    """The methods of `GrammarChecks` that the service uses."""
+
+    def set_model(self, vocab_size: int, eos_token_ids: list[int]) -> None: ...
+
+    def submit(self, peer: int, work: Tokenize) -> None: ...
+
+
 class TokenizerPool:
     """One replica. Stateless between requests, so a gateway may ask any."""
 
-    def __init__(self, links: TokenizerLinks, worker: TextProcessClient, served_model_names: list[str]) -> None:
+    def __init__(
+        self,
+        links: TokenizerLinks,
+        worker: TextProcessClient,
+        served_model_names: list[str],
+        checks: GrammarChecker,
+    ) -> None:
         self._links = links
         self._worker = worker
+        self._checks = checks
+        self._grammars: dict[tuple[int, str], Grammar] = {}  # of prompts at the text worker, by peer and request id
         self._names = frozenset(served_model_names)
         self._requests_total = 0
         self._prompt_tokens_total = 0
@@ -45,6 +73,8 @@ class TokenizerPool:
 
     def handle(self, peer: int, event: "TokenizerIn | Event") -> None:
         match event:
+            case Tokenize(grammar=Grammar()):
+                self._checks.submit(peer, event)
             case Tokenize() | Detokenize():
                 self._worker.submit(peer, event)
             case Joined() | Changed():
@@ -60,10 +90,21 @@ class TokenizerPool:
             )
         )
 
+    def on_verdict(self, peer: int, work: Tokenize, verdict: Grammar | TextRejected) -> None:
+        """The prompt of a grammar goes to the text worker once the grammar is taken, and without it."""
+        if isinstance(verdict, TextRejected):
+            self.on_answer(peer, verdict)
+            return
+        self._grammars[peer, work.request_id] = verdict
+        self._worker.submit(peer, msgspec.structs.replace(work, grammar=None))
+
     def on_answer(self, peer: int, answer: Answer) -> None:
         self._requests_total += 1
+        grammar = self._grammars.pop((peer, answer.request_id), None)
         if isinstance(answer, Tokenized):
             self._prompt_tokens_total += len(answer.token_ids) // 4
+            if grammar is not None:
+                answer = msgspec.structs.replace(answer, grammar=grammar)
         self._links.answer(peer, answer)
 
     def _learn(self, member: Member) -> None:
@@ -71,5 +112,6 @@ class TokenizerPool:
         card = member.card
         if card is None or (self._names and not self._names.intersection(card.names)):
             return
+        self._checks.set_model(card.vocab_size, card.eos_token_ids)
         if self._worker.set_model(card.vocab_size, card.max_model_len):
             log.info("the vocabulary has %d ids", card.vocab_size)

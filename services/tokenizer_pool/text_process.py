@@ -81,6 +81,11 @@ class TextProcess:
         except* BlockyardError as group:
             raise group.exceptions[0] from None
         finally:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the control socket, by which the fork server and its worker end. May be called twice."""
+        if self._control.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
 

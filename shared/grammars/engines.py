@@ -15,10 +15,18 @@ from blockyard.shared.grammars.interface import (
     UnsupportedGrammar,
     Vocabulary,
 )
-from blockyard.shared.messages import Grammar, GrammarEngine
+from blockyard.shared.grammars.schemas import XGRAMMAR_KEYWORDS, read_schema, refuse_keywords
+from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
 
 AUTO_ORDER = (GrammarEngine.GUIDANCE, GrammarEngine.XGRAMMAR)
-MAX_SOURCE_BYTES = 256 << 10
+
+
+class EngineNotLoaded(Exception):
+    """An engine that `Engines` was told not to load in this process."""
+
+    def __init__(self, name: GrammarEngine) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 class Engines:
@@ -26,18 +34,31 @@ class Engines:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._engines: dict[GrammarEngine, Engine] = {}
+        self._engines: dict[GrammarEngine, Engine | GrammarError] = {}
+        self._may_load = True
         self._lock = threading.Lock()
 
     def load(self, name: GrammarEngine) -> Engine:
         """Returns an engine, which may take seconds the first time. Raises GrammarError."""
         with self._lock:
             if name not in self._engines:
-                self._engines[name] = _MAKERS[name](self._vocabulary)
-            return self._engines[name]
+                if not self._may_load:
+                    raise EngineNotLoaded(name)
+                self._engines[name] = self._made(name)
+            engine = self._engines[name]
+        if isinstance(engine, GrammarError):
+            raise GrammarError(str(engine))
+        return engine
 
-    def is_loaded(self, name: GrammarEngine) -> bool:
-        return name in self._engines
+    def load_no_more(self) -> None:
+        """From now on a grammar that needs another engine raises EngineNotLoaded."""
+        self._may_load = False
+
+    def _made(self, name: GrammarEngine) -> Engine | GrammarError:
+        try:
+            return _MAKERS[name](self._vocabulary)
+        except GrammarError as e:
+            return e
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises GrammarError for a grammar that its engine does not take, or that allows no token at all."""
@@ -59,6 +80,8 @@ class Engines:
         for name in names:
             resolved = msgspec.structs.replace(grammar, engine=name)
             try:
+                if first is not None:
+                    _refuse_before_loading(grammar)
                 self.compile(resolved)
                 return resolved
             except UnsupportedGrammar as e:
@@ -67,11 +90,17 @@ class Engines:
         raise first
 
 
+def _refuse_before_loading(grammar: Grammar) -> None:
+    """Raises UnsupportedGrammar for what xgrammar does not know, so that no client makes it load for nothing."""
+    if grammar.kind == GrammarKind.JSON_SCHEMA:
+        refuse_keywords(read_schema(grammar.source), XGRAMMAR_KEYWORDS, GrammarEngine.XGRAMMAR)
+
+
 def check_options(grammar: Grammar) -> None:
     """Raises GrammarError for a source that is too long, or options that exclude each other."""
     size = len(grammar.source.encode("utf-8", "surrogatepass"))
-    if size > MAX_SOURCE_BYTES:
-        raise GrammarError(f"the grammar has {size} bytes; at most {MAX_SOURCE_BYTES} are allowed")
+    if size > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
     if grammar.whitespace_pattern and not grammar.any_whitespace:
         raise GrammarError("whitespace_pattern and disable_any_whitespace exclude each other")
 

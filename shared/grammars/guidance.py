@@ -30,8 +30,7 @@ STEP_LEXER_FUEL = 200_000
 STEP_MAX_ITEMS = 20_000
 MAX_ITEMS_IN_ROW = 2_000
 MAX_LEXER_STATES = 100_000  # 1 to 2 KB each
-# what llguidance says of keywords and formats that it does not know; other errors mean that the schema is wrong
-_UNKNOWN = ("Unimplemented keys", "Unknown format")
+_UNKNOWN_KEYWORDS = "Unimplemented keys"  # so llguidance begins; its other errors mean that the source is wrong
 
 
 class GuidanceEngine:
@@ -57,7 +56,7 @@ class GuidanceEngine:
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             error = matcher.get_error()
-            raise (UnsupportedGrammar if error.startswith(_UNKNOWN) else GrammarError)(_cause(error))
+            raise (UnsupportedGrammar if error.startswith(_UNKNOWN_KEYWORDS) else GrammarError)(_cause(error))
         mask_bytes = 4 * -(-self._tokenizer.vocab_size // 32)
         return GuidanceGrammar(matcher, self._rules, mask_bytes)
 

@@ -29,6 +29,14 @@ ANNOTATIONS = keywords(
 )
 
 
+# xgrammar ignores the others: https://xgrammar.mlc.ai and its json_schema_converter.cc
+XGRAMMAR_KEYWORDS = keywords(
+    "type enum const properties required additionalProperties unevaluatedProperties items prefixItems minItems "
+    "maxItems unevaluatedItems minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum "
+    "anyOf oneOf $ref $defs definitions minProperties maxProperties"
+)
+
+
 def read_schema(source: str) -> dict[str, Any] | bool:
     """Reads the source of a JSON schema. Raises GrammarError for what is no schema."""
     schema = _json(source, "the JSON schema")

@@ -6,7 +6,7 @@ import xgrammar
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, one_line
 from blockyard.shared.grammars.schemas import (
-    keywords,
+    XGRAMMAR_KEYWORDS,
     read_choices,
     read_object,
     read_schema,
@@ -17,12 +17,6 @@ from blockyard.shared.grammars.token_texts import token_texts
 from blockyard.shared.messages import Grammar, GrammarKind
 
 NAME = "xgrammar"
-# the others it ignores: https://xgrammar.mlc.ai and its json_schema_converter.cc
-KEYWORDS = keywords(
-    "type enum const properties required additionalProperties unevaluatedProperties items prefixItems minItems "
-    "maxItems unevaluatedItems minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum "
-    "anyOf oneOf $ref $defs definitions minProperties maxProperties"
-)
 
 
 class XgrammarEngine:
@@ -51,7 +45,7 @@ class XgrammarEngine:
         source = grammar.source
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                refuse_keywords(read_schema(source), KEYWORDS, NAME)
+                refuse_keywords(read_schema(source), XGRAMMAR_KEYWORDS, NAME)
                 return self._schema(source, grammar)
             case GrammarKind.JSON_OBJECT:
                 return self._schema('{"type": "object"}', grammar)
@@ -116,7 +110,7 @@ def _structural_tag(source: str) -> str:
         except (TypeError, ValueError) as e:  # pydantic's errors are ValueErrors
             raise GrammarError(f"the structural tag is not valid: {one_line(e)}") from e
     for schema in schemas_in(tag):
-        refuse_keywords(schema, KEYWORDS, NAME)
+        refuse_keywords(schema, XGRAMMAR_KEYWORDS, NAME)
     return msgspec.json.encode(tag).decode()
 
 

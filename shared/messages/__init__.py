@@ -9,7 +9,7 @@ conversations to `base`, never back.
 
 from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
-from blockyard.shared.messages.grammars import Grammar, GrammarEngine, GrammarKind, OutputConstraint
+from blockyard.shared.messages.grammars import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind, OutputConstraint
 from blockyard.shared.messages.kv_transfer import (
     KVAbort,
     KVAudit,
@@ -82,7 +82,7 @@ from blockyard.shared.messages.streams import (
     TokenRows,
     TokenStep,
 )
-from blockyard.shared.messages.text import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages.text import BUSY, Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
 
 RegistryIn = Announce | Leave | LinkLost | MembersRequest
 MemberIn = Members  # from the registry, on the registry link

@@ -4,6 +4,8 @@ import enum
 
 from blockyard.shared.messages.base import FrameStruct
 
+MAX_GRAMMAR_BYTES = 256 << 10  # of a source, in UTF-8
+
 
 class GrammarKind(enum.StrEnum):
     """The language of a grammar's source."""

@@ -3,6 +3,8 @@
 from blockyard.shared.messages.base import Frame
 from blockyard.shared.messages.grammars import Grammar
 
+BUSY = "rate_limit_exceeded"  # the code of a TextRejected that says: try again later
+
 
 class Tokenize(Frame, frozen=True):
     """Turns one prompt into ids. Exactly one of `text`, `messages` and `token_ids` is set."""

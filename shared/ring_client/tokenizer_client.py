@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import BUSY, Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_jobs import JobPool
 
@@ -58,7 +58,7 @@ class TokenizerClient:
         future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
         if future is not None and not future.done():
             if isinstance(frame, TextRejected):
-                future.set_exception(RequestError(frame.message, frame.field, code=frame.code or None))
+                future.set_exception(_rejection(frame))
             else:
                 future.set_result(frame)
         self._send(self._pool.answered(peer, frame.request_id))
@@ -109,6 +109,12 @@ class TokenizerClient:
             self._links.send(member, frame)
 
 
+def _rejection(frame: TextRejected) -> RequestError:
+    if frame.code == BUSY:
+        return RequestError(frame.message, frame.field, 429, BUSY, retry_after_s=1.0)
+    return RequestError(frame.message, frame.field, code=frame.code or None)
+
+
 def _located(error: RequestError, futures: list[asyncio.Future[Answer]]) -> RequestError:
     """Returns the error with the index of the refused prompt, if there are several."""
     if error.field != "prompt" or len(futures) == 1:
@@ -120,7 +126,9 @@ def _located(error: RequestError, futures: list[asyncio.Future[Answer]]) -> Requ
 def _is_done(work: Tokenize) -> bool:
     """True if the work needs no tokenizer."""
     ids = work.token_ids
-    return ids is not None and len(ids) <= 4 * SHORT_IDS and not (work.want_text or work.want_pieces or work.bad_words)
+    if ids is None or len(ids) > 4 * SHORT_IDS:
+        return False
+    return not (work.want_text or work.want_pieces or work.bad_words or work.grammar)
 
 
 def kept_end(work: Tokenize, done: Tokenized, num_tokens: int, want_text: bool = False) -> Tokenize:

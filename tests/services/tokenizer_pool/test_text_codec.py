@@ -18,6 +18,9 @@ from blockyard.shared.bus.member_list import Changed, Joined
 from blockyard.shared.messages import (
     Detokenize,
     Detokenized,
+    Grammar,
+    GrammarEngine,
+    GrammarKind,
     Member,
     ModelCard,
     Role,
@@ -183,14 +186,33 @@ class AtOnce:
         self.answered(peer, self._texts.answer(work))
 
 
+class Checks:
+    """Grammar checks whose verdicts the test gives."""
+
+    def __init__(self) -> None:
+        self.model: tuple[int, list[int]] | None = None
+        self.works: list[tuple[int, Tokenize]] = []
+
+    def set_model(self, vocab_size: int, eos_token_ids: list[int]) -> None:
+        self.model = (vocab_size, eos_token_ids)
+
+    def submit(self, peer: int, work: Tokenize) -> None:
+        self.works.append((peer, work))
+
+
+@pytest.fixture
+def checks() -> Checks:
+    return Checks()
+
+
 @pytest.fixture
 def links() -> FakeLinks:
     return FakeLinks(Member("tokenizer", Role.TOKENIZER_POOL, 1, "ipc://x"))
 
 
-def test_service_answers_in_order_and_counts(links: FakeLinks, texts: TextCodec) -> None:
+def test_service_answers_in_order_and_counts(links: FakeLinks, texts: TextCodec, checks: Checks) -> None:
     worker = AtOnce(texts)
-    pool = TokenizerPool(links, worker, ["m"])
+    pool = TokenizerPool(links, worker, ["m"], checks)
     worker.answered = pool.on_answer
     pool.handle(5, Tokenize("a", "m", text="the fox"))
     pool.handle(6, Tokenize("b", "m"))
@@ -204,15 +226,34 @@ def test_service_answers_in_order_and_counts(links: FakeLinks, texts: TextCodec)
     assert links.me.stats.rss_bytes > 0
 
 
-def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: TextCodec) -> None:
+def test_a_prompt_with_a_grammar_waits_for_its_verdict(links: FakeLinks, texts: TextCodec, checks: Checks) -> None:
     worker = AtOnce(texts)
-    pool = TokenizerPool(links, worker, ["m"])
+    pool = TokenizerPool(links, worker, ["m"], checks)
+    worker.answered = pool.on_answer
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    for name in ("taken", "refused"):
+        pool.handle(5, Tokenize(name, "m", text="the fox", grammar=grammar))
+    pool.handle(6, Tokenize("taken", "m", text="the dog"))  # the same id of another gateway
+    assert [frame.request_id for _, frame in links.answered] == ["taken"]
+    assert isinstance(plain := links.answered.pop()[1], Tokenized) and plain.grammar is None
+    (_, taken), (_, refused) = checks.works
+    resolved = Grammar(GrammarKind.REGEX, "a+", GrammarEngine.GUIDANCE)
+    pool.on_verdict(5, refused, TextRejected("refused", "grammar", "no"))
+    pool.on_verdict(5, taken, resolved)
+    (to, first), (_, second) = links.answered
+    assert (to, first) == (5, TextRejected("refused", "grammar", "no"))
+    assert isinstance(second, Tokenized) and second.grammar == resolved and second.token_ids
+
+
+def test_service_learns_the_models_vocabulary(links: FakeLinks, texts: TextCodec, checks: Checks) -> None:
+    worker = AtOnce(texts)
+    pool = TokenizerPool(links, worker, ["m"], checks)
     member = Member("s", Role.SCHEDULER, 9, "ipc://s")
     pool.handle(9, Joined(member))
     for name, vocab_size in (("m", 7), ("other", 3)):
-        card = ModelCard([name], "", 10 * vocab_size, vocab_size, 0)
+        card = ModelCard([name], "", 10 * vocab_size, vocab_size, 0, [3])
         pool.handle(9, Changed(Member("s", Role.SCHEDULER, 9, "ipc://s", card=card)))
-    assert (worker.vocab_size, worker.max_model_len) == (7, 70)
+    assert (worker.vocab_size, worker.max_model_len) == (7, 70) and checks.model == (7, [3])
 
 
 def test_deeply_nested_content_is_no_crash(texts: TextCodec) -> None:

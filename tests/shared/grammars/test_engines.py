@@ -23,10 +23,10 @@ from grammar_rig import (
 from grammar_rig import XGRAMMAR as XG
 from tokenizers import Tokenizer
 
-from blockyard.shared.grammars.engines import MAX_SOURCE_BYTES, Engines
+from blockyard.shared.grammars.engines import Engines
 from blockyard.shared.grammars.guidance import GuidanceEngine
 from blockyard.shared.grammars.interface import GrammarError, Matcher, MatcherError, UnsupportedGrammar, Vocabulary
-from blockyard.shared.messages import Grammar, GrammarEngine, GrammarKind
+from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
 
 
 def is_character_start(data: bytes) -> bool:
@@ -287,7 +287,7 @@ BAD: dict[str, tuple[GrammarKind, str, str]] = {
     "unknown name": (GrammarKind.LARK, "start: foo", "foo"),
     "no format": (GrammarKind.STRUCTURAL_TAG, "{}", "format"),
     "tag of no JSON": (GrammarKind.STRUCTURAL_TAG, "<f>", "not valid JSON"),
-    "10 MB": (GrammarKind.REGEX, "a" * 10_000_000, f"10000000 bytes; at most {MAX_SOURCE_BYTES}"),
+    "10 MB": (GrammarKind.REGEX, "a" * 10_000_000, f"10000000 bytes; at most {MAX_GRAMMAR_BYTES}"),
 }
 BAD_CASES = [(engine, name) for engine in ALL for name, (kind, _, _) in BAD.items() if kind in SUPPORTS[engine]]
 

@@ -7,7 +7,7 @@ import pytest
 from fake_links import FakeLinks
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Member, Role, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import BUSY, Grammar, GrammarKind, Member, Role, TextRejected, Tokenize, Tokenized
 from blockyard.shared.ring_client.tokenizer_client import SHORT_IDS, TokenizerClient
 from blockyard.shared.token_ids import pack
 
@@ -58,12 +58,27 @@ def test_nor_is_what_is_left_of_it() -> None:
         Tokenize("", "m", token_ids=IDS, bad_words=["no"]),
         Tokenize("", "m", token_ids=IDS, want_text=True),
         Tokenize("", "m", token_ids=IDS, want_pieces=True),
+        Tokenize("", "m", token_ids=IDS, grammar=Grammar(GrammarKind.REGEX, "a")),
     ],
 )
 def test_whatever_takes_one_goes_there(work: Tokenize) -> None:
     answers, seen = tokenize(work)
     assert [frame.request_id for frame in seen] == ["r-0"]
     assert answers == [Tokenized("r-0", pack([1]), b"n" * 16)]
+
+
+def test_a_busy_tokenizer_is_a_429_and_other_rejections_are_not() -> None:
+    async def run(code: str) -> RequestError:
+        ring = Ring(TOKENIZER)
+        future = ring.work.submit(Tokenize("r", "m", text="abc"))
+        ring.work.answered(TOKENIZER, TextRejected("r", "grammar", "no", code))
+        with pytest.raises(RequestError) as error:
+            await future
+        return error.value
+
+    busy, other = asyncio.run(run(BUSY)), asyncio.run(run(""))
+    assert (busy.status, busy.field, busy.retry_after_s) == (429, "grammar", 1.0)
+    assert (other.status, other.field) == (400, "grammar")
 
 
 class Ring:
