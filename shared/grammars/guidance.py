@@ -85,7 +85,7 @@ class GuidanceState:
 
     def write_mask(self, words: MaskWords) -> None:
         if words.nbytes == self._mask_bytes:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(words.__array_interface__["data"][0], words.nbytes)
         else:
             whole = np.zeros(self._mask_bytes // 4, dtype=np.int32)
             self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
