@@ -4,12 +4,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import msgspec
 
 from blockyard.services.detokenizer.stream import DecodedText, Stream
 from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
 from blockyard.shared.messages import (
+    NO_LOGPROBS,
     FinishReason,
     StreamOpen,
     StreamRef,
@@ -19,6 +21,7 @@ from blockyard.shared.messages import (
     TokenLogprobs,
     TokenRows,
     TokenStep,
+    decode_logprobs,
 )
 from blockyard.shared.token_ids import unpack
 
@@ -124,13 +127,14 @@ class TextStreams:
     def _rows(self, called: dict[int, Stream], rows: TokenRows, outcome: BatchOutput) -> None:
         """Applies one more token to each stream."""
         columns = unpack(rows.streams), unpack(rows.firsts), unpack(rows.token_ids)
-        for number, first, token_id in zip(*columns, strict=True):
+        all_logprobs = rows.logprobs or repeat(NO_LOGPROBS, len(columns[0]))
+        for number, first, token_id, logprobs in zip(*columns, all_logprobs, strict=True):
             stream = called.get(number)
             if stream is None:
                 continue  # ended here already
             token_ids = [token_id]
-            if stream.count != first:
-                step = TokenStep(stream.request_id, stream.attempt, stream.choice, first, token_ids)
+            if stream.count != first or (logprobs is not NO_LOGPROBS and logprobs != NO_LOGPROBS):
+                step = _step_of_row(stream, first, token_ids, logprobs)
                 delta = self._step(stream, step, outcome)
             else:
                 delta = self._plain(stream, token_ids, outcome)
@@ -250,3 +254,13 @@ def _with_extras(
         cached_tokens=step.cached_tokens,
         queued_s=step.queued_s,
     )
+
+
+def _step_of_row(stream: Stream, first: int, token_ids: list[int], encoded: msgspec.Raw) -> TokenStep:
+    """A row of TokenRows. Its stream fails if its log-probabilities are malformed."""
+    name = (stream.request_id, stream.attempt, stream.choice, first)
+    try:
+        logprobs = decode_logprobs(encoded)
+    except msgspec.MsgspecError as e:
+        return TokenStep(*name, [], FinishReason.FAILED, detail=f"log-probabilities: {e}")
+    return TokenStep(*name, token_ids, logprobs=[] if logprobs is None else [logprobs])

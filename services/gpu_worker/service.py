@@ -8,11 +8,13 @@ import threading
 import time
 from array import array
 
+import msgspec
+
 from blockyard.services.gpu_worker.counters import Counters
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, SleepModeRunner, WorkerLinks
 from blockyard.services.gpu_worker.session import SchedulerSession
 from blockyard.shared.errors import DeviceError
-from blockyard.shared.messages import NO_TOKEN, KVLanded, SlotResult, StepResult
+from blockyard.shared.messages import NO_LOGPROBS, NO_TOKEN, KVLanded, SlotResult, StepResult, encode_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +104,9 @@ class Worker:
         plan = done.plan
         if self.session.expects_result(plan):
             me, failed = self._links.me.incarnation, done.failed_fetches
-            slots, token_ids = packed(done)
-            answer = StepResult(me, plan.number, slots, done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
+            slots, token_ids, logprobs = packed(done)
+            times = (done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
+            answer = StepResult(me, plan.number, slots, *times, logprobs)
             self._links.answer(plan.scheduler, answer)
             if plan.sends and self._transfers is not None:
                 self._transfers.on_plan_done(plan)
@@ -111,29 +114,27 @@ class Worker:
         self.counters.stepped(done)
 
 
-def packed(done: CompletedPlan) -> tuple[list[SlotResult], bytes]:
-    """Returns the results that are more than one token id, and the token ids of the other slots, one for each run."""
+def packed(done: CompletedPlan) -> tuple[list[SlotResult], bytes, list[msgspec.Raw]]:
+    """Returns the results that are more than one token, and token ids and log-probabilities of the others, by run."""
     runs, rows = done.plan.runs, done.decode_outputs
     token_ids = array("I", rows.token_ids_by_run(runs)) if rows else array("I", [NO_TOKEN]) * len(runs)
     if not done.slot_results:
-        return [], token_ids.tobytes() if rows else b""
+        return [], token_ids.tobytes() if rows else b"", []
     places = {run.slot: i for i, run in enumerate(runs) if run.max_tokens == 1}
     others: list[SlotResult] = []
+    logprobs: list[msgspec.Raw] = []
     for result in done.slot_results:
         place = places.get(result.slot)
         if place is None or not _is_plain(result):
             others.append(result)
         else:
             token_ids[place] = result.token_ids[0]
-    return others, token_ids.tobytes() if rows or len(others) < len(done.slot_results) else b""
+            if result.logprobs:
+                logprobs = logprobs or [NO_LOGPROBS] * len(runs)
+                logprobs[place] = encode_logprobs(result.logprobs[0])
+    return others, token_ids.tobytes() if rows or len(others) < len(done.slot_results) else b"", logprobs
 
 
 def _is_plain(result: SlotResult) -> bool:
-    """Returns whether a result is one token id without any other field."""
-    return (
-        len(result.token_ids) == 1
-        and result.finish is None
-        and not result.logprobs
-        and not result.prompt_logprobs
-        and not result.detail
-    )
+    """Returns whether a result is one token, perhaps with log-probabilities, without any other field."""
+    return len(result.token_ids) == 1 and result.finish is None and not result.prompt_logprobs and not result.detail

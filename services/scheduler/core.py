@@ -190,7 +190,7 @@ class Scheduler:
         if group is None:
             return  # the group was detached after the plan was sent
         record = group.on_answered(result.number)
-        if record is None or not record.matches(result.token_ids):
+        if record is None or not record.matches(result):
             log.error(
                 "worker %x answered plan %d, which is not what was sent: attaching it again", worker, result.number
             )

@@ -70,6 +70,7 @@ from blockyard.shared.messages.steps import (
     StepResult,
 )
 from blockyard.shared.messages.streams import (
+    NO_LOGPROBS,
     PathLost,
     Stop,
     StreamOpen,
@@ -81,6 +82,8 @@ from blockyard.shared.messages.streams import (
     TokenLogprobs,
     TokenRows,
     TokenStep,
+    decode_logprobs,
+    encode_logprobs,
 )
 from blockyard.shared.messages.text import BUSY, Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
 

@@ -1,5 +1,7 @@
 """Scheduler <-> GPU worker: attachment, the plan of each step, and its result."""
 
+import msgspec
+
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.kv_transfer import KVRole, KVSend
 from blockyard.shared.messages.requests import Sampling
@@ -166,6 +168,9 @@ class StepResult(Frame, frozen=True):
     # else. NO_TOKEN for a slot that is in `slots` or produced nothing. Empty: all results are in `slots`.
     token_ids: bytes = b""
     launch_s: float = 0.0  # host time to launch the step, if the device computes meanwhile
+    # One a run: the encoded TokenLogprobs of its id in `token_ids`, NO_LOGPROBS for none. Empty: none has any. They are
+    # encoded once, by the worker: the scheduler passes them on.
+    logprobs: list[msgspec.Raw] = []
 
 
 class Broken(Frame, frozen=True):

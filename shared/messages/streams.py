@@ -1,5 +1,7 @@
 """Scheduler -> detokenizer -> API gateway: sampled tokens and their text."""
 
+import msgspec
+
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.requests import Cancel, TextOptions
 
@@ -12,6 +14,20 @@ class TokenLogprobs(FrameStruct, frozen=True):
     rank: int  # 1 is the likeliest
     top_ids: list[int]
     top_logprobs: list[float]
+
+
+NO_LOGPROBS = msgspec.Raw(b"\xc0")  # nil
+_encode_logprobs = msgspec.msgpack.Encoder().encode
+_decode_logprobs = msgspec.msgpack.Decoder(TokenLogprobs | None).decode
+
+
+def encode_logprobs(logprobs: TokenLogprobs | None) -> msgspec.Raw:
+    return NO_LOGPROBS if logprobs is None else msgspec.Raw(_encode_logprobs(logprobs))
+
+
+def decode_logprobs(logprobs: msgspec.Raw) -> TokenLogprobs | None:
+    """Raises msgspec.MsgspecError."""
+    return None if logprobs == NO_LOGPROBS else _decode_logprobs(logprobs)
 
 
 class StreamOpen(FrameStruct, frozen=True):
@@ -52,10 +68,13 @@ class TokenRows(FrameStruct, frozen=True):
     streams: bytes  # `StreamOpen.stream`
     firsts: bytes  # index of the token among its choice's output tokens
     token_ids: bytes
+    logprobs: list[msgspec.Raw] = []  # one a token, as in StepResult; empty: none has any
 
     def __post_init__(self) -> None:
         if not len(self.streams) == len(self.firsts) == len(self.token_ids) or len(self.streams) % 4:
             raise ValueError(f"{len(self.streams)}, {len(self.firsts)} and {len(self.token_ids)} bytes of uint32")
+        if self.logprobs and 4 * len(self.logprobs) != len(self.token_ids):
+            raise ValueError(f"{len(self.logprobs)} log-probabilities of {len(self.token_ids) // 4} tokens")
 
 
 class TokenBatch(Frame, frozen=True):

@@ -50,6 +50,8 @@ from blockyard.shared.messages import (
     StepPlan,
     StepResult,
     TextOptions,
+    TokenLogprobs,
+    encode_logprobs,
 )
 
 ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # further workers have the next numbers
@@ -69,8 +71,11 @@ class Bench:
         host: bool = False,
         churn: int = 0,
         roles: bool = False,
+        logprobs: int | None = None,
     ) -> None:
         """With `roles` the groups only decode, and one more group, which is idle, would compute longer prompts.
+
+        With `logprobs` every token comes with so many likeliest tokens.
 
         With `host` every block of the device is cached, and is saved to host memory before it is used again.
 
@@ -94,7 +99,9 @@ class Bench:
             self._turn()
             there = msgspec.structs.replace(geometry, kv_role=role, kv_layout="layout")
             self.core.on_message(worker, Attached(worker, ME, there, held, names), 0.0)
-        self.max_tokens, self.churn, self.num_come = max_tokens, churn, 0
+        self.max_tokens, self.churn, self.num_come, self.logprobs = max_tokens, churn, 0, logprobs
+        top = logprobs or 0
+        self.scores = TokenLogprobs(7, -0.5, 1, [7] * top, [-0.5] * top)
         self.said: dict[tuple[int, int], tuple[int, int]] = {}  # tokens of a worker's slot, and how many it will say
         for _ in range(running * num_groups + waiting):
             self._come()
@@ -127,7 +134,7 @@ class Bench:
             "m",
             prompt,
             b"",
-            Sampling(max_tokens),
+            Sampling(max_tokens, num_logprobs=self.logprobs),
             TextOptions(),
             choices,
             priority=i // 50,
@@ -147,8 +154,10 @@ class Bench:
             token_ids.append(7 if plain else NO_TOKEN)
             if not plain and num_said < most:
                 finish = FinishReason.LENGTH if num_said + 1 == most else None
-                slots.append(SlotResult(run.slot, [7], 16 + num_said, finish))
-        return StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids.tobytes())
+                scores = [] if self.logprobs is None else [self.scores]
+                slots.append(SlotResult(run.slot, [7], 16 + num_said, finish, logprobs=scores))
+        encoded = [] if self.logprobs is None else [encode_logprobs(self.scores)] * len(plan.runs)
+        return StepResult(worker, plan.number, slots, 1.0, token_ids=token_ids.tobytes(), logprobs=encoded)
 
     def _turn(self) -> list[Frame]:
         sent = self.core.step(0.0)
@@ -240,6 +249,8 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
     bars = {256: "p50 0.25, p99 1 ms", 1024: "p50 1, p99 3 ms"}
     for num in running:
         rows.append((f"a step's schedule, {num} running, one plan ahead", measure(num, 1, steps), bars.get(num, "")))
+        text = measure(num, 1, steps, logprobs=5)
+        rows.append(("the same, each token with 5 log-probabilities", text, "p50 twice the plain one"))
     rows.append(("the same, lockstep, 256 running", measure(256, 0, steps), bars[256]))
     text = measure(256, 1, steps, roles=True)
     rows.append(("the same, 256 running in a decode group beside an idle prefill group", text, bars[256]))

@@ -54,9 +54,11 @@ def measure(rows: int) -> Row:
     everyone = np.arange(rows)
 
     def finish() -> StepResult:
-        done = loop._finish(InFlightStep(plan, [], everyone, slots.owners[everyone], entry, 0.0, 0.0, {}, rows))
-        others, token_ids = packed(done)
-        return StepResult(1, 1, others, done.stamp_s, token_ids=token_ids)
+        done = loop._finish(
+            InFlightStep(plan, [], everyone, slots.owners[everyone], entry, 0.0, 0.0, {}, rows, [], None)
+        )
+        others, token_ids, logprobs = packed(done)
+        return StepResult(1, 1, others, done.stamp_s, token_ids=token_ids, logprobs=logprobs)
 
     encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(WorkerIn).decode
     answer, data = finish(), encode(plan)

@@ -1,6 +1,6 @@
 """TokenSteps from the rows and steps of token batches, as a detokenizer reads them."""
 
-from blockyard.shared.messages import StreamOpen, TokenBatch, TokenStep
+from blockyard.shared.messages import NO_LOGPROBS, StreamOpen, TokenBatch, TokenStep, decode_logprobs
 from blockyard.shared.token_ids import unpack
 
 
@@ -12,7 +12,10 @@ def steps_of(batch: TokenBatch, streams: dict[int, StreamOpen]) -> list[TokenSte
     steps: list[TokenStep] = []
     for rows in batch.rows:
         columns = map(unpack, (rows.streams, rows.firsts, rows.token_ids))
-        for number, first, token_id in zip(*columns, strict=True):
+        encoded = rows.logprobs or [NO_LOGPROBS] * (len(rows.streams) // 4)
+        for number, first, token_id, one in zip(*columns, encoded, strict=True):
+            logprobs = decode_logprobs(one)
             opened = streams[number]
-            steps.append(TokenStep(opened.request_id, opened.attempt, opened.choice, first, [token_id]))
+            name = (opened.request_id, opened.attempt, opened.choice, first)
+            steps.append(TokenStep(*name, [token_id], logprobs=[] if logprobs is None else [logprobs]))
     return steps + batch.steps

@@ -17,6 +17,7 @@ UNIONS = {
 }
 FRAMES = [(name, frame) for name, union in UNIONS.items() for frame in get_args(union)]
 SAMPLES: dict[Any, Any] = {str: "text", int: 7, float: 1.5, bool: True, bytes: b"\x01\x00\x00\x00", type(None): None}
+SAMPLES[msgspec.Raw] = msgspec.Raw(b"\x07")
 
 
 def sample(kind: Any) -> Any:

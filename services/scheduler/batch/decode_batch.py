@@ -129,14 +129,13 @@ class DecodeBatch:
         return running.progress is self._progress
 
     def accepts(self, running: RunningSequence) -> bool:
-        """Whether a sequence may join: it decodes, for more than one step, and its results are plain tokens."""
+        """Whether a sequence may join: it decodes, for more than one step, and is no beam."""
         sequence = running.sequence
         return (
             running.has_sampled
             and running.num_scheduled_tokens + 1 < running.max_scheduled_tokens
             and sequence.stream > 0
             and sequence.hypothesis is None
-            and sequence.request.frame.sampling.num_logprobs is None
         )
 
     def join(self, running: RunningSequence, number: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.plan_pacer import StepLoad
 from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, RunningSequence
-from blockyard.shared.messages import BlockCopy, KVSend, SlotBlocks, SlotRun, SlotStart
+from blockyard.shared.messages import BlockCopy, KVSend, SlotBlocks, SlotRun, SlotStart, StepResult
 
 
 @dataclass(slots=True)
@@ -51,9 +51,10 @@ class PlanRecord:
             slot: rows.sequences[i] for slot, i in zip(slots, places, strict=True) if slot not in self.dropped_slots
         }
 
-    def matches(self, token_ids: bytes) -> bool:
-        """Whether there is a token for each run, or none at all."""
-        return not token_ids or len(token_ids) == ID_BYTES * len(self.runs)
+    def matches(self, result: StepResult) -> bool:
+        """Whether there is a token for each run, or none at all, and as many log-probabilities, or none."""
+        num_tokens, num_logprobs = len(result.token_ids) / ID_BYTES, len(result.logprobs)
+        return num_tokens in (0, len(self.runs)) and num_logprobs in (0, num_tokens)
 
 
 class PlanBuilder:

@@ -4,6 +4,8 @@ from array import array
 from bisect import bisect_left
 from collections import deque
 
+import msgspec
+
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -11,6 +13,7 @@ from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.shared.messages import (
+    NO_LOGPROBS,
     NO_TOKEN,
     SECOND_TOKEN_S,
     STEP_TOKENS,
@@ -19,6 +22,7 @@ from blockyard.shared.messages import (
     StepResult,
     TokenRows,
     TokenStep,
+    decode_logprobs,
 )
 
 
@@ -58,30 +62,40 @@ class StepResults:
     def _apply_tokens(self, group: WorkerGroup, record: PlanRecord, result: StepResult) -> None:
         """Applies the results that are a single token. Slots with other results stay in `record.sequences`."""
         token_ids, begin = array("I", result.token_ids), 0
-        singles: list[tuple[int, int]] = []  # slots and tokens
+        singles: list[tuple[int, int, msgspec.Raw]] = []  # slots, tokens and their log-probabilities
         for rows in record.rows:
             tokens = token_ids[begin : begin + len(rows)] or array("I", [NO_TOKEN]) * len(rows)
+            logprobs = result.logprobs[begin : begin + len(rows)]
             begin += len(rows)
             places = _indexes(tokens, NO_TOKEN)
             if record.detached_slots:
                 places |= {rows.slots.index(slot) for slot in record.detached_slots if slot in rows.slots}
             if places:
                 record.detach_rows(rows, places)
-                singles += [(rows.slots[i], tokens.pop(i)) for i in sorted(places, reverse=True)]
-            self._apply_rows(rows.without(places) if places else rows, tokens, result.stamp_s)
-        singles += [(run.slot, token) for run, token in zip(record.runs[begin:], token_ids[begin:], strict=False)]
-        for slot, token in singles:
+                singles += [
+                    (rows.slots[i], tokens.pop(i), logprobs.pop(i) if logprobs else NO_LOGPROBS)
+                    for i in sorted(places, reverse=True)
+                ]
+            self._apply_rows(rows.without(places) if places else rows, tokens, logprobs, result.stamp_s)
+        runs = record.runs[begin:]
+        outside = zip(runs, token_ids[begin:], result.logprobs[begin:] or [NO_LOGPROBS] * len(runs), strict=False)
+        singles += [(run.slot, token, logprobs_of) for run, token, logprobs_of in outside]
+        for slot, token, encoded in singles:
             running = record.sequences.pop(slot, None) if token != NO_TOKEN else None
             if running is not None:
-                self._apply_slot(
-                    group, record, running, SlotResult(slot, [token], running.num_computed_tokens + 1), result.stamp_s
+                scores = decode_logprobs(encoded)
+                single = SlotResult(
+                    slot, [token], running.num_computed_tokens + 1, logprobs=[] if scores is None else [scores]
                 )
+                self._apply_slot(group, record, running, single, result.stamp_s)
 
-    def _apply_rows(self, rows: BatchRows, tokens: "array[int]", stamp_s: float) -> None:
+    def _apply_rows(self, rows: BatchRows, tokens: "array[int]", logprobs: list[msgspec.Raw], stamp_s: float) -> None:
         """One token for each row, in loops that run in C: the largest part of a step."""
         if tokens:
             firsts = array("I", map(len, rows.outputs))
-            rows.text_outbox.add_rows(TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes()), stamp_s)
+            rows.text_outbox.add_rows(
+                TokenRows(rows.streams.tobytes(), firsts.tobytes(), tokens.tobytes(), logprobs), stamp_s
+            )
             deque(map(array.append, rows.outputs, tokens), maxlen=0)
             self.num_output_tokens += len(tokens)
             for account, num_rows in rows.accounts.items():

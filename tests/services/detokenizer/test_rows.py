@@ -2,9 +2,20 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from blockyard.shared.messages import Cancel, FinishReason, StreamRef, TokenBatch, TokenRows, TokenStep
+from blockyard.shared.messages import (
+    NO_LOGPROBS,
+    Cancel,
+    FinishReason,
+    StreamRef,
+    TokenBatch,
+    TokenLogprobs,
+    TokenRows,
+    TokenStep,
+    encode_logprobs,
+)
 from blockyard.shared.token_ids import pack
 
 
@@ -29,6 +40,33 @@ def test_rows_become_the_text_that_steps_would(bench: Any) -> None:
     assert firsts == [(n, [ids[n]]) for n in range(count)] + [(count, ids[count:])]
     assert bench.streams.tokens_total == len(ids) + len(others)
     assert bench.streams.num_open == 0
+
+
+def test_rows_have_the_log_probabilities_that_steps_would(bench: Any) -> None:
+    first, second = bench.ids("ab")
+    scores = [TokenLogprobs(token, -0.5, 1, [token, 5], [-0.5, -1.5]) for token in (first, second)]
+    bench.open("a", stream=5)
+    bench.open("b", stream=6)
+    some = msgspec.structs.replace(
+        rows((5, 0, first), (6, 0, first)), logprobs=[encode_logprobs(scores[0]), NO_LOGPROBS]
+    )
+    bench.apply(TokenBatch([], [], rows=[some]))
+    bench.apply(TokenBatch([], [TokenStep("b", 1, 0, 1, [second], logprobs=[scores[1]])]))
+    a, b, later = bench.deltas
+    assert (a.text, [(p.token_id, p.logprob, p.rank) for p in a.logprobs]) == ("a", [(first, -0.5, 1)])
+    assert (b.text, b.logprobs) == ("a", [])
+    assert [p.token_id for p in later.logprobs] == [second]
+
+
+def test_malformed_log_probabilities_fail_their_stream_alone(bench: Any) -> None:
+    (token,) = bench.ids("a")
+    bench.open("a", stream=5)
+    bench.open("b", stream=6)
+    wrong = msgspec.structs.replace(rows((5, 0, token), (6, 0, token)), logprobs=[msgspec.Raw(b"\x07"), NO_LOGPROBS])
+    bench.apply(TokenBatch([], [], rows=[wrong]))
+    a, b = bench.deltas
+    assert a.finish is FinishReason.FAILED and "log-probabilities" in a.detail
+    assert (b.text, b.finish) == ("a", None)
 
 
 def test_rows_come_before_the_steps_of_their_batch(bench: Any) -> None:

@@ -120,8 +120,9 @@ class CoreLoop:
             done += runner.collect()
         for one, it in zip(launched, done, strict=True):
             self.num_plans[worker] += 1
-            slots, token_ids = packed(it)
-            result = StepResult(worker, one.number, slots, 0.0, 0.0, it.failed_fetches, token_ids)
+            slots, token_ids, logprobs = packed(it)
+            times = (0.0, 0.0, it.failed_fetches, token_ids, 0.0)
+            result = StepResult(worker, one.number, slots, *times, logprobs)
             self.core.on_message(worker, result, 0.0)
             self.turn()
 

@@ -11,6 +11,7 @@ from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.messages import (
+    NO_LOGPROBS,
     NO_TOKEN,
     Attach,
     Attached,
@@ -28,6 +29,7 @@ from blockyard.shared.messages import (
     StepPlan,
     StepResult,
     Wake,
+    decode_logprobs,
 )
 
 from .fake_transfers import FakeTransfers, abort
@@ -182,12 +184,14 @@ class FakeWorker:
     def _in_words(self, answer: StepResult, runs: list[int]) -> StepResult:
         """The same answer with a SlotResult in place of each plain token, if its slot is still known."""
         slots, token_ids = list(answer.slots), ids_list(answer.token_ids)
+        logprobs = answer.logprobs or [NO_LOGPROBS] * len(token_ids)
         for i, token in enumerate(token_ids):
             if token != NO_TOKEN and (table := self._table(runs[i], answer)) is not None:
-                slots.append(SlotResult(runs[i], [token], table.num_computed))
-                token_ids[i] = NO_TOKEN
+                scores = decode_logprobs(logprobs[i])
+                slots.append(SlotResult(runs[i], [token], table.num_computed, logprobs=[scores] if scores else []))
+                token_ids[i], logprobs[i] = NO_TOKEN, NO_LOGPROBS
         left = ids_bytes(token_ids) if {*token_ids} - {NO_TOKEN} else b""
-        return msgspec.structs.replace(answer, slots=slots, token_ids=left)
+        return msgspec.structs.replace(answer, slots=slots, token_ids=left, logprobs=logprobs if left else [])
 
     def _table(self, slot: int, answer: StepResult) -> Table | None:
         """The table of the slot that ran, or None if the slot was ended or reused."""

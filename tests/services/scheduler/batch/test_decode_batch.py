@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.shared.messages import NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
+from blockyard.shared.messages import NO_LOGPROBS, NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
 
 from ..conftest import Ring
 from ..fakes import ids_list
@@ -82,12 +82,15 @@ def test_results_of_one_step_reach_the_detokenizer_in_order(ring: type[Ring], to
     it.finish()
 
 
-def test_sequences_with_log_probabilities_stay_outside_the_batch(ring: type[Ring]) -> None:
+def test_sequences_with_log_probabilities_are_in_the_batch(ring: type[Ring]) -> None:
+    """The invariants check at the end that each token has its own."""
     it = ring(num_blocks=200, max_num_seqs=8)
     it.submit("a", 5, max_tokens=20, num_logprobs=2)
     it.submit("b", 5, max_tokens=20)
     it.steps(10)
-    assert [running.sequence.request.id for running in group_of(it).decode_batch.outside] == ["a"]
+    assert not group_of(it).decode_batch.outside
+    rows = [rows for o in it.world.sent if isinstance(o.frame, TokenBatch) for rows in o.frame.rows]
+    assert any(NO_LOGPROBS in one.logprobs and {*map(len, map(bytes, one.logprobs))} != {1} for one in rows)
     it.finish()
 
 
