@@ -15,6 +15,7 @@ Folders:
 
 - `models/`: model families. `layers/`, `attention/`: the parts they are built from.
 - `sampling/`: from logits to tokens.
+- `structured_output/`: masks of structured output, made by matcher processes beside the worker.
 - `execution/`: eager steps, CUDA graphs, the device loop.
 - `compilation/`: compiles Triton kernels in parallel at startup.
 - `kv/`: KV memory, block hashes, and KV blocks in host memory.
@@ -23,8 +24,9 @@ Folders:
 - `linear_tuning/`: picks the kernel of each linear layer.
 - `mock/`: a worker without a model. `bench/`: timings of kernels.
 
-Imports go one way: `engine` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`, `attention/`,
-`linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `loading/`. tests/test_imports.py holds the whole order.
+Imports go one way: `engine` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`,
+`structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `loading/`.
+tests/test_imports.py holds the whole order.
 `service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker without transfers
 runs without it.
 """

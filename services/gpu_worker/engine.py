@@ -116,7 +116,13 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         report.note(*kv_scales.set_pool_scales(pool, scales, config))
         store = host_blocks.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    matchers = MatcherProcesses(config.model_path, geometry.vocab_size, geometry.eos_token_ids)
+    matchers = MatcherProcesses(
+        config.model_path,
+        geometry.vocab_size,
+        geometry.eos_token_ids,
+        engines=config.grammar_engines,
+        num_slots=config.max_num_seqs,
+    )
     if device.type == "cuda":
         runner = Runner(model, pool, geometry, store, lambda again: run_ahead(again, config, tuning, report), matchers)
         run_ahead(runner, config, tuning, report)

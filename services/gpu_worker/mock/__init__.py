@@ -5,6 +5,8 @@
 - `kv.MockKV`: which tokens each block holds. `model` reads sizes from config.json.
 - `memory.MockMemory`: an arena with the tokens of blocks, for KV transfers; only then it is loaded.
 
+It ignores constraints of structured output: its tokens are not inside a grammar, and it starts no matcher process.
+
 `__main__` calls `runner.start`; tests and benchmarks of the other services run against it. It imports `interfaces`, and
 neither torch nor numpy, except for `memory`.
 """

@@ -12,8 +12,10 @@ To add a logits step:
 3. Device: add a function that writes a field of the slot to `DEVICE_STEPS`, and read the field in
    `kernels/sampling`. Without a kernel the function returns False for slots that use the step: the host samples them,
    and they wait for that in every second step or so (`execution.host_sampling`).
-4. A step that needs the host between tokens (a grammar mask) returns False too; its `apply` masks the slot's row.
+4. A step that needs the host between tokens returns False too. Its `apply` may stop rows: they take no token, and
+   compute their position again in the next step or fail.
 5. `test_logits_steps` fails until host and device have the entry and every parameter belongs to one step.
 
-`batch` and `execution/` call this folder. It imports `slots`, the kernels and, for prompts, `models/`.
+`batch` and `execution/` call this folder. It imports `slots`, `structured_output/`, the kernels and, for
+prompts, `models/`.
 """

@@ -88,10 +88,14 @@ class Constraint(HostStep):
                 masks.append(mask)
                 places.append(row)
         if masks:
-            bits = np.unpackbits(np.stack(masks).view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
-            banned = torch.from_numpy(bits).to(self._device) == 0
-            index = torch.tensor(places, device=self._device)
-            logits[index] = logits[index].masked_fill_(banned, float("-inf"))
+            words = np.invert(np.stack(masks)).view(np.uint8)
+            bits = np.unpackbits(words, axis=1, count=self._vocab_size, bitorder="little")
+            banned = torch.from_numpy(bits.view(np.bool_)).to(self._device)
+            if len(places) == len(slots):
+                logits.masked_fill_(banned, float("-inf"))
+            else:
+                index = torch.tensor(places, device=self._device)
+                logits[index] = logits[index].masked_fill_(banned, float("-inf"))
 
     def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
         """Tells the matchers."""

@@ -28,6 +28,7 @@ from blockyard.shared.messages import FIRST_MASK_S, GrammarEngine, Sampling, Slo
 
 log = logging.getLogger(__name__)
 
+POLL_S = 50e-6  # between two looks of a process for tokens of a device
 LOOK_S = 50e-6  # between two looks for a mask
 PATIENCE_S = 0.003  # a step waits so long for a row whose last mask was there in time ...
 ALONE_S = 0.05  # ... and so long if it has no other row to sample
@@ -60,10 +61,19 @@ class MatcherProcesses:
         vocab_size: int,
         eos_token_ids: list[int],
         command: Sequence[str] | None = None,
+        engines: Sequence[GrammarEngine] = (),
+        device_samples: bool = False,
+        num_slots: int = 0,
     ) -> None:
-        """tokenizer_path: folder of the model. command: arguments of Python for a matcher process."""
+        """tokenizer_path: folder of the model. command: arguments of Python for a matcher process.
+
+        engines: whose processes start with the first `reset` that has slots; others start by need. device_samples: a
+        device writes tokens to the shared memory, so the processes look for them; otherwise they wait for `sampled`.
+        num_slots: that the shared memory has at least."""
         self._tokenizer_path, self._vocab_size, self._eos = tokenizer_path, vocab_size, eos_token_ids
-        self._command = command or matcher_client.COMMAND
+        self._command, self._engines = command or matcher_client.COMMAND, engines
+        self._least_slots = num_slots
+        self._poll_s = POLL_S if device_samples else 0.0
         self._owners = itertools.count()
         self._slots: dict[int, ConstrainedSlot] = {}
         self._clients: dict[GrammarEngine, MatcherClient] = {}
@@ -82,6 +92,8 @@ class MatcherProcesses:
         self._table = table
         if self._memory is not None and self._memory.num_slots < len(table.live):
             self.close()
+        for engine in self._engines if len(table.live) else ():
+            self._client(engine)
 
     def close(self) -> None:
         """Ends all processes."""
@@ -93,17 +105,12 @@ class MatcherProcesses:
             self._memory.close()
             self._memory = None
 
-    def prepare(self, engines: Iterable[GrammarEngine]) -> None:
-        """Starts the processes of these engines before a request needs them. Call it after `reset`."""
-        for engine in engines:
-            self._client(engine)
-
     @property
     def memory(self) -> MaskMemory:
         """Made when it is first needed, for the slots of `reset`."""
         if self._memory is None:
             assert self._table is not None, "reset was not called"
-            self._memory = MaskMemory.create(len(self._table.live), self._vocab_size)
+            self._memory = MaskMemory.create(max(len(self._table.live), self._least_slots), self._vocab_size)
         return self._memory
 
     @property
@@ -301,7 +308,7 @@ class MatcherProcesses:
         if engine not in self._clients:
             memory = self.memory
             settings = MatcherSettings(
-                engine, self._tokenizer_path, self._vocab_size, self._eos, memory.num_slots, poll_s=0.0
+                engine, self._tokenizer_path, self._vocab_size, self._eos, memory.num_slots, self._poll_s
             )
             self._clients[engine] = MatcherClient(settings, memory.fd, self._command)
         return self._clients[engine]

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
-from blockyard.shared.messages import KVRole
+from blockyard.shared.messages import GrammarEngine, KVRole
 
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
@@ -78,6 +78,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     batch_invariant: bool = False  # a sequence's logits do not depend on the rest of its batch
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     kv_scales_path: str | None = None  # JSON file
+    grammar_engines: list[GrammarEngine] = []  # their processes start with the worker; others start by need
     calculate_kv_scales: bool = False  # from the first prompt
     fused_steps: bool = True  # on a GPU, fuse kernels of small steps
     kv_transfer: KVTransferConfig | None = None  # None: this worker neither sends nor receives KV blocks

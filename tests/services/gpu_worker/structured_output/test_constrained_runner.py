@@ -11,8 +11,9 @@ from core_loop import CoreLoop
 from equality import CONDITIONS, Bench, Request, requests
 from fake_grammar_engine import constraint
 from plan_driver import Driver
+from reference_ops import run_ahead
 from ties import Ties
-from tiny_models import VOCAB
+from tiny_models import BY_NAME, VOCAB, start
 
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output import matcher_client
@@ -135,6 +136,36 @@ def test_min_tokens_and_ignore_eos_end_where_the_grammar_is_complete(it: Bench) 
     ]
     driver.run()
     assert [(one.output, one.finish) for one in made] == [([5, 6, EOS], FinishReason.STOP)] * 3
+
+
+def test_rows_that_the_host_samples_beside_steps_that_run_ahead(
+    fake_engine: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As on a GPU: late masks and a kill delay constrained choices, which stay inside their grammar."""
+    folder = tmp_path_factory.mktemp("ahead")
+    BY_NAME["llama"].save(folder)
+    runner = start(folder)
+    run_ahead(runner, capacity=12)
+    matchers = runner.batch.matchers
+    assert matchers is not None
+    driver = Driver(runner, depth=3)
+    made = [constraint(modulus=3, length=LENGTH), constraint(modulus=3, length=LENGTH, mask_s=0.005), None]
+    streams = [
+        driver.add([5, 6, 7 + i], Sampling(40, 1.0, seed=i, ignore_eos=True, constraint=made[i % 3]), 0, preempt)
+        for i, preempt in enumerate([(), (4,), (), (9,), (), ()])
+    ]
+    while any(stream.finish is None for stream in streams):
+        driver.queued.append(driver.plan())
+        while len(driver.queued) + runner.in_flight > driver.depth:
+            driver.step()
+        if len(streams[0].output) == 7 and not matchers.num_restarts and streams[0].slot is not None:
+            os.kill(matchers.process_ids[GrammarEngine.GUIDANCE], signal.SIGKILL)
+            streams[0].preempt_at.add(12)
+    assert matchers.num_restarts >= 1
+    for stream in streams:
+        assert is_inside(stream.output, stream.sampling), stream.detail
+        assert stream.finish is (FinishReason.STOP if stream.sampling.constraint else FinishReason.LENGTH)
+    close(runner)
 
 
 def test_a_slow_compilation_delays_its_own_choice_alone(it: Bench) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import fake_grammar_engine
+import msgspec
 import numpy as np
 import pytest
 from fake_grammar_engine import allowed_ids, constraint
@@ -17,6 +18,7 @@ from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output import matcher_processes
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import (
+    Grammar,
     GrammarEngine,
     OutputConstraint,
     Sampling,
@@ -32,8 +34,9 @@ PROMPT = [2, 3, 4]
 class Bench:
     """Slots with tokens, and the processes that make their masks."""
 
-    def __init__(self, num_slots: int = 8, path: str = "unused") -> None:
-        self.matchers = MatcherProcesses(path, VOCAB, EOS, fake_grammar_engine.COMMAND)
+    def __init__(self, num_slots: int = 8, path: str = "unused", device_samples: bool = False) -> None:
+        command = fake_grammar_engine.COMMAND
+        self.matchers = MatcherProcesses(path, VOCAB, EOS, command, device_samples=device_samples)
         self.reset(num_slots)
 
     def reset(self, num_slots: int) -> None:
@@ -74,10 +77,8 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    with contextlib.closing(Bench().matchers) as matchers:
-        made = Bench.__new__(Bench)
-        made.matchers = matchers
-        made.reset(8)
+    made = Bench()
+    with contextlib.closing(made.matchers):
         yield made
 
 
@@ -117,6 +118,18 @@ def test_a_slot_starts_behind_the_output_it_has(bench: Bench) -> None:
     assert bench.mask(5) == [10]
 
 
+def test_tokens_that_a_device_writes_are_found_without_a_message() -> None:
+    it = Bench(device_samples=True)
+    with contextlib.closing(it.matchers):
+        it.start(5, constraint(choices=[[5, 6], [5, 7, 8]]))
+        for token, following in ((5, [6, 7]), (7, [8]), (8, EOS)):
+            index = int(it.table.num_tokens[5])
+            assert it.mask(5) != following
+            it.matchers.memory.write_token(5, it.matchers.owner_of(5), index, token)
+            it.table.append(np.array([5]), np.array([token]))
+            assert it.mask(5) == following
+
+
 def test_many_slots_of_two_engines_side_by_side(bench: Bench) -> None:
     bench.reset(64)
     for slot in range(64):
@@ -132,10 +145,8 @@ def test_many_slots_of_two_engines_side_by_side(bench: Bench) -> None:
     assert bench.matchers.process_ids.keys() == {GUIDANCE, XGRAMMAR}
 
 
-def grammar_with(grammar: object, engine: GrammarEngine) -> object:
-    import msgspec
-
-    return msgspec.structs.replace(grammar, engine=engine)  # type: ignore[type-var]
+def grammar_with(grammar: Grammar, engine: GrammarEngine) -> Grammar:
+    return msgspec.structs.replace(grammar, engine=engine)
 
 
 def test_a_slot_that_changes_its_engine_waits_for_the_process_before(bench: Bench) -> None:
@@ -256,9 +267,8 @@ from fake_grammar_engine import COMMAND
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import GrammarEngine
-matchers = MatcherProcesses("unused", 40, [1], COMMAND)
+matchers = MatcherProcesses("unused", 40, [1], COMMAND, [GrammarEngine.GUIDANCE])
 matchers.reset(Slots(4, 64, 16, 40, 100))
-matchers.prepare([GrammarEngine.GUIDANCE])
 print(*matchers.process_ids.values(), flush=True)
 time.sleep(60)
 """
