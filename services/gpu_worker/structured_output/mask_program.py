@@ -97,9 +97,7 @@ class MaskProgram:
         elif bans_ends and self._ignore_eos:
             banned = self._eos_mask
         if self._allowed is None and banned is None:
-            if not words.any():
-                raise MatcherError("the grammar allows no token")
-            return
+            return  # a matcher raises an error if it allows nothing
         ends = words & self._eos_mask
         if self._allowed is not None:
             words &= self._allowed

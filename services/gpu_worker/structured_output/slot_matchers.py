@@ -31,6 +31,7 @@ MAX_COMPILED = 256  # grammars that are kept
 COMPILE_THREADS = 2
 NICENESS = 10  # of threads that compile: masks come first
 SMALL_TURN = 8  # slots of a turn that one thread does alone
+SLOW_MASK_S = 200e-6  # quicker masks are made by one thread: two would mostly wait for the GIL
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +99,7 @@ class SlotMatchers:
         self._prepared_lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "compile", _be_nice)
         self._num_threads = num_threads
+        self._mask_s = 0.0  # thread time of a mask in the last turn
         self._fillers = ThreadPoolExecutor(num_threads - 1, "fill") if num_threads > 1 else None
 
     @property
@@ -171,9 +173,14 @@ class SlotMatchers:
 
     def _fill_all(self, ready: list[tuple[OpenSlot, int | None]]) -> dict[int, str]:
         """Accepts the token of each slot, if there is one, and writes its next mask. Returns problems by slot."""
-        count = min(self._num_threads, -(-len(ready) // SMALL_TURN))
-        if self._fillers is None or count == 1:
-            return self._fill_some(ready)
+        began_s = time.monotonic()
+        count = min(self._num_threads, -(-len(ready) // SMALL_TURN)) if self._mask_s > SLOW_MASK_S else 1
+        problems = self._fill_some(ready) if self._fillers is None or count == 1 else self._fill_parts(ready, count)
+        self._mask_s = (time.monotonic() - began_s) * count / len(ready)
+        return problems
+
+    def _fill_parts(self, ready: list[tuple[OpenSlot, int | None]], count: int) -> dict[int, str]:
+        assert self._fillers is not None
         parts = [ready[i::count] for i in range(count)]
         others = [self._fillers.submit(self._fill_some, part) for part in parts[1:]]
         problems = self._fill_some(parts[0])
