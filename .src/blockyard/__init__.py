@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
-    from blockyard.services.offline.sampling_params import SamplingParams
+    from blockyard.services.offline.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,10 +25,12 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "GenerationError",
+    "GuidedDecodingParams",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -39,7 +41,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'blockyard' has no attribute {name!r}")
     # services import this package too: they must not load the client of the offline API
-    from blockyard.services.offline import beam_search, engine_args, llm, outputs, prompts  # noqa: PLC0415
+    from blockyard.services.offline import beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
 
-    modules = (llm, outputs, prompts, beam_search, engine_args)
+    modules = (llm, outputs, prompts, beam_search, engine_args, sampling_params)
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -53,9 +53,11 @@ class RequestPipeline:
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.admission.check_capacity(model, arrived_s, tenant, request.user)
-        prompts = await self.tokenizer_client.tokenize(request.prompts, name, request.truncate, request.options.echo)
+        prompts = await self.tokenizer_client.tokenize(
+            request.prompts, name, request.truncate, request.options.echo, request.grammar_field
+        )
         self._meters.tokenized(self.clock() - arrived_s)
-        samplings = [request.finalize_sampling(len(p.token_ids) // 4, p.bad_words) for p in prompts]
+        samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts) if request.options.echo else []
         num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)

@@ -140,6 +140,7 @@ class RequestBatch:
                 request.prompt.work,
                 request_id=f"{self._name}-{i}",
                 bad_words=request.params.bad_words,
+                grammar=request.params.grammar,
                 max_tokens=self._card.max_model_len if request.params.truncate is None else 0,
             )
             for i, request in enumerate(self._requests)
@@ -177,8 +178,7 @@ class RequestBatch:
         params, where, add_tokens = request.params, request.prompt.where, self.progress.add_output_tokens
         sampling = finalize_sampling(
             params.sampling,
-            len(prompt.token_ids) // 4,
-            prompt.bad_words,
+            prompt,
             card=self._card,
             max_tokens=params.max_tokens,
             seed=request.seed if params.seed is None else params.seed,

@@ -178,14 +178,14 @@ class LLM(RingOperations):
     def _check_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[CheckedParams]:
-        card, most = self._session.card, self._session.config.max_logprobs
+        card, config = self._session.card, self._session.config
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [read(params, card.vocab_size, most)] * num_prompts
+            return [read(params, card.vocab_size, config.max_logprobs, config.grammars)] * num_prompts
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
-        return [read(one, card.vocab_size, most) for one in params]
+        return [read(one, card.vocab_size, config.max_logprobs, config.grammars) for one in params]
 
 
 def _wait(batch: RequestBatch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:

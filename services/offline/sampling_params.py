@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import SamplingDefaults
+from blockyard.shared.config.services.gateway import GrammarDefaults, SamplingDefaults
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, TextOptions
+from blockyard.shared.messages import DEFAULT_SAMPLING, Grammar, Sampling, TextOptions
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
 from blockyard.shared.ring_client.request_fields.sampling_fields import (
@@ -17,12 +17,18 @@ from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_text_options,
     read_truncation,
 )
+from blockyard.shared.ring_client.request_fields.structured_outputs import (
+    FieldGrammar,
+    StructuredOutputsParams,
+    read_structured_outputs,
+)
+
+DEFAULT_GRAMMARS = GrammarDefaults()
+GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 # fields of vLLM that are not supported -> values without an effect
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logits_processors": (None, []),
-    "structured_outputs": (None,),
-    "guided_decoding": (None,),
     "output_kind": (None,),
     "extra_args": (None,),
 }
@@ -59,10 +65,10 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None  # number of the prompt's last tokens to keep
+    structured_outputs: Any = None  # StructuredOutputsParams, or a dict of its fields
+    guided_decoding: Any = None  # its older name
     # refused by name
     logits_processors: Any = None
-    structured_outputs: Any = None
-    guided_decoding: Any = None
     output_kind: Any = None
     extra_args: Any = None
 
@@ -86,9 +92,15 @@ class CheckedParams:
     bad_words: list[str]
     detokenize: bool
     num_logprobs: int | None  # shown in outputs
+    grammar: Grammar | None = None  # of structured output
 
 
-def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: int | None = None) -> CheckedParams:
+def read(
+    params: SamplingParams,
+    vocab_size: int | None = None,
+    max_logprobs: int | None = None,
+    grammars: GrammarDefaults = DEFAULT_GRAMMARS,
+) -> CheckedParams:
     """Validates `params`. Raises RequestError. Without `vocab_size` and `max_logprobs`, skips the model's limits."""
     _check_types(params)
     for name, harmless in UNSUPPORTED.items():
@@ -106,6 +118,9 @@ def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: in
     sampling, choices = read_sampling(params, vocab_size, SamplingDefaults()), read_choices(params)
     if choices.beam is not None and params.prompt_logprobs is not None:
         raise RequestError("log-probabilities of the prompt are not part of a beam search", "prompt_logprobs")
+    grammar = _read_grammar(params, grammars)
+    if choices.beam is not None and grammar is not None:
+        raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
     return CheckedParams(
         sampling=choices.sampling(
             msgspec.structs.replace(sampling, num_logprobs=params.logprobs, num_prompt_logprobs=params.prompt_logprobs)
@@ -118,7 +133,16 @@ def read(params: SamplingParams, vocab_size: int | None = None, max_logprobs: in
         bad_words=read_bad_words(params),
         detokenize=params.detokenize,
         num_logprobs=params.logprobs,
+        grammar=grammar.grammar if grammar is not None else None,
     )
+
+
+def _read_grammar(params: SamplingParams, defaults: GrammarDefaults) -> FieldGrammar | None:
+    found = read_structured_outputs(params.structured_outputs, defaults)
+    older = read_structured_outputs(params.guided_decoding, defaults, "guided_decoding")
+    if found is not None and older is not None:
+        raise RequestError("structured_outputs and guided_decoding are one setting: leave one out", "guided_decoding")
+    return found or older
 
 
 def _check_types(params: SamplingParams) -> None:

@@ -6,7 +6,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockyard.shared.config import host_memory, http_server, kv_transfer, worker_fields, worker_roles
+from blockyard.shared.config import (
+    host_memory,
+    http_server,
+    kv_transfer,
+    structured_outputs,
+    worker_fields,
+    worker_roles,
+)
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -113,6 +120,7 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
             "admin_keys": http_server.read_keys(values, "admin-key", "admin-key-file"),
             "served_model_names": served_names(values),
             "defaults": msgspec.to_builtins(sampling_defaults(values, model.generation)),
+            "grammars": msgspec.to_builtins(structured_outputs.grammar_defaults(values)),
         },
     )
 

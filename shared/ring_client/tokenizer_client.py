@@ -40,19 +40,25 @@ class TokenizerClient:
         return future
 
     async def tokenize(
-        self, prompts: list[Tokenize], name: str, truncate: int | None = None, want_text: bool = False
+        self,
+        prompts: list[Tokenize],
+        name: str,
+        truncate: int | None = None,
+        want_text: bool = False,
+        grammar_field: str = "",
     ) -> list[Tokenized]:
         """Returns the answers in order of `prompts`; `name` prefixes their request ids. Raises RequestError.
 
         With `truncate` only this many last ids of a prompt are kept; `want_text` then returns the text of these ids. A
-        short prompt of ids, already checked by the caller, is returned at once and without block hashes.
+        short prompt of ids, already checked by the caller, is returned at once and without block hashes. The error
+        of a grammar that no engine takes names `grammar_field`.
         """
         named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
-        done = await self._all(named)
+        done = await self._all(named, grammar_field)
         if truncate is None:
             return done
         cut = [kept_end(p, d, truncate, want_text) for p, d in zip(named, done, strict=True)]
-        return await self._all(cut)
+        return await self._all(cut, grammar_field)
 
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
         future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
@@ -86,14 +92,14 @@ class TokenizerClient:
             if now - since > timeout_s and not self._pool.serves(model) and not future.done():
                 future.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
 
-    async def _all(self, works: list[Tokenize]) -> list[Tokenized]:
+    async def _all(self, works: list[Tokenize], grammar_field: str = "") -> list[Tokenized]:
         if all(map(_is_done, works)):
             return [Tokenized(work.request_id, work.token_ids or b"", b"") for work in works]
         futures = [self.submit(work) for work in works]
         try:
             answers = await asyncio.gather(*futures)
         except RequestError as e:
-            raise _located(e, futures) from e
+            raise _located(e, futures, grammar_field) from e
         finally:
             for future in futures:
                 future.cancel()
@@ -115,8 +121,10 @@ def _rejection(frame: TextRejected) -> RequestError:
     return RequestError(frame.message, frame.field, code=frame.code or None)
 
 
-def _located(error: RequestError, futures: list[asyncio.Future[Answer]]) -> RequestError:
-    """Returns the error with the index of the refused prompt, if there are several."""
+def _located(error: RequestError, futures: list[asyncio.Future[Answer]], grammar_field: str) -> RequestError:
+    """Returns the error with the index of the refused prompt, if there are several, or the grammar's field."""
+    if error.field == "grammar":
+        return RequestError(f"{grammar_field}: {error}", grammar_field, error.status, error.code, error.retry_after_s)
     if error.field != "prompt" or len(futures) == 1:
         return error
     index = next(i for i, f in enumerate(futures) if f.done() and not f.cancelled() and f.exception() is error)

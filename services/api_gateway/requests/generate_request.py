@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize
+from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize, Tokenized
 from blockyard.shared.ring_client.request_fields.choices import Choices
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 
@@ -39,7 +39,7 @@ class GenerateRequest:
     options: ResponseOptions
     prompts: list[Tokenize]  # without request ids
     prompt_field: str  # "messages" or "prompt"
-    sampling: Sampling  # max_tokens, seed and bad_words are set by `finalize_sampling`
+    sampling: Sampling  # max_tokens, seed, bad_words and constraint are set by `finalize_sampling`
     text: TextOptions
     choices: Choices
     seed: int | None
@@ -49,13 +49,13 @@ class GenerateRequest:
     priority: int
     user: str
     cache_salt: str
+    grammar_field: str = ""  # where the grammar of `prompts` is from; empty: there is none
 
-    def finalize_sampling(self, num_prompt_tokens: int, bad_words: list[list[int]]) -> Sampling:
-        """The sampling of a prompt of this length. Raises RequestError where it does not fit the context."""
+    def finalize_sampling(self, prompt: Tokenized) -> Sampling:
+        """The sampling of this prompt. Raises RequestError where it does not fit the context."""
         return finalize_sampling(
             self.sampling,
-            num_prompt_tokens,
-            bad_words,
+            prompt,
             card=self.card,
             max_tokens=self.max_tokens,
             seed=self.seed,

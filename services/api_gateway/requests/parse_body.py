@@ -17,7 +17,7 @@ from blockyard.services.api_gateway.requests.schemas import (
 from blockyard.services.api_gateway.requests.validate import parse_chat, parse_completion
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Detokenize, ModelCard, Tokenize
+from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.admission import Served
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
@@ -82,7 +82,7 @@ def check_lengths(request: GenerateRequest) -> None:
     """Refuses prompts of token ids that do not fit the context, before they are sent. Raises RequestError."""
     for prompt in request.prompts if request.truncate is None else ():
         if prompt.token_ids is not None:
-            request.finalize_sampling(len(prompt.token_ids) // 4, [])
+            request.finalize_sampling(Tokenized("", prompt.token_ids, b""))
 
 
 def _request_id(asked: str | None, context: ParseContext) -> str:

@@ -19,18 +19,12 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "reasoning_effort": ("none",),
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "repetition_detection": (),
@@ -103,13 +97,17 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     safety_identifier: msgspec.Raw = NULL
     prompt_cache_key: msgspec.Raw = NULL
     prompt_cache_retention: msgspec.Raw = NULL
-    # refused by name
+    # structured output
     response_format: msgspec.Raw = NULL
+    structured_outputs: msgspec.Raw = NULL
     guided_json: msgspec.Raw = NULL
     guided_regex: msgspec.Raw = NULL
     guided_choice: msgspec.Raw = NULL
     guided_grammar: msgspec.Raw = NULL
-    structured_outputs: msgspec.Raw = NULL
+    guided_json_object: msgspec.Raw = NULL
+    guided_whitespace_pattern: msgspec.Raw = NULL
+    guided_decoding_backend: msgspec.Raw = NULL
+    # refused by name
     logits_processors: msgspec.Raw = NULL
     logprob_token_ids: msgspec.Raw = NULL
     repetition_detection: msgspec.Raw = NULL

@@ -20,6 +20,7 @@ from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_text_options,
     read_truncation,
 )
+from blockyard.shared.ring_client.request_fields.structured_outputs import read_grammar
 
 
 def parse_chat(request: ChatRequest, card: ModelCard, config: GatewayConfig, name: str) -> GenerateRequest:
@@ -119,6 +120,9 @@ def _generate_request(
         raise RequestError(
             f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
         )
+    grammar = read_grammar(request, config.grammars)
+    if grammar is not None and choices.beam is not None:
+        raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
     salt, bad_words, truncate = read_salt(request.cache_salt), read_bad_words(request), read_truncation(request)
     as_ids = request.return_tokens_as_token_ids
     sampling = read_sampling(request, card.vocab_size, config.defaults)
@@ -127,7 +131,11 @@ def _generate_request(
         options=options,
         prompts=[
             msgspec.structs.replace(
-                p, bad_words=bad_words, cache_salt=salt, max_tokens=p.max_tokens if truncate is None else 0
+                p,
+                bad_words=bad_words,
+                cache_salt=salt,
+                max_tokens=p.max_tokens if truncate is None else 0,
+                grammar=grammar.grammar if grammar is not None else None,
             )
             for p in prompts
         ],
@@ -144,4 +152,5 @@ def _generate_request(
         user=limits.name("user", request.user, limits.MAX_USER_CHARS),
         priority=limits.integer("priority", request.priority, 0, -(2**31), 2**31 - 1),
         cache_salt=salt,
+        grammar_field=grammar.field if grammar is not None else "",
     )

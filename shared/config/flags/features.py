@@ -8,7 +8,6 @@ _PROMPT_ADAPTERS = not_built("prompt adapters")
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")
 _TRACES = not_built("OpenTelemetry traces")
-_GUIDED = not_built("structured output")
 _TOOLS = not_built("tool calling")
 _REASONING = not_built("reasoning output")
 _METHODS = (
@@ -172,9 +171,16 @@ STRUCTURED = (
         "guided-decoding-backend",
         FlagKind.TEXT,
         None,
-        "Engine of structured output.",
-        choices=("outlines", "lm-format-enforcer", "xgrammar"),
-        refused=_GUIDED,
+        "Engine of structured output; auto: guidance, and xgrammar for what that does not take. A request may name "
+        "another one.",
+        choices=("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"),
+    ),
+    Flag(
+        "structured-outputs-config",
+        FlagKind.JSON,
+        None,
+        "Defaults of structured output: `backend` (as --guided-decoding-backend), `disable_any_whitespace`, "
+        "`disable_additional_properties`. Also one key at a time: --structured-outputs-config.backend xgrammar.",
     ),
     Flag(
         "logits-processor-pattern",

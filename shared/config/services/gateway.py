@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.messages.grammars import GrammarEngine
 from blockyard.shared.messages.requests import DEFAULT_SAMPLING, MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 
@@ -38,6 +39,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class GrammarDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Structured output of a request that says nothing else."""
+
+    engine: GrammarEngine = GrammarEngine.AUTO
+    any_whitespace: bool = True
+    additional_properties: bool = True
+
+
 class MetricsNames(enum.StrEnum):
     """Prefixes in /metrics."""
 
@@ -66,6 +75,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     served_model_names: list[str] = []  # the first is echoed; for messages before a scheduler has joined
     response_role: str = "assistant"
     defaults: SamplingDefaults = SamplingDefaults()
+    grammars: GrammarDefaults = GrammarDefaults()
     max_logprobs: int = 20
     return_tokens_as_token_ids: bool = False
     enable_request_id_headers: bool = False

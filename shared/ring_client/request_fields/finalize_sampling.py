@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ModelCard, Sampling
+from blockyard.shared.messages import ModelCard, OutputConstraint, Sampling, Tokenized
 
 
 def finalize_sampling(
     sampling: Sampling,
-    num_prompt_tokens: int,
-    bad_words: list[list[int]],
+    prompt: Tokenized,
     *,
     card: ModelCard,
     max_tokens: int | None,
@@ -20,11 +19,12 @@ def finalize_sampling(
     max_new_tokens: int | None = None,
     prompt_field: str = "prompt",
 ) -> Sampling:
-    """Returns the sampling of a prompt of this length.
+    """Returns the sampling of this prompt, with its bad words and its grammar.
 
     `max_tokens` is limited to the rest of the context, and None means all of it; `max_new_tokens` caps it. A missing
     seed is drawn at random. Raises RequestError if the prompt does not fit or no token could be sampled.
     """
+    num_prompt_tokens, bad_words = len(prompt.token_ids) // 4, prompt.bad_words
     if num_prompt_tokens == 0:
         raise RequestError(f"`{prompt_field}` is empty: not one token", prompt_field)
     left = card.max_model_len - num_prompt_tokens
@@ -38,7 +38,10 @@ def finalize_sampling(
     _check_choice(sampling, bad_words, card.eos_token_ids)
     # max_tokens 0 asks for the prompt's log-probabilities: one token is sampled if it fits, and not shown
     seed = secrets.randbits(64) if seed is None else seed % 2**64
-    return msgspec.structs.replace(sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words)
+    constraint = OutputConstraint(prompt.grammar) if prompt.grammar is not None else None
+    return msgspec.structs.replace(
+        sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words, constraint=constraint
+    )
 
 
 def _too_long(num_prompt_tokens: int, context: int, prompt_field: str) -> RequestError:

@@ -117,7 +117,9 @@ def test_every_field_reaches_a_request() -> None:
         ({"use_beam_search": True, "prompt_logprobs": 0}, "prompt_logprobs"),
         ({"use_beam_search": True, "early_stopping": "often"}, "early_stopping"),
         ({"use_beam_search": True, "n": 65}, "n"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "guided_decoding"),
+        ({"guided_decoding": {"regex": "a"}, "use_beam_search": True}, "guided_decoding.regex"),
         ({"logits_processors": [print]}, "logits_processors"),
     ],
 )

@@ -127,7 +127,6 @@ ASKS_FOR_NOTHING = {
 }
 REFUSED = {
     "reasoning_effort": "low",
-    "response_format": {"type": "json_object"},
     "tool_choice": "required",
     "thinking_token_budget": 5,
     "logprob_token_ids": [1],

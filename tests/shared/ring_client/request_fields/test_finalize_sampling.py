@@ -3,7 +3,7 @@
 import pytest
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ModelCard, Sampling
+from blockyard.shared.messages import Grammar, GrammarKind, ModelCard, Sampling, Tokenized
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 
 CARD = ModelCard(["m"], "m", 100, 300, 0, [2])
@@ -13,8 +13,7 @@ def settled(num_prompt_tokens: int, max_tokens: int | None, max_new_tokens: int 
     sampling = Sampling(1)
     return finalize_sampling(
         sampling,
-        num_prompt_tokens,
-        [],
+        Tokenized("", bytes(4 * num_prompt_tokens), b""),
         card=CARD,
         max_tokens=max_tokens,
         seed=0,
@@ -57,9 +56,21 @@ def test_a_prompt_that_does_not_fit_is_told_so(num_prompt_tokens: int, max_token
     ],
 )
 def test_some_token_must_be_left(sampling: Sampling, bad_words: list[list[int]], fits: bool) -> None:
+    prompt = Tokenized("", bytes(20), b"", bad_words)
     if fits:
-        finalize_sampling(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
+        finalize_sampling(sampling, prompt, card=CARD, max_tokens=4, seed=0)
         return
     with pytest.raises(RequestError) as caught:
-        finalize_sampling(sampling, 5, bad_words, card=CARD, max_tokens=4, seed=0)
+        finalize_sampling(sampling, prompt, card=CARD, max_tokens=4, seed=0)
     assert (caught.value.field, caught.value.status) == ("allowed_token_ids", 400)
+
+
+def test_the_checked_grammar_becomes_the_constraint() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a+")
+    prompt = Tokenized("", bytes(20), b"", grammar=grammar)
+    done = finalize_sampling(Sampling(1), prompt, card=CARD, max_tokens=4, seed=0)
+    assert done.constraint is not None and done.constraint.grammar == grammar
+    assert (
+        finalize_sampling(Sampling(1), Tokenized("", bytes(20), b""), card=CARD, max_tokens=4, seed=0).constraint
+        is None
+    )

@@ -1,0 +1,44 @@
+"""Structured output: --guided-decoding-backend, and the keys of --structured-outputs-config, which are vLLM's."""
+
+import msgspec
+
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.gateway import GrammarDefaults
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import GrammarEngine
+
+FLAG, ENGINE_FLAG = "structured-outputs-config", "guided-decoding-backend"
+
+
+class StructuredOutputsKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of --structured-outputs-config."""
+
+    backend: GrammarEngine | None = None  # None: what --guided-decoding-backend says
+    disable_fallback: bool = False  # no effect: only auto tries a second engine
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    reasoning_parser: str = ""
+    reasoning_parser_plugin: str = ""
+    enable_in_reasoning: bool = False
+
+
+def grammar_defaults(values: Values) -> GrammarDefaults:
+    """What a request gets that says nothing else. Raises ConfigError for a key that is unknown, refused or wrong."""
+    where = values.where(FLAG)
+    try:
+        keys = msgspec.convert(values.maybe(FLAG, dict) or {}, StructuredOutputsKeys, strict=False)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{where}: {e}") from e
+    for name in ("reasoning_parser", "reasoning_parser_plugin"):
+        if getattr(keys, name):
+            raise ConfigError(f"{where}: {name}: not built yet: reasoning output")
+    if keys.enable_in_reasoning:
+        raise ConfigError(f"{where}: enable_in_reasoning: not built yet: reasoning output")
+    given = values.maybe(ENGINE_FLAG, str)
+    if given is not None and keys.backend is not None and keys.backend != given:
+        raise ConfigError(f"{where}: backend {keys.backend} and --{ENGINE_FLAG} {given} disagree")
+    return GrammarDefaults(
+        engine=keys.backend or GrammarEngine(given or "auto"),
+        any_whitespace=not keys.disable_any_whitespace,
+        additional_properties=not keys.disable_additional_properties,
+    )
