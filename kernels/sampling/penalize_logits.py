@@ -1,8 +1,8 @@
-"""Logits processors on the device: logit bias, banned tokens, then penalties; for CUDA graphs.
+"""Logits processors on the device: masks, logit bias, banned tokens, then penalties; for CUDA graphs.
 
 Only slots that need it have a row of token counts and one of adjusted logits; raw logits stay as they are. The order
-is vLLM's: bias and bans first, then repetition, frequency and presence penalties. Lists that are too long for a slot,
-and bans of token sequences, are computed by the host.
+is vLLM's: masks, bias and bans first, then repetition, frequency and presence penalties. Lists that are too long for a
+slot, and bans of token sequences, are computed by the host.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.sampling.token_masks import MaskState, TokenMasks, apply_mask
 from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 1024
@@ -78,7 +79,17 @@ def count_known(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> No
     counts[token_ids[:num_prompt_tokens]] |= SEEN
 
 
-def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits) -> None:
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of a step's rows."""
+
+    masks: TokenMasks
+    states: Tensor  # [rows] int32, see MaskState
+
+
+def penalize_logits_reference(
+    logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits, masked: RowMasks | None = None
+) -> None:
     """As `penalize_logits`, in the precision of edits.logits."""
     for place, slot in enumerate(slots.tolist()):
         row = int(edits.row[slot]) if slot >= 0 else -1
@@ -87,6 +98,8 @@ def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, edit
         num = int(edits.num_listed[slot])
         listed = edits.listed[slot, :num].long()
         x = logits[place].to(edits.logits.dtype)
+        if masked is not None:
+            x = _masked_reference(x, masked, place, slot, int(index[place]))
         changed = x[listed] + edits.bias[slot, :num]
         changed[index[place] < edits.until[slot, :num]] = float("-inf")
         x = torch.full_like(x, float("-inf")) if edits.only_listed[slot] else x.clone()
@@ -97,6 +110,16 @@ def penalize_logits_reference(logits: Tensor, slots: Tensor, index: Tensor, edit
         number = counts & (SEEN - 1)
         x -= edits.frequency[slot] * number + edits.presence[slot] * (number > 0)
         edits.logits[row] = x
+
+
+def _masked_reference(x: Tensor, masked: RowMasks, place: int, slot: int, index: int) -> Tensor:
+    if masked.states[place] == MaskState.MISSING:
+        return torch.full_like(x, float("-inf"))
+    if masked.states[place] == MaskState.FREE:
+        return x
+    token = torch.arange(len(x), device=x.device)
+    words = masked.masks.words[slot, index % 2].to(x.device)
+    return torch.where(words[token // 32] >> (token % 32) & 1 != 0, x, float("-inf"))
 
 
 def count_tokens_reference(tokens: Tensor, best: Tensor, ready: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
@@ -117,8 +140,9 @@ def _penalize(x, count, repetition, presence, frequency, SEEN: tl.constexpr):
 
 @triton.jit
 def _penalize_kernel(
-    logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists, counts_ptr, out_ptr, stride, vocab,
-    MOST: tl.constexpr, SEEN: tl.constexpr, TILE: tl.constexpr,
+    logits_ptr, slots_ptr, index_ptr, row_ptr, penalties, lists, counts_ptr, out_ptr, words_ptr, states_ptr, stride,
+    vocab, num_words,
+    MOST: tl.constexpr, SEEN: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # program (i, j): tile j of row i, and the listed tokens in it
     place = tl.program_id(0).to(tl.int64)
@@ -134,6 +158,14 @@ def _penalize_kernel(
     cols = begin + tl.arange(0, TILE)
     inside = cols < vocab
     x = tl.load(logits_ptr + place * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    state = tl.full([], 0, tl.int32)  # see MaskState
+    if MASKED:
+        state = tl.load(states_ptr + place)
+        words_ptr += (slot * 2 + (tl.load(index_ptr + place) & 1)) * num_words
+        if state == 1:
+            x = apply_mask(x, words_ptr, cols, inside)
+        elif state == 2:
+            x = tl.full([TILE], float("-inf"), tl.float32)
     x = tl.where(tl.load(only_ptr + slot) != 0, float("-inf"), x)
     count = tl.load(counts_ptr + row * vocab + cols, mask=inside, other=0)
     tl.store(out_ptr + row * vocab + cols, _penalize(x, count, repetition, presence, frequency, SEEN), mask=inside)
@@ -144,6 +176,11 @@ def _penalize_kernel(
         ids = tl.load(listed_ptr + slot * MOST + entries, mask=entries < num, other=-1)
         here = (ids >= begin) & (ids < begin + TILE)
         changed = tl.load(logits_ptr + place * stride + ids, mask=here, other=0.0).to(tl.float32)
+        if MASKED:
+            if state == 1:
+                changed = apply_mask(changed, words_ptr, ids, here)
+            elif state == 2:
+                changed = tl.full([MOST], float("-inf"), tl.float32)
         changed += tl.load(bias_ptr + slot * MOST + entries, mask=here, other=0.0)
         until = tl.load(until_ptr + slot * MOST + entries, mask=here, other=0)
         changed = tl.where(tl.load(index_ptr + place) < until, float("-inf"), changed)
@@ -153,12 +190,15 @@ def _penalize_kernel(
         )
 
 
-def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits) -> None:
+def penalize_logits(
+    logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits, masked: RowMasks | None = None
+) -> None:
     """logits [rows, vocab], rows may be strided -> edits.logits, for the slots that have a row there.
 
     slots [rows] int64, below 0 for padding rows; index [rows] int64, the new token's index in its sequence. Sample with
-    `AdjustedLogits(edits.row, edits.logits)`. Listed ids must lie in the vocabulary: not checked on device. Raises
-    ValueError for other shapes and dtypes.
+    `AdjustedLogits(edits.row, edits.logits)`. masked: masks of the rows that have a constraint; None: no row has one. A
+    slot with a constraint needs a row, and a row whose mask is missing allows no token. Listed ids must lie in the
+    vocabulary: not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, vocab = logits.shape
     edits.check(vocab)
@@ -170,9 +210,14 @@ def penalize_logits(logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsE
         return
     penalties = (edits.repetition, edits.presence, edits.frequency)
     lists = (edits.only_listed, edits.num_listed, edits.listed, edits.bias, edits.until)
+    words, states = (slots, slots) if masked is None else (masked.masks.words, masked.states)
+    if masked is not None:
+        masked.masks.check(vocab)
+        check_tensor("states", states, (rows,), torch.int32)
     _penalize_kernel[(rows, ceil_div(vocab, _TILE))](
-        logits, slots, index, edits.row, penalties, lists, edits.counts, edits.logits, logits.stride(0), vocab,
-        MOST=edits.listed.shape[1], SEEN=SEEN, TILE=_TILE,
+        logits, slots, index, edits.row, penalties, lists, edits.counts, edits.logits, words, states,
+        logits.stride(0), vocab, ceil_div(vocab, 32),
+        MOST=edits.listed.shape[1], SEEN=SEEN, MASKED=masked is not None, TILE=_TILE,
     )  # fmt: skip
 
 

@@ -1,0 +1,160 @@
+"""Masks of structured output: the device waits for them, and says which token it has sampled under each.
+
+Another process, the matcher, writes masks into pinned host memory and reads the sampled tokens there. A slot has two
+masks, for even and for odd indexes of the new token, each with a tag that is written last: the slot's owner and the
+index. So a mask of an earlier owner, or of another token, is never taken. Words are read around the caches, which may
+hold those of an earlier step.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.tensor_checks import check_tensor
+
+TOKEN_BITS, INDEX_BITS, OWNER_BITS = 20, 22, 21  # of a sampled token's record, which is one store of 64 bits
+_TILE = 128
+
+
+class MaskState(IntEnum):
+    """What a row of a step has."""
+
+    FREE = 0  # its slot has no constraint, or samples no token in this step
+    MASKED = 1  # its mask is there
+    MISSING = 2  # its mask did not come in time
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Masks of slots; all contiguous. `owners` is on the device, the others are in pinned host memory."""
+
+    owners: Tensor  # [num_slots] int32, below 2 ** OWNER_BITS; 0: the slot has no constraint
+    words: Tensor  # [num_slots, 2, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 allows token i
+    tags: Tensor  # [num_slots, 2] int64, see `mask_tag`
+    sampled: Tensor  # [num_slots] int64, see `sampled_record`
+
+    def check(self, vocab: int) -> None:
+        """Raises ValueError."""
+        num = self.owners.shape[0]
+        check_tensor("owners", self.owners, (num,), torch.int32)
+        check_tensor("words", self.words, (num, 2, ceil_div(vocab, 32)), torch.int32)
+        check_tensor("tags", self.tags, (num, 2), torch.int64)
+        check_tensor("sampled", self.sampled, (num,), torch.int64)
+        if vocab > 1 << TOKEN_BITS:
+            raise ValueError(f"a vocabulary of {vocab} tokens is more than {1 << TOKEN_BITS}")
+
+
+def mask_tag(owner: int, index: int) -> int:
+    """The tag of the mask for the token at `index` of its sequence."""
+    return owner << 32 | index
+
+
+def sampled_record(owner: int, index: int, token: int) -> int:
+    """The record of the token that was sampled at `index` of its sequence."""
+    return owner << (INDEX_BITS + TOKEN_BITS) | index << TOKEN_BITS | token
+
+
+def read_record(record: int) -> tuple[int, int, int]:
+    """Owner, index and token of a record; owner 0: there is none yet."""
+    token, index = record & ((1 << TOKEN_BITS) - 1), record >> TOKEN_BITS & ((1 << INDEX_BITS) - 1)
+    return record >> (INDEX_BITS + TOKEN_BITS), index, token
+
+
+def wait_for_masks_reference(slots: Tensor, index: Tensor, masks: TokenMasks, states: Tensor) -> None:
+    """As `wait_for_masks`, without waiting."""
+    for row, (slot, at) in enumerate(zip(slots.tolist(), index.tolist(), strict=True)):
+        owner = int(masks.owners[slot]) if slot >= 0 else 0
+        there = owner != 0 and int(masks.tags[slot, at % 2]) == mask_tag(owner, at)
+        states[row] = MaskState.FREE if owner == 0 else MaskState.MASKED if there else MaskState.MISSING
+
+
+def publish_sampled_reference(
+    tokens: Tensor, best: Tensor, slots: Tensor, index: Tensor, masks: TokenMasks, states: Tensor
+) -> None:
+    for row, slot in enumerate(slots.tolist()):
+        if states[row] == MaskState.MASKED and abs(float(best[row])) < float("inf"):
+            masks.sampled[slot] = sampled_record(int(masks.owners[slot]), int(index[row]), int(tokens[row]))
+
+
+@triton.jit
+def apply_mask(x, words_ptr, cols, inside):
+    """x where the bit of token `cols` is set in `words_ptr`, -inf elsewhere."""
+    words = tl.load(words_ptr + (cols >> 5), mask=inside, other=0, volatile=True)
+    return tl.where((words >> (cols & 31)) & 1 != 0, x, float("-inf"))
+
+
+@triton.jit
+def _wait_kernel(slots_ptr, index_ptr, owners_ptr, tags_ptr, states_ptr, polls):
+    # program i: row i
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row)
+    owner = tl.load(owners_ptr + slot, mask=slot >= 0, other=0).to(tl.int64)
+    state = tl.full([], 0, tl.int32)
+    if owner != 0:
+        index = tl.load(index_ptr + row)
+        wanted = (owner << 32) | index
+        tag_ptr = tags_ptr + slot * 2 + (index & 1)
+        tag = tl.load(tag_ptr, volatile=True)
+        left = polls
+        while (tag != wanted) & (left > 0):
+            tag = tl.load(tag_ptr, volatile=True)
+            left -= 1
+        state = tl.where(tag == wanted, 1, 2)
+    tl.store(states_ptr + row, state)
+
+
+def wait_for_masks(slots: Tensor, index: Tensor, masks: TokenMasks, states: Tensor, polls: int) -> None:
+    """Sets states [rows] int32 to the MaskState of each row, after at most `polls` further reads of a missing tag.
+
+    slots [rows] int64, below 0 for rows that sample nothing; index [rows] int64, the new token's index in its sequence.
+    A read of a tag takes about a microsecond on a GPU; rows wait side by side. Raises ValueError for other shapes and
+    dtypes.
+    """
+    rows = len(slots)
+    check_tensor("slots", slots, (rows,), torch.int64)
+    check_tensor("index", index, (rows,), torch.int64)
+    check_tensor("states", states, (rows,), torch.int32)
+    if rows:
+        _wait_kernel[(rows,)](slots, index, masks.owners, masks.tags, states, polls, num_warps=1)
+
+
+@triton.jit
+def _publish_kernel(
+    tokens_ptr, best_ptr, slots_ptr, index_ptr, owners_ptr, sampled_ptr, states_ptr, num,
+    INDEX_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # program i: tile i of the rows
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < num
+    masked = tl.load(states_ptr + row, mask=inside, other=0) == 1
+    best = tl.load(best_ptr + row, mask=masked, other=0.0)
+    masked = masked & (tl.abs(best) < float("inf"))
+    slot = tl.load(slots_ptr + row, mask=masked, other=0)
+    owner = tl.load(owners_ptr + slot, mask=masked, other=0).to(tl.int64)
+    index = tl.load(index_ptr + row, mask=masked, other=0)
+    token = tl.load(tokens_ptr + row, mask=masked, other=0)
+    tl.store(sampled_ptr + slot, (owner << (INDEX_BITS + TOKEN_BITS)) | (index << TOKEN_BITS) | token, mask=masked)
+
+
+def publish_sampled(
+    tokens: Tensor, best: Tensor, slots: Tensor, index: Tensor, masks: TokenMasks, states: Tensor
+) -> None:
+    """Stores the records of the tokens that masked rows have sampled, for the matcher.
+
+    tokens [rows] int64 and best [rows] float32 are of `sample_tokens`; a row whose best is not finite has no token.
+    """
+    rows = len(slots)
+    for name, one in (("tokens", tokens), ("slots", slots), ("index", index)):
+        check_tensor(name, one, (rows,), torch.int64)
+    check_tensor("best", best, (rows,), torch.float32)
+    check_tensor("states", states, (rows,), torch.int32)
+    if rows:
+        _publish_kernel[(ceil_div(rows, _TILE),)](
+            tokens, best, slots, index, masks.owners, masks.sampled, states, rows,
+            INDEX_BITS=INDEX_BITS, TOKEN_BITS=TOKEN_BITS, TILE=_TILE, num_warps=1,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Masks in host memory against the reference: which rows have one, what they leave, and the records of tokens."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockyard.kernels.sampling import penalize_logits as file
+from blockyard.kernels.sampling.penalize_logits import (
+    RowMasks,
+    make_logits_edits,
+    penalize_logits,
+    penalize_logits_reference,
+)
+from blockyard.kernels.sampling.token_masks import (
+    INDEX_BITS,
+    OWNER_BITS,
+    TOKEN_BITS,
+    MaskState,
+    TokenMasks,
+    mask_tag,
+    publish_sampled,
+    publish_sampled_reference,
+    read_record,
+    sampled_record,
+    wait_for_masks,
+    wait_for_masks_reference,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, NUM_SLOTS = 300, 6
+SLOTS = torch.tensor([3, 0, -1, 1, 2, 5], device=DEVICE)
+INDEX = torch.tensor([8, 5, 0, 7, 4, 9], device=DEVICE)
+
+
+def host(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, pin_memory=DEVICE.type == "cuda")
+
+
+@pytest.fixture
+def masks() -> TokenMasks:
+    """Slot 0 has no constraint, 1 and 5 have their masks, 2 one of an earlier owner, 3 one of another token."""
+    made = TokenMasks(
+        torch.tensor([0, 11, 12, 13, 14, 15], dtype=torch.int32, device=DEVICE),
+        host(NUM_SLOTS, 2, -(-VOCAB // 32), dtype=torch.int32),
+        host(NUM_SLOTS, 2, dtype=torch.int64),
+        host(NUM_SLOTS, dtype=torch.int64),
+    )
+    made.words.copy_(torch.randint(-(2**31), 2**31 - 1, made.words.shape, generator=torch.Generator().manual_seed(3)))
+    made.tags[1, 1], made.tags[5, 1] = mask_tag(11, 7), mask_tag(15, 9)
+    made.tags[2, 0], made.tags[3, 0], made.tags[3, 1] = mask_tag(4, 4), mask_tag(13, 6), mask_tag(13, 8)
+    return made
+
+
+def states_of(masks: TokenMasks) -> Tensor:
+    states = torch.full((len(SLOTS),), -1, dtype=torch.int32, device=DEVICE)
+    wait_for_masks(SLOTS, INDEX, masks, states, polls=3)
+    return states
+
+
+def test_a_mask_of_another_owner_or_token_is_missing(masks: TokenMasks) -> None:
+    missing, free, masked = MaskState.MISSING, MaskState.FREE, MaskState.MASKED
+    expected = [missing, free, free, masked, missing, masked]
+    assert states_of(masks).tolist() == expected
+    states = torch.full((len(SLOTS),), -1, dtype=torch.int32, device=DEVICE)
+    wait_for_masks_reference(SLOTS, INDEX, masks, states)
+    assert states.tolist() == expected
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_masked_logits_are_those_of_the_reference(
+    masks: TokenMasks, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_TILE", 256)
+    torch.manual_seed(1)
+    edits = make_logits_edits(NUM_SLOTS, 5, 8, VOCAB, DEVICE)
+    edits.row[:] = torch.tensor([0, 3, 1, 2, -1, 4])
+    if listed:
+        edits.num_listed[1] = 3
+        edits.listed[1, :3] = torch.tensor([2, 40, 299])
+        edits.bias[1, :3] = torch.tensor([5.0, 1.0, float("-inf")])
+        edits.repetition[5], edits.counts[4, 7] = 1.5, 2
+    logits = torch.randn(len(SLOTS), VOCAB, device=DEVICE)
+    before = logits.clone()
+    states = states_of(masks)
+    penalize_logits(logits, SLOTS, INDEX, edits, RowMasks(masks, states))
+    seen = edits.logits.clone()
+    edits.logits.fill_(0)
+    penalize_logits_reference(logits, SLOTS, INDEX, edits, RowMasks(masks, states))
+    assert torch.equal(logits, before)
+    assert torch.equal(seen.isinf(), edits.logits.isinf())
+    torch.testing.assert_close(seen, edits.logits)
+    assert bool(seen[1].isinf().all()) and not seen[0].isinf().any() and bool(seen[3].isinf().any())
+
+
+def test_tokens_of_masked_rows_are_published(masks: TokenMasks) -> None:
+    states = states_of(masks)
+    tokens = torch.tensor([1, 2, 3, 299, 5, 6], device=DEVICE)
+    best = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, float("-inf")], device=DEVICE)
+    publish_sampled(tokens, best, SLOTS, INDEX, masks, states)
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    assert [read_record(r) for r in masks.sampled.tolist()] == [(0, 0, 0), (11, 7, 299)] + [(0, 0, 0)] * 4
+    masks.sampled.zero_()
+    publish_sampled_reference(tokens, best, SLOTS, INDEX, masks, states)
+    assert read_record(int(masks.sampled[1])) == (11, 7, 299)
+
+
+def test_a_record_holds_the_largest_values() -> None:
+    largest = (1 << OWNER_BITS) - 1, (1 << INDEX_BITS) - 1, (1 << TOKEN_BITS) - 1
+    assert read_record(sampled_record(*largest)) == largest
+    assert 0 < sampled_record(*largest) < 2**63
