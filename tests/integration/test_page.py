@@ -305,7 +305,7 @@ def test_an_error_in_mid_stream_keeps_what_came_before(page: Page, fake: FakeGat
 
 def test_parameters_key_and_history_are_sent_behind_a_root_path(browser: webdriver.Chrome, fake: FakeGateway) -> None:
     page = Page(browser, fake.url + "/proxied/")
-    entered = {"temperature": "0.5", "top_k": "7", "seed": "11", "stop": "\\n\\n", "system": "Be brief"}
+    entered = {"temperature": "0.5", "top_k": "7", "seed": "11", "stop": "\\n\\n", "system": "Be brief", "schema": "{}"}
     for name, value in entered.items():
         page.set(name, value)
     page.one("#api-key").send_keys("secret", Keys.TAB)
@@ -316,6 +316,7 @@ def test_parameters_key_and_history_are_sent_behind_a_root_path(browser: webdriv
     sent = fake.requests[-1]
     expected = {"model": "demo", "temperature": 0.5, "top_k": 7, "seed": 11, "stop": ["\n\n"], "max_tokens": 256}
     assert {name: sent[name] for name in expected} == expected
+    assert sent["structured_outputs"] == {"json": "{}"}
     assert sent["stream"] is True and sent["stream_options"] == {"include_usage": True}
     assert not {"top_p", "logprobs"} & sent.keys()
     assert [message["role"] for message in sent["messages"]] == ["system", "user", "assistant", "user"]

@@ -16,12 +16,14 @@ export class Answer {
   #finish = null;
   #colours;
   #markup;
+  #masked;
   #frame = 0;
 
-  /** `markup`: the text may hold code fences; else it is shown as it is. */
-  constructor({ colours, markup }) {
+  /** `markup`: the text may hold code fences; else it is shown as it is. `masked`: it follows a JSON schema. */
+  constructor({ colours, markup, masked }) {
     this.#colours = colours;
     this.#markup = markup;
+    this.#masked = masked;
     this.root = element("article", "", "message answer streaming");
     this.root.setAttribute("aria-label", "Answer");
     this.body = element("div", "", markup ? "body" : "body code");
@@ -85,7 +87,7 @@ export class Answer {
     this.#frame = 0;
     if (this.#colours && this.#tokens.length) {
       if (!this.#spans) {
-        this.#spans = new TokenSpans(this.body);
+        this.#spans = new TokenSpans(this.body, this.#masked);
         this.#drawn = 0;
       }
       this.#spans.append(this.#tokens.slice(this.#drawn));

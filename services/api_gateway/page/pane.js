@@ -139,7 +139,7 @@ export class Chat extends Pane {
   async #ask(turn) {
     const colours = this.settings.colours();
     const messages = this.#messages(turn);
-    const answer = new Answer({ colours, markup: true });
+    const answer = new Answer({ colours, markup: !this.settings.params.schema, masked: !!this.settings.params.schema });
     if (turn.answer) turn.answer.root.replaceWith(answer.root);
     else this.log.append(answer.root);
     turn.answer = answer;
@@ -177,7 +177,7 @@ export class Completion extends Pane {
 
   async send(prompt) {
     const colours = this.settings.colours();
-    const answer = new Answer({ colours, markup: false });
+    const answer = new Answer({ colours, markup: false, masked: !!this.settings.params.schema });
     answer.root.classList.add("continued");
     answer.body.before(element("span", prompt, "given"));
     this.log.append(answer.root);

@@ -32,7 +32,13 @@ export class Params {
     }
     const stop = this.#text("p-stop").split("\n").filter((line) => line !== "").map(unescape);
     if (stop.length) values.stop = stop;
+    if (this.schema) values.structured_outputs = { json: this.schema };
     return values;
+  }
+
+  /** Text of the JSON schema that answers follow; "": none. */
+  get schema() {
+    return this.#text("p-schema").trim();
   }
 
   get system() {

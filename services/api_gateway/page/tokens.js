@@ -31,13 +31,15 @@ export function readTokens(logprobs) {
   }));
 }
 
-/** Spans in `target`, one a token. Left and right arrows move between them. */
+/** Spans in `target`, one a token. Left and right arrows move between them. `masked`: a schema limited the tokens. */
 export class TokenSpans {
   #target;
+  #masked;
   #decoder = new TextDecoder();
 
-  constructor(target) {
+  constructor(target, masked) {
     this.#target = target;
+    this.#masked = masked;
     target.classList.add("tokens");
     target.replaceChildren();
   }
@@ -49,6 +51,7 @@ export class TokenSpans {
       const span = element("span", text, `token ${band(token.logprob).name}`);
       span.tabIndex = this.#target.firstElementChild ? -1 : 0;
       if (text === "") span.classList.add("part");
+      if (this.#masked && token.top.some(({ logprob }) => logprob > token.logprob)) span.classList.add("forced");
       if (text.includes("\n")) span.classList.add("break");
       facts.set(span, token);
       this.#target.append(span);
