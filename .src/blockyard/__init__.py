@@ -14,7 +14,8 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
-    from blockyard.services.offline.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
+    from blockyard.services.offline.sampling_params import GuidedDecodingParams, SamplingParams
+    from blockyard.shared.ring_client.request_fields.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [

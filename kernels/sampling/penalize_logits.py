@@ -158,13 +158,13 @@ def _penalize_kernel(
     cols = begin + tl.arange(0, TILE)
     inside = cols < vocab
     x = tl.load(logits_ptr + place * stride + cols, mask=inside, other=0.0).to(tl.float32)
-    state = tl.full([], 0, tl.int32)  # see MaskState
+    state = tl.full([], 1, tl.int32)  # of MaskState
     if MASKED:
         state = tl.load(states_ptr + place)
         words_ptr += (slot * 2 + (tl.load(index_ptr + place) & 1)) * num_words
-        if state == 1:
+        if state == 2:
             x = apply_mask(x, words_ptr, cols, inside)
-        elif state == 2:
+        elif state == 0:
             x = tl.full([TILE], float("-inf"), tl.float32)
     x = tl.where(tl.load(only_ptr + slot) != 0, float("-inf"), x)
     count = tl.load(counts_ptr + row * vocab + cols, mask=inside, other=0)
@@ -177,9 +177,9 @@ def _penalize_kernel(
         here = (ids >= begin) & (ids < begin + TILE)
         changed = tl.load(logits_ptr + place * stride + ids, mask=here, other=0.0).to(tl.float32)
         if MASKED:
-            if state == 1:
+            if state == 2:
                 changed = apply_mask(changed, words_ptr, ids, here)
-            elif state == 2:
+            elif state == 0:
                 changed = tl.full([MOST], float("-inf"), tl.float32)
         changed += tl.load(bias_ptr + slot * MOST + entries, mask=here, other=0.0)
         until = tl.load(until_ptr + slot * MOST + entries, mask=here, other=0)

@@ -22,11 +22,11 @@ _TILE = 128
 
 
 class MaskState(IntEnum):
-    """What a row of a step has."""
+    """Whether a row of a step is ready to sample."""
 
-    FREE = 0  # its slot has no constraint, or samples no token in this step
-    MASKED = 1  # its mask is there
-    MISSING = 2  # its mask did not come in time
+    MISSING = 0  # its mask did not come in time: the row waits
+    FREE = 1  # its slot has no constraint, or samples no token in this step
+    MASKED = 2  # its mask is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _wait_kernel(slots_ptr, index_ptr, owners_ptr, tags_ptr, states_ptr, polls):
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
     owner = tl.load(owners_ptr + slot, mask=slot >= 0, other=0).to(tl.int64)
-    state = tl.full([], 0, tl.int32)
+    state = tl.full([], 1, tl.int32)  # of MaskState
     if owner != 0:
         index = tl.load(index_ptr + row)
         wanted = (owner << 32) | index
@@ -104,7 +104,7 @@ def _wait_kernel(slots_ptr, index_ptr, owners_ptr, tags_ptr, states_ptr, polls):
         while (tag != wanted) & (left > 0):
             tag = tl.load(tag_ptr, volatile=True)
             left -= 1
-        state = tl.where(tag == wanted, 1, 2)
+        state = tl.where(tag == wanted, 2, 0)
     tl.store(states_ptr + row, state)
 
 
@@ -131,7 +131,7 @@ def _publish_kernel(
     # program i: tile i of the rows
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < num
-    masked = tl.load(states_ptr + row, mask=inside, other=0) == 1
+    masked = tl.load(states_ptr + row, mask=inside, other=1) == 2
     best = tl.load(best_ptr + row, mask=masked, other=0.0)
     masked = masked & (tl.abs(best) < float("inf"))
     slot = tl.load(slots_ptr + row, mask=masked, other=0)

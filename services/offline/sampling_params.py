@@ -11,6 +11,7 @@ from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import DEFAULT_SAMPLING, Grammar, Sampling, TextOptions
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
+from blockyard.shared.ring_client.request_fields.logits_processors import read_logits_processors
 from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_bad_words,
     read_sampling,
@@ -28,7 +29,6 @@ GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 # fields of vLLM that are not supported -> values without an effect
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "logits_processors": (None, []),
     "output_kind": (None,),
     "extra_args": (None,),
 }
@@ -67,8 +67,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None  # number of the prompt's last tokens to keep
     structured_outputs: Any = None  # StructuredOutputsParams, or a dict of its fields
     guided_decoding: Any = None  # its older name
+    logits_processors: Any = None  # importable functions, their names, or {"qualname", "args", "kwargs"}
     # refused by name
-    logits_processors: Any = None
     output_kind: Any = None
     extra_args: Any = None
 
@@ -121,9 +121,17 @@ def read(
     grammar = _read_grammar(params, grammars)
     if choices.beam is not None and grammar is not None:
         raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
+    processors = read_logits_processors(_processor_names(params.logits_processors), ".*")
+    if choices.beam is not None and processors:
+        raise RequestError("a beam search has no logits processors", "logits_processors")
     return CheckedParams(
         sampling=choices.sampling(
-            msgspec.structs.replace(sampling, num_logprobs=params.logprobs, num_prompt_logprobs=params.prompt_logprobs)
+            msgspec.structs.replace(
+                sampling,
+                num_logprobs=params.logprobs,
+                num_prompt_logprobs=params.prompt_logprobs,
+                logits_processors=processors,
+            )
         ),
         text=read_text_options(params),
         choices=choices,
@@ -143,6 +151,23 @@ def _read_grammar(params: SamplingParams, defaults: GrammarDefaults) -> FieldGra
     if found is not None and older is not None:
         raise RequestError("structured_outputs and guided_decoding are one setting: leave one out", "guided_decoding")
     return found or older
+
+
+def _processor_names(value: object) -> object:
+    """Replaces functions and classes in a list by names that the worker, another process, can import."""
+    if not isinstance(value, list | tuple):
+        return value
+    return [_name(one) if callable(one) else one for one in value]
+
+
+def _name(processor: object) -> str:
+    module, name = getattr(processor, "__module__", ""), getattr(processor, "__qualname__", "")
+    if module in ("", "__main__") or not name or "<" in name:
+        raise RequestError(
+            f"logits_processors: {processor!r} is in no module that the worker can import; put it in a file of its own",
+            "logits_processors",
+        )
+    return f"{module}.{name}"
 
 
 def _check_types(params: SamplingParams) -> None:

@@ -107,6 +107,7 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
     fields |= http_server.tls_fields(values, fields.pop("tls", {}))
     fields |= http_server.log_fields(values)
     http_server.check_socket(values)
+    structured_outputs.check_processor_pattern(values)
     base = values.get("metrics-port", int)
     if base and base + index > 65535:
         raise ConfigError(f"{values.where('metrics-port')}: {base} plus {index} gateways is beyond 65535")

@@ -1,4 +1,6 @@
-"""Structured output: --guided-decoding-backend, and the keys of --structured-outputs-config, which are vLLM's."""
+"""Structured output and logits processors: --guided-decoding-backend, --structured-outputs-config with vLLM's keys."""
+
+import re
 
 import msgspec
 
@@ -20,6 +22,14 @@ class StructuredOutputsKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     reasoning_parser: str = ""
     reasoning_parser_plugin: str = ""
     enable_in_reasoning: bool = False
+
+
+def check_processor_pattern(values: Values) -> None:
+    """Raises ConfigError for a --logits-processor-pattern that is no regular expression."""
+    try:
+        re.compile(values.maybe("logits-processor-pattern", str) or "")
+    except re.error as e:
+        raise ConfigError(f"{values.where('logits-processor-pattern')}: not a regular expression: {e}") from e
 
 
 def grammar_defaults(values: Values) -> GrammarDefaults:

@@ -45,6 +45,7 @@ from blockyard.shared.messages.requests import (
     Cancel,
     ChoiceState,
     Generate,
+    LogitsProcessor,
     QueueCapacity,
     QueueCapacityChanged,
     Refused,

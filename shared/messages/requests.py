@@ -18,6 +18,14 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class LogitsProcessor(FrameStruct, frozen=True):
+    """A logits processor of the user's, which the worker imports."""
+
+    name: str  # package.module.name
+    args: bytes = b""  # JSON list
+    kwargs: bytes = b""  # JSON object
+
+
 class Sampling(FrameStruct, frozen=True):
     """Sampling parameters with their ranges and defaults. The gateway validates them and the worker applies them."""
 
@@ -39,6 +47,7 @@ class Sampling(FrameStruct, frozen=True):
     num_logprobs: int | None = None  # candidates besides the sampled token; 0 is the sampled one alone
     num_prompt_logprobs: int | None = None
     constraint: OutputConstraint | None = None  # structured output; None: every token is free
+    logits_processors: list[LogitsProcessor] = []  # applied in order, before everything else
 
 
 DEFAULT_SAMPLING = Sampling(max_tokens=16)

@@ -25,7 +25,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "logits_processors": ([],),
     "logprob_token_ids": (),
     "repetition_detection": (),
     "truncation_side": ("left",),
@@ -97,6 +96,7 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     safety_identifier: msgspec.Raw = NULL
     prompt_cache_key: msgspec.Raw = NULL
     prompt_cache_retention: msgspec.Raw = NULL
+    logits_processors: msgspec.Raw = NULL
     # structured output
     response_format: msgspec.Raw = NULL
     structured_outputs: msgspec.Raw = NULL
@@ -108,7 +108,6 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     guided_whitespace_pattern: msgspec.Raw = NULL
     guided_decoding_backend: msgspec.Raw = NULL
     # refused by name
-    logits_processors: msgspec.Raw = NULL
     logprob_token_ids: msgspec.Raw = NULL
     repetition_detection: msgspec.Raw = NULL
     truncation_side: msgspec.Raw = NULL

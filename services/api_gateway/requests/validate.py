@@ -13,6 +13,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, Tokenize
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.choices import read_choices
+from blockyard.shared.ring_client.request_fields.logits_processors import read_logits_processors
 from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_bad_words,
     read_salt,
@@ -120,6 +121,9 @@ def _generate_request(
         raise RequestError(
             f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
         )
+    processors = read_logits_processors(msgspec.json.decode(request.logits_processors), config.logits_processor_pattern)
+    if choices.beam is not None and processors:
+        raise RequestError("a beam search has no logits processors", "logits_processors")
     grammar = read_grammar(request, config.grammars)
     if grammar is not None and choices.beam is not None:
         raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
@@ -141,7 +145,12 @@ def _generate_request(
         ],
         prompt_field="prompt",
         sampling=choices.sampling(
-            msgspec.structs.replace(sampling, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs)
+            msgspec.structs.replace(
+                sampling,
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_prompt_logprobs,
+                logits_processors=processors,
+            )
         ),
         text=read_text_options(request, config.return_tokens_as_token_ids if as_ids is None else as_ids),
         choices=choices,

@@ -186,8 +186,16 @@ STRUCTURED = (
         "logits-processor-pattern",
         FlagKind.TEXT,
         None,
-        "Names of logits processors that requests may use.",
-        refused=not_built("logits processors of requests"),
+        "Regular expression of the importable names that requests may give in `logits_processors`; the whole name has "
+        "to match. Unset: none.",
+        ("gateway.logits_processor_pattern",),
+    ),
+    Flag(
+        "logits-processors",
+        FlagKind.LIST,
+        [],
+        "Logits processors of every request: importable names of classes or functions.",
+        ("worker.logits_processors",),
     ),
     Flag("enable-auto-tool-choice", FlagKind.BOOL, False, "The model may call tools.", refused=_TOOLS),
     Flag("tool-call-parser", FlagKind.TEXT, None, "Parser of tool calls.", refused=_TOOLS),

@@ -1,5 +1,6 @@
 """SamplingParams: vLLM's names and defaults, and the same ranges as in HTTP requests."""
 
+import json
 import math
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_every_field_reaches_a_request() -> None:
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"}}, "guided_decoding"),
         ({"guided_decoding": {"regex": "a"}, "use_beam_search": True}, "guided_decoding.regex"),
-        ({"logits_processors": [print]}, "logits_processors"),
+        ({"logits_processors": [lambda ids, logits: logits]}, "logits_processors"),
+        ({"logits_processors": 5}, "logits_processors"),
     ],
 )
 def test_an_invalid_value_is_a_value_error_that_names_its_field(fields: dict[str, Any], field: str) -> None:
@@ -160,3 +162,8 @@ def test_changed_fields_are_checked_at_use() -> None:
     with pytest.raises(RequestError, match="temperature"):
         read(params, VOCAB)
     assert read(copy, VOCAB).text.stop == ["a"]
+
+
+def test_an_importable_processor_is_sent_by_its_name() -> None:
+    checked = read(SamplingParams(logits_processors=[json.loads, "own.first"]))
+    assert [one.name for one in checked.sampling.logits_processors] == ["json.loads", "own.first"]

@@ -58,7 +58,7 @@ BOTH = {  # field -> values that either endpoint refuses
     "guided_grammar": ["", {}],
     "structured_outputs": [{}, {"regex": "a+", "choice": ["a"]}, {"regexp": "a"}, {"whitespace_pattern": " "}, "a"],
     "use_beam_search": ["yes", 1],
-    "logits_processors": [["x.y"]],
+    "logits_processors": [["x.y"], "x.y", [5]],
     "stream_options": [{"include_usage": True}],  # not streamed
 }
 CASES = [
