@@ -1,7 +1,7 @@
 """From logits to tokens on the device, for CUDA graphs.
 
 - `penalize_logits`: masks, bias, bans and penalties, for the slots that need them (`LogitsEdits`).
-- `token_masks`: masks of structured output, which another process writes (`TokenMasks`).
+- `wait_for_masks`: masks of structured output, which another process writes (`MaskTensors`).
 - `sample_tokens`: one token a row (`SamplingTensors`). Its kernels are in `sample_scan`, `sample_select` and
   `sample_large_nucleus`; `sample_common`, `sample_small_nucleus` and `sample_fallback` are device functions of these.
 - `logprobs`: log-probabilities and ranks (`LogprobsTensors`).

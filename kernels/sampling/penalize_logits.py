@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.sampling.token_masks import MaskState, TokenMasks, apply_mask
+from blockyard.kernels.sampling.wait_for_masks import MaskState, MaskTensors, apply_mask
 from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 1024
@@ -83,7 +83,7 @@ def count_known(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> No
 class RowMasks:
     """The masks of a step's rows."""
 
-    masks: TokenMasks
+    masks: MaskTensors
     states: Tensor  # [rows] int32, see MaskState
 
 
@@ -216,7 +216,7 @@ def penalize_logits(
         check_tensor("states", states, (rows,), torch.int32)
     _penalize_kernel[(rows, ceil_div(vocab, _TILE))](
         logits, slots, index, edits.row, penalties, lists, edits.counts, edits.logits, words, states,
-        logits.stride(0), vocab, ceil_div(vocab, 32),
+        logits.stride(0), vocab, words.shape[-1],
         MOST=edits.listed.shape[1], SEEN=SEEN, MASKED=masked is not None, TILE=_TILE,
     )  # fmt: skip
 

@@ -11,23 +11,19 @@ from blockyard.kernels.sampling.penalize_logits import (
     penalize_logits,
     penalize_logits_reference,
 )
-from blockyard.kernels.sampling.token_masks import (
-    INDEX_BITS,
-    OWNER_BITS,
+from blockyard.kernels.sampling.wait_for_masks import (
     TOKEN_BITS,
     MaskState,
-    TokenMasks,
-    mask_tag,
+    MaskTensors,
+    mask_key,
     publish_sampled,
     publish_sampled_reference,
-    read_record,
-    sampled_record,
     wait_for_masks,
     wait_for_masks_reference,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VOCAB, NUM_SLOTS = 300, 6
+VOCAB, NUM_SLOTS, RECORDS = 300, 6, 8
 SLOTS = torch.tensor([3, 0, -1, 1, 2, 5], device=DEVICE)
 INDEX = torch.tensor([8, 5, 0, 7, 4, 9], device=DEVICE)
 
@@ -37,27 +33,27 @@ def host(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.fixture
-def masks() -> TokenMasks:
+def masks() -> MaskTensors:
     """Slot 0 has no constraint, 1 and 5 have their masks, 2 one of an earlier owner, 3 one of another token."""
-    made = TokenMasks(
+    made = MaskTensors(
         torch.tensor([0, 11, 12, 13, 14, 15], dtype=torch.int32, device=DEVICE),
-        host(NUM_SLOTS, 2, -(-VOCAB // 32), dtype=torch.int32),
+        host(NUM_SLOTS, 2, 16, dtype=torch.int32),
         host(NUM_SLOTS, 2, dtype=torch.int64),
-        host(NUM_SLOTS, dtype=torch.int64),
+        host(NUM_SLOTS, RECORDS, dtype=torch.int64),
     )
     made.words.copy_(torch.randint(-(2**31), 2**31 - 1, made.words.shape, generator=torch.Generator().manual_seed(3)))
-    made.tags[1, 1], made.tags[5, 1] = mask_tag(11, 7), mask_tag(15, 9)
-    made.tags[2, 0], made.tags[3, 0], made.tags[3, 1] = mask_tag(4, 4), mask_tag(13, 6), mask_tag(13, 8)
+    made.tags[1, 1], made.tags[5, 1] = mask_key(11, 7), mask_key(15, 9)
+    made.tags[2, 0], made.tags[3, 0], made.tags[3, 1] = mask_key(4, 4), mask_key(13, 6), mask_key(13, 8)
     return made
 
 
-def states_of(masks: TokenMasks) -> Tensor:
+def states_of(masks: MaskTensors) -> Tensor:
     states = torch.full((len(SLOTS),), -1, dtype=torch.int32, device=DEVICE)
     wait_for_masks(SLOTS, INDEX, masks, states, polls=3)
     return states
 
 
-def test_a_mask_of_another_owner_or_token_is_missing(masks: TokenMasks) -> None:
+def test_a_mask_of_another_owner_or_token_is_missing(masks: MaskTensors) -> None:
     missing, free, masked = MaskState.MISSING, MaskState.FREE, MaskState.MASKED
     expected = [missing, free, free, masked, missing, masked]
     assert states_of(masks).tolist() == expected
@@ -68,7 +64,7 @@ def test_a_mask_of_another_owner_or_token_is_missing(masks: TokenMasks) -> None:
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_masked_logits_are_those_of_the_reference(
-    masks: TokenMasks, listed: bool, monkeypatch: pytest.MonkeyPatch
+    masks: MaskTensors, listed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file, "_TILE", 256)
     torch.manual_seed(1)
@@ -92,20 +88,16 @@ def test_masked_logits_are_those_of_the_reference(
     assert bool(seen[1].isinf().all()) and not seen[0].isinf().any() and bool(seen[3].isinf().any())
 
 
-def test_tokens_of_masked_rows_are_published(masks: TokenMasks) -> None:
+def test_tokens_of_masked_rows_are_published(masks: MaskTensors) -> None:
     states = states_of(masks)
     tokens = torch.tensor([1, 2, 3, 299, 5, 6], device=DEVICE)
     best = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, float("-inf")], device=DEVICE)
     publish_sampled(tokens, best, SLOTS, INDEX, masks, states)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    assert [read_record(r) for r in masks.sampled.tolist()] == [(0, 0, 0), (11, 7, 299)] + [(0, 0, 0)] * 4
-    masks.sampled.zero_()
+    expected = torch.zeros(NUM_SLOTS, RECORDS, dtype=torch.int64)
+    expected[1, 7] = mask_key(11, 7) << TOKEN_BITS | 299
+    assert torch.equal(masks.tokens.cpu(), expected)
+    masks.tokens.zero_()
     publish_sampled_reference(tokens, best, SLOTS, INDEX, masks, states)
-    assert read_record(int(masks.sampled[1])) == (11, 7, 299)
-
-
-def test_a_record_holds_the_largest_values() -> None:
-    largest = (1 << OWNER_BITS) - 1, (1 << INDEX_BITS) - 1, (1 << TOKEN_BITS) - 1
-    assert read_record(sampled_record(*largest)) == largest
-    assert 0 < sampled_record(*largest) < 2**63
+    assert torch.equal(masks.tokens.cpu(), expected)
