@@ -179,13 +179,14 @@ class LLM(RingOperations):
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[CheckedParams]:
         card, config = self._session.card, self._session.config
+        flags = (config.max_logprobs, config.grammars, config.logits_processors)
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [read(params, card.vocab_size, config.max_logprobs, config.grammars)] * num_prompts
+            return [read(params, card.vocab_size, *flags)] * num_prompts
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
-        return [read(one, card.vocab_size, config.max_logprobs, config.grammars) for one in params]
+        return [read(one, card.vocab_size, *flags) for one in params]
 
 
 def _wait(batch: RequestBatch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:

@@ -1,6 +1,7 @@
 """`SamplingParams` with vLLM's fields, and their validation."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,8 +101,12 @@ def read(
     vocab_size: int | None = None,
     max_logprobs: int | None = None,
     grammars: GrammarDefaults = DEFAULT_GRAMMARS,
+    processors: Sequence[str] = (),
 ) -> CheckedParams:
-    """Validates `params`. Raises RequestError. Without `vocab_size` and `max_logprobs`, skips the model's limits."""
+    """Validates `params`. Raises RequestError. Without `vocab_size` and `max_logprobs`, skips the model's limits.
+
+    grammars, processors: of the deployment's flags.
+    """
     _check_types(params)
     for name, harmless in UNSUPPORTED.items():
         if getattr(params, name) not in harmless:
@@ -121,8 +126,8 @@ def read(
     grammar = _read_grammar(params, grammars)
     if choices.beam is not None and grammar is not None:
         raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
-    processors = read_logits_processors(_processor_names(params.logits_processors), ".*")
-    if choices.beam is not None and processors:
+    named = read_logits_processors(_processor_names(params.logits_processors), ".*", processors)
+    if choices.beam is not None and named:
         raise RequestError("a beam search has no logits processors", "logits_processors")
     return CheckedParams(
         sampling=choices.sampling(
@@ -130,7 +135,7 @@ def read(
                 sampling,
                 num_logprobs=params.logprobs,
                 num_prompt_logprobs=params.prompt_logprobs,
-                logits_processors=processors,
+                logits_processors=named,
             )
         ),
         text=read_text_options(params),

@@ -121,7 +121,9 @@ def _generate_request(
         raise RequestError(
             f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
         )
-    processors = read_logits_processors(msgspec.json.decode(request.logits_processors), config.logits_processor_pattern)
+    processors = read_logits_processors(
+        msgspec.json.decode(request.logits_processors), config.logits_processor_pattern, config.logits_processors
+    )
     if choices.beam is not None and processors:
         raise RequestError("a beam search has no logits processors", "logits_processors")
     grammar = read_grammar(request, config.grammars)

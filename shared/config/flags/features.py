@@ -195,7 +195,7 @@ STRUCTURED = (
         FlagKind.LIST,
         [],
         "Logits processors of every request: importable names of classes or functions.",
-        ("worker.logits_processors",),
+        ("gateway.logits_processors",),
     ),
     Flag("enable-auto-tool-choice", FlagKind.BOOL, False, "The model may call tools.", refused=_TOOLS),
     Flag("tool-call-parser", FlagKind.TEXT, None, "Parser of tool calls.", refused=_TOOLS),

@@ -77,6 +77,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     defaults: SamplingDefaults = SamplingDefaults()
     grammars: GrammarDefaults = GrammarDefaults()
     max_logprobs: int = 20
+    logits_processors: list[str] = []  # importable by the worker; applied to every request
     logits_processor_pattern: str = ""  # regular expression of the processors that requests may name; empty: none
     return_tokens_as_token_ids: bool = False
     enable_request_id_headers: bool = False

@@ -1,6 +1,7 @@
 """Logits processors that a request names: checked against the operator's pattern, and never imported here."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,13 +21,15 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True):
     kwargs: dict[str, Any] = {}
 
 
-def read_logits_processors(value: object, pattern: str) -> list[LogitsProcessor]:
+def read_logits_processors(value: object, pattern: str, defaults: Sequence[str]) -> list[LogitsProcessor]:
     """Reads a list of importable names, or of {"qualname", "args", "kwargs"}. Raises RequestError.
 
-    pattern: a regular expression that a whole name has to match; empty: no processor is allowed.
+    pattern: a regular expression that a whole name has to match; empty: no processor is allowed. defaults: names of the
+    deployment's own processors, which come first.
     """
+    own = [LogitsProcessor(name) for name in defaults]
     if value is None or value == []:
-        return []
+        return own
     try:
         named = msgspec.convert(value, list[str | _Named])
     except msgspec.ValidationError as e:
@@ -35,7 +38,7 @@ def read_logits_processors(value: object, pattern: str) -> list[LogitsProcessor]
         raise RequestError(f"{FIELD} needs a server with --logits-processor-pattern", FIELD)
     if len(named) > MAX_PROCESSORS:
         raise RequestError(f"{FIELD} has at most {MAX_PROCESSORS} entries, got {len(named)}", FIELD)
-    return [_read(one if isinstance(one, _Named) else _Named(one), pattern) for one in named]
+    return own + [_read(one if isinstance(one, _Named) else _Named(one), pattern) for one in named]
 
 
 def _read(one: _Named, pattern: str) -> LogitsProcessor:

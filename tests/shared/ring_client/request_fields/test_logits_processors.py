@@ -9,11 +9,12 @@ from blockyard.shared.ring_client.request_fields.logits_processors import read_l
 
 def test_names_with_and_without_arguments() -> None:
     value = ["own.first", {"qualname": "own.Second", "args": [1, "a"], "kwargs": {"b": None}}]
-    assert read_logits_processors(value, r"own\..*") == [
+    assert read_logits_processors(value, r"own\..*", ["all.requests"]) == [
+        LogitsProcessor("all.requests"),
         LogitsProcessor("own.first"),
         LogitsProcessor("own.Second", b'[1,"a"]', b'{"b":null}'),
     ]
-    assert read_logits_processors(None, "") == read_logits_processors([], "") == []
+    assert read_logits_processors(None, "", []) == read_logits_processors([], "", []) == []
 
 
 @pytest.mark.parametrize(
@@ -31,5 +32,5 @@ def test_names_with_and_without_arguments() -> None:
 )
 def test_refused(value: object, pattern: str) -> None:
     with pytest.raises(RequestError) as caught:
-        read_logits_processors(value, pattern)
+        read_logits_processors(value, pattern, [])
     assert caught.value.field == "logits_processors"
