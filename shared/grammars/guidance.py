@@ -24,6 +24,7 @@ from blockyard.shared.messages import Grammar, GrammarKind
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # only its stub file has it
 
+WHITESPACE = r"[ \n\r\t]{1,20}"  # between JSON tokens: without a bound some models write nothing else any more
 NAME = "guidance"
 # Work that one mask may take: about 14 ms in the lexer; in the parser 1 ms, up to 100 ms in an ambiguous grammar.
 # A mask above it raises MatcherError.
@@ -145,8 +146,8 @@ def _json_grammar(grammar: Grammar) -> str:
     if not grammar.additional_properties:
         schema = close_objects(schema)
     options: JsonCompileOptions = {"whitespace_flexible": grammar.any_whitespace}
-    if grammar.whitespace_pattern:
-        options["whitespace_pattern"] = grammar.whitespace_pattern
+    if grammar.whitespace_pattern or grammar.any_whitespace:
+        options["whitespace_pattern"] = grammar.whitespace_pattern or WHITESPACE
     return llguidance.LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
 
 

@@ -50,6 +50,11 @@ class DeviceSlot:
         self.words[Field.REPETITION], self.words[Field.PRESENCE], self.words[Field.FREQUENCY] = map(float_word, values)
 
 
+def _logits_processors(slot: DeviceSlot, sampling: Sampling) -> bool:
+    """The host samples slots with processors of users."""
+    return not sampling.logits_processors
+
+
 def _constraint(slot: DeviceSlot, sampling: Sampling) -> bool:
     """The host samples slots with a constraint."""
     return sampling.constraint is None
@@ -113,6 +118,7 @@ def _top_p(slot: DeviceSlot, sampling: Sampling) -> bool:
 
 # Each writes the fields that the kernels read. False: the host has to sample this slot.
 DEVICE_STEPS: dict[str, Callable[[DeviceSlot, Sampling], bool]] = {
+    "logits_processors": _logits_processors,
     "constraint": _constraint,
     "allowed_token_ids": _allowed_token_ids,
     "bad_words": _bad_words,

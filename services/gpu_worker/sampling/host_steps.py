@@ -13,6 +13,12 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
+from blockyard.services.gpu_worker.sampling.user_processors import (
+    ProcessorError,
+    ProcessorThread,
+    UserProcessor,
+    load_processor,
+)
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import Sampling
@@ -50,6 +56,45 @@ class HostStep(Protocol):
 
     def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
         """One new token of each slot, which is not in `table` yet. Rows that were stopped are left out."""
+
+
+class LogitsProcessors(HostStep):
+    """Calls the processors of users, before anything else: a mask wins over them."""
+
+    def __init__(self, resources: StepResources) -> None:
+        self._processors: dict[int, list[UserProcessor]] = {}  # by slot
+        self._problems: dict[int, str] = {}  # of slots with a processor that cannot be loaded
+        self._thread = ProcessorThread()
+
+    def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
+        if not sampling.logits_processors:
+            return False
+        try:
+            self._processors[slot] = [load_processor(one) for one in sampling.logits_processors]
+        except ProcessorError as e:
+            self._processors[slot], self._problems[slot] = [], str(e)
+        return True
+
+    def end(self, slot: int) -> None:
+        self._processors.pop(slot, None)
+        self._problems.pop(slot, None)
+
+    def apply(self, logits: Tensor, slots: list[int], table: Slots, stopped: StoppedRows) -> None:
+        for row, slot in enumerate(slots) if self._processors else ():
+            processors = self._processors.get(slot)
+            if processors is None:
+                continue
+            if slot in self._problems:
+                stopped.problems[row] = self._problems[slot]
+                continue
+            ids, begin = table.token_ids[slot, : table.num_tokens[slot]].tolist(), table.slots[slot].num_prompt_tokens
+            try:
+                logits[row] = self._thread.run(processors, ids[:begin], ids[begin:], logits[row])
+            except ProcessorError as e:
+                stopped.problems[row] = str(e)
+
+    def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
+        """The next call gets the token from the table."""
 
 
 class Constraint(HostStep):
@@ -284,6 +329,7 @@ def _ban(logits: Tensor, entries: list[tuple[int, int]]) -> None:
 
 
 HOST_STEPS: dict[str, Callable[[StepResources], HostStep]] = {
+    "logits_processors": LogitsProcessors,
     "constraint": Constraint,
     "allowed_token_ids": AllowedTokens,
     "bad_words": BadWords,

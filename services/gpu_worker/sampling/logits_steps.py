@@ -34,6 +34,7 @@ def _marker(asked: Sampling) -> list[int]:
 
 
 LOGITS_STEPS = (
+    LogitsStep("logits_processors", {"logits_processors": any_value}),
     LogitsStep("constraint", {"constraint": any_value}, _marker),
     LogitsStep("allowed_token_ids", {"allowed_token_ids": any_value}, lambda asked: asked.allowed_token_ids),
     LogitsStep("bad_words", {"bad_words": any_value}, lambda asked: [i for words in asked.bad_words for i in words]),

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from importlib import import_module  # users name their modules
 from typing import Any
 
 import msgspec
