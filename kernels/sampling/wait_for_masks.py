@@ -1,8 +1,8 @@
 """Masks of structured output: the device waits for them, and says which token it has sampled under each.
 
 Another process, the matcher, writes masks into pinned host memory and reads the sampled tokens there. A slot has two
-masks, for even and for odd indexes of the new token, each with a tag that is written last: the key of the slot's owner
-and the index. So a mask of an earlier owner, or of another token, is never taken. Words are read around the caches,
+masks, for even and for odd indexes of the new token, each with a tag that is written last: the slot's owner and the
+index. So a mask of an earlier owner, or of another token, is never taken. Words are read around the caches,
 which may hold those of an earlier step. The worker's `structured_output.mask_memory` describes the memory.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.tensor_checks import check_tensor
 
-INDEX_BITS = TOKEN_BITS = 24
+TOKEN_BITS, INDEX_BITS, OWNER_BITS = 20, 22, 21  # of a record, which is one store of 64 bits
 _TILE = 128
 
 
@@ -33,32 +33,25 @@ class MaskState(IntEnum):
 class MaskTensors:
     """Masks of slots; all contiguous. `owners` is on the device, the others are in pinned host memory."""
 
-    owners: Tensor  # [num_slots] int32, from 1 to 2 ** 16 - 1; 0: the slot has no constraint
-    words: Tensor  # [num_slots, 2, ceil(vocab / 32) or more] int32: bit i % 32 of word i // 32 allows token i
-    tags: Tensor  # [num_slots, 2] int64: `mask_key` of the mask at this place
-    tokens: Tensor  # [num_slots, records] int64: `mask_key` of a token << TOKEN_BITS | its id, at index % records
+    owners: Tensor  # [num_slots] int32, from 1 to 2 ** OWNER_BITS - 1; 0: the slot has no constraint
+    words: Tensor  # [num_slots, 2, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 allows token i
+    tags: Tensor  # [num_slots, 2] int64: owner << 32 | index
+    sampled: Tensor  # [num_slots] int64: owner << 42 | index << 20 | the token at that index
 
     def check(self, vocab: int) -> None:
         """Raises ValueError."""
         num = self.owners.shape[0]
         check_tensor("owners", self.owners, (num,), torch.int32)
-        check_tensor("words", self.words, (num, 2, self.words.shape[2]), torch.int32)
+        check_tensor("words", self.words, (num, 2, ceil_div(vocab, 32)), torch.int32)
         check_tensor("tags", self.tags, (num, 2), torch.int64)
-        check_tensor("tokens", self.tokens, (num, self.tokens.shape[1]), torch.int64)
-        if self.words.shape[2] < ceil_div(vocab, 32):
-            raise ValueError(f"masks of {self.words.shape[2]} words do not hold {vocab} tokens")
-
-
-def mask_key(owner: int, index: int) -> int:
-    """The key of the token at `index` of the sequence that owns a slot."""
-    return owner << INDEX_BITS | index
+        check_tensor("sampled", self.sampled, (num,), torch.int64)
 
 
 def wait_for_masks_reference(slots: Tensor, index: Tensor, masks: MaskTensors, states: Tensor) -> None:
     """As `wait_for_masks`, without waiting."""
     for row, (slot, at) in enumerate(zip(slots.tolist(), index.tolist(), strict=True)):
         owner = int(masks.owners[slot]) if slot >= 0 else 0
-        there = owner != 0 and int(masks.tags[slot, at % 2]) == mask_key(owner, at)
+        there = owner != 0 and int(masks.tags[slot, at % 2]) == owner << 32 | at
         states[row] = MaskState.FREE if owner == 0 else MaskState.MASKED if there else MaskState.MISSING
 
 
@@ -67,8 +60,8 @@ def publish_sampled_reference(
 ) -> None:
     for row, slot in enumerate(slots.tolist()):
         if states[row] == MaskState.MASKED and abs(float(best[row])) < float("inf"):
-            key = mask_key(int(masks.owners[slot]), int(index[row]))
-            masks.tokens[slot, int(index[row]) % masks.tokens.shape[1]] = key << TOKEN_BITS | int(tokens[row])
+            owner, at = int(masks.owners[slot]), int(index[row])
+            masks.sampled[slot] = owner << (INDEX_BITS + TOKEN_BITS) | at << TOKEN_BITS | int(tokens[row])
 
 
 @triton.jit
@@ -79,7 +72,7 @@ def apply_mask(x, words_ptr, cols, inside):
 
 
 @triton.jit
-def _wait_kernel(slots_ptr, index_ptr, owners_ptr, tags_ptr, states_ptr, polls, INDEX_BITS: tl.constexpr):
+def _wait_kernel(slots_ptr, index_ptr, owners_ptr, tags_ptr, states_ptr, polls):
     # program i: row i
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -87,7 +80,7 @@ def _wait_kernel(slots_ptr, index_ptr, owners_ptr, tags_ptr, states_ptr, polls, 
     state = tl.full([], 1, tl.int32)  # of MaskState
     if owner != 0:
         index = tl.load(index_ptr + row)
-        wanted = (owner << INDEX_BITS) | index
+        wanted = (owner << 32) | index
         tag_ptr = tags_ptr + slot * 2 + (index & 1)
         tag = tl.load(tag_ptr, volatile=True)
         left = polls
@@ -110,12 +103,12 @@ def wait_for_masks(slots: Tensor, index: Tensor, masks: MaskTensors, states: Ten
     check_tensor("index", index, (rows,), torch.int64)
     check_tensor("states", states, (rows,), torch.int32)
     if rows:
-        _wait_kernel[(rows,)](slots, index, masks.owners, masks.tags, states, polls, INDEX_BITS=INDEX_BITS, num_warps=1)
+        _wait_kernel[(rows,)](slots, index, masks.owners, masks.tags, states, polls, num_warps=1)
 
 
 @triton.jit
 def _publish_kernel(
-    tokens_ptr, best_ptr, slots_ptr, index_ptr, owners_ptr, records_ptr, states_ptr, num, num_records,
+    tokens_ptr, best_ptr, slots_ptr, index_ptr, owners_ptr, sampled_ptr, states_ptr, num,
     INDEX_BITS: tl.constexpr, TOKEN_BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # program i: tile i of the rows
@@ -128,8 +121,7 @@ def _publish_kernel(
     owner = tl.load(owners_ptr + slot, mask=masked, other=0).to(tl.int64)
     index = tl.load(index_ptr + row, mask=masked, other=0)
     token = tl.load(tokens_ptr + row, mask=masked, other=0)
-    key = (owner << INDEX_BITS) | index
-    tl.store(records_ptr + slot * num_records + index % num_records, (key << TOKEN_BITS) | token, mask=masked)
+    tl.store(sampled_ptr + slot, (owner << (INDEX_BITS + TOKEN_BITS)) | (index << TOKEN_BITS) | token, mask=masked)
 
 
 def publish_sampled(
@@ -146,7 +138,6 @@ def publish_sampled(
     check_tensor("states", states, (rows,), torch.int32)
     if rows:
         _publish_kernel[(ceil_div(rows, _TILE),)](
-            tokens, best, slots, index, masks.owners, masks.tokens, states, rows,
-            masks.tokens.shape[1],
+            tokens, best, slots, index, masks.owners, masks.sampled, states, rows,
             INDEX_BITS=INDEX_BITS, TOKEN_BITS=TOKEN_BITS, TILE=_TILE, num_warps=1,
         )  # fmt: skip

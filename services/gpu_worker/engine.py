@@ -117,7 +117,7 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         store = host_blocks.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     matchers = MatcherProcesses(
-        config.model_path,
+        config.tokenizer_path or config.model_path,
         geometry.vocab_size,
         geometry.eos_token_ids,
         engines=config.grammar_engines,

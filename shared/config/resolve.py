@@ -196,6 +196,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
         fields
         | {
             "model_path": str(model.path),
+            "tokenizer_path": str(model.tokenizer_path),
             "served_model_names": served_names(values),
             "max_num_batched_tokens": step_tokens(values, model),
             "max_model_len": context_limit(values, model.config),

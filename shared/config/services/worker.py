@@ -48,6 +48,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     process: ProcessConfig
     model_path: str  # folder with config.json and the weights
+    tokenizer_path: str = ""  # folder of the tokenizer, which structured output needs; empty: the model's
     served_model_names: list[str] = []
     worker_cls: Literal["auto", "mock"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -21,7 +21,8 @@ from blockyard.kernels.sampling.sample_tokens import (
     sample_tokens,
     sample_tokens_reference,
 )
-from blockyard.services.gpu_worker.sampling.host_steps import Penalties
+from blockyard.services.gpu_worker.sampling.host_steps import Penalties, StepResources, StoppedRows
+from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -72,8 +73,9 @@ def test_logits_are_those_of_the_reference(dtype: torch.dtype) -> None:
 def test_the_sampler_on_cpu_penalises_the_same() -> None:
     ids, logits = torch.randint(0, VOCAB, (60,)), torch.randn(1, VOCAB)
     sampling = Sampling(max_tokens=5, repetition_penalty=1.7, presence_penalty=-0.3, frequency_penalty=0.4)
-    old = Penalties(VOCAB, [], torch.device("cpu"))
+    old = Penalties(StepResources(VOCAB, [], torch.device("cpu"), None))
     old.start(0, sampling, ids.numpy(), 25)
+    table = Slots(1, max_model_len=64, block_size=16, vocab_size=VOCAB, num_blocks=1)
     wishes = make_logits_edits(1, 1, 8, VOCAB, DEVICE)
     wishes.row[0] = 0
     wishes.repetition[0], wishes.presence[0], wishes.frequency[0] = 1.7, -0.3, 0.4
@@ -82,9 +84,9 @@ def test_the_sampler_on_cpu_penalises_the_same() -> None:
     for token in (int(ids[3]), 17, 17):  # two more tokens
         penalize_logits(logits.to(DEVICE), slots, slots, wishes)
         theirs = logits.clone()
-        old.apply(theirs, [0])
+        old.apply(theirs, [0], table, StoppedRows())
         torch.testing.assert_close(wishes.logits.cpu(), theirs)
-        old.on_sampled([0], [token])
+        old.on_sampled([0], [token], table)
         best = torch.zeros(1, device=DEVICE)
         count_tokens(slots + token, best, best.int() + 1, slots, wishes)
 

@@ -12,18 +12,17 @@ from blockyard.kernels.sampling.penalize_logits import (
     penalize_logits_reference,
 )
 from blockyard.kernels.sampling.wait_for_masks import (
-    TOKEN_BITS,
     MaskState,
     MaskTensors,
-    mask_key,
     publish_sampled,
     publish_sampled_reference,
     wait_for_masks,
     wait_for_masks_reference,
 )
+from blockyard.services.gpu_worker.structured_output.mask_memory import record_of, tag_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-VOCAB, NUM_SLOTS, RECORDS = 300, 6, 8
+VOCAB, NUM_SLOTS = 300, 6
 SLOTS = torch.tensor([3, 0, -1, 1, 2, 5], device=DEVICE)
 INDEX = torch.tensor([8, 5, 0, 7, 4, 9], device=DEVICE)
 
@@ -37,13 +36,13 @@ def masks() -> MaskTensors:
     """Slot 0 has no constraint, 1 and 5 have their masks, 2 one of an earlier owner, 3 one of another token."""
     made = MaskTensors(
         torch.tensor([0, 11, 12, 13, 14, 15], dtype=torch.int32, device=DEVICE),
-        host(NUM_SLOTS, 2, 16, dtype=torch.int32),
+        host(NUM_SLOTS, 2, -(-VOCAB // 32), dtype=torch.int32),
         host(NUM_SLOTS, 2, dtype=torch.int64),
-        host(NUM_SLOTS, RECORDS, dtype=torch.int64),
+        host(NUM_SLOTS, dtype=torch.int64),
     )
     made.words.copy_(torch.randint(-(2**31), 2**31 - 1, made.words.shape, generator=torch.Generator().manual_seed(3)))
-    made.tags[1, 1], made.tags[5, 1] = mask_key(11, 7), mask_key(15, 9)
-    made.tags[2, 0], made.tags[3, 0], made.tags[3, 1] = mask_key(4, 4), mask_key(13, 6), mask_key(13, 8)
+    made.tags[1, 1], made.tags[5, 1] = tag_of(11, 7), tag_of(15, 9)
+    made.tags[2, 0], made.tags[3, 0], made.tags[3, 1] = tag_of(4, 4), tag_of(13, 6), tag_of(13, 8)
     return made
 
 
@@ -95,9 +94,9 @@ def test_tokens_of_masked_rows_are_published(masks: MaskTensors) -> None:
     publish_sampled(tokens, best, SLOTS, INDEX, masks, states)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    expected = torch.zeros(NUM_SLOTS, RECORDS, dtype=torch.int64)
-    expected[1, 7] = mask_key(11, 7) << TOKEN_BITS | 299
-    assert torch.equal(masks.tokens.cpu(), expected)
-    masks.tokens.zero_()
+    expected = torch.zeros(NUM_SLOTS, dtype=torch.int64)
+    expected[1] = record_of(11, 7, 299)
+    assert torch.equal(masks.sampled.cpu(), expected)
+    masks.sampled.zero_()
     publish_sampled_reference(tokens, best, SLOTS, INDEX, masks, states)
-    assert torch.equal(masks.tokens.cpu(), expected)
+    assert torch.equal(masks.sampled.cpu(), expected)
