@@ -46,13 +46,14 @@ def outputs(runner: Runner) -> list[list[int]]:
         {"repetition_penalty": 1.3, "logit_bias": [(8, 2.0)], "bad_words": [[9]], "num_logprobs": 2},
         {"temperature": 0.8, "top_p": 0.9, "seed": 3},
         {"temperature": 1.0, "frequency_penalty": 0.5, "min_tokens": 2},
+        {"temperature": 0.7, "seed": 5, "presence_penalty": 0.4, "bad_words": [[9, 10]]},  # the host samples it
     )
-    for i, (num_in, num_out) in enumerate(((5, 3), (1, 5), (9, 2), (7, 4))):
+    for i, (num_in, num_out) in enumerate(((5, 3), (1, 5), (9, 2), (7, 4), (4, 3))):
         prompt = np.random.default_rng(i).integers(2, VOCAB, num_in).tolist()
         sampling = Sampling(**({"max_tokens": num_out, "temperature": 0.0, "ignore_eos": True} | needs_processing[i]))
         streams.append(driver.add(prompt, sampling, preempt_at=(2,) if i == 1 else ()))
     driver.run()
-    assert [len(s.output) for s in streams] == [3, 5, 2, 4]
+    assert [len(s.output) for s in streams] == [3, 5, 2, 4, 3]
     scores = [[entry.rank, *entry.top_ids] for s in streams for entry in s.logprobs]
     assert len(scores) == 5
     return [*(s.output for s in streams), *scores]
@@ -138,6 +139,30 @@ def test_a_stream_that_outgrows_fused_decode(tmp_path: Path, monkeypatch: pytest
     assert alone(runner) == want
     assert replayed[:7] == [(True, True)] * 3 + [(False, True)] * 4
     assert set(replayed[7:]) <= {(False, True)}, "a plan may be in flight when the stream ends"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_host_samples_slots_beside_steps_in_flight(tmp_path: Path) -> None:
+    BY_NAME["qwen3"].save(tmp_path)
+    cpu, gpu = start(tmp_path, device="cpu"), start(tmp_path, device="cuda")
+    asked: list[dict[str, object]] = [
+        {"bad_words": [[9, 10], [4, 5, 6]]},
+        {},
+        {"bad_words": [[9, 10]], "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"stop_token_ids": list(range(1000, 1010)), "num_logprobs": 2},
+        {"num_prompt_logprobs": 1, "bad_words": [[3, 4]]},
+    ]
+    found = []
+    for runner, depth in ((cpu, 0), (gpu, 0), (gpu, 1), (gpu, 5)):
+        driver = Driver(runner, num_slots=8, depth=depth, seed=depth)
+        for i, fields in enumerate(asked):
+            prompt = np.random.default_rng(i).integers(2, VOCAB, 5 + i).tolist()
+            driver.add(prompt, Sampling(**({"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | fields)))
+        driver.run()
+        found.append([(s.output, sorted(s.prompt_logprobs), len(s.logprobs)) for s in driver.streams])
+        assert (driver.num_waits > 0) == (runner is gpu and depth > 0)
+    assert found[1:] == found[:1] * 3
 
 
 def test_more_slots_than_the_capacity(tmp_path: Path) -> None:
