@@ -70,16 +70,17 @@ bench: test-ready
 .venv/.base: .requirements/base.txt
 	@echo "making .venv; this takes a minute"
 	@$(PYTHON) -m venv .venv
-	@$(PIP) install --quiet -r .requirements/base.txt
+	@$(PIP) install --quiet --no-deps -r .requirements/base.txt
 	@$(install-torch)
 	@$(PIP) install --quiet --no-deps --editable .
 	@touch $@
 
 .venv/.test: .requirements/test.txt .venv/.base
-	@$(PIP) install --quiet -r .requirements/test.txt
+	@$(PIP) install --quiet --no-deps -r .requirements/test.txt
 	@touch $@
 
-# The lock holds what torch's CPU build needs, so that its index is asked for nothing else.
+# The lock holds all packages but torch, also what torch's CPU build needs, so that no other build of torch is installed
+# for a package that wants one, and torch's index is asked for nothing else.
 define install-torch
 	if [ -n "$(TORCH)" ]; then $(PIP) install "$(TORCH)"; \
 	elif nvidia-smi >/dev/null 2>&1; then $(PIP) install "torch>=2.8"; \
