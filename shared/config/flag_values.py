@@ -2,7 +2,7 @@
 
 import math
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 import msgspec
 
@@ -82,7 +82,7 @@ def _size(value: object) -> int:
         return int(value)
     number, suffix = match.groups()
     base = 1024 if suffix.isupper() else 1000
-    size = Decimal(number) * base ** _POWERS[suffix.lower()]
+    size = Fraction(number) * base ** _POWERS[suffix.lower()]
     if ("." in number and not suffix.islower()) or size != int(size):
         raise ValueError
     return int(size)
