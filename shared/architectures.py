@@ -19,50 +19,50 @@ class Architecture(msgspec.Struct, frozen=True, gc=False):
 
 
 ARCHITECTURES = {
-    "AquilaForCausalLM": Architecture("llama", "Aquila and Aquila 2: Llama by another name"),
-    "Cohere2ForCausalLM": Architecture("cohere2", "Command R7B, Command A"),
-    "ArceeForCausalLM": Architecture("arcee", "Arcee AFM"),
-    "CohereForCausalLM": Architecture("cohere", "Command R, Command R+, Aya 23"),
+    "AquilaForCausalLM": Architecture("llama_style.llama", "Aquila and Aquila 2: Llama by another name"),
+    "Cohere2ForCausalLM": Architecture("layer_norm.cohere2", "Command R7B, Command A"),
+    "ArceeForCausalLM": Architecture("llama_style.arcee", "Arcee AFM"),
+    "CohereForCausalLM": Architecture("layer_norm.cohere", "Command R, Command R+, Aya 23"),
     "DeepseekV2ForCausalLM": Architecture(
         "moe.deepseek_v2", "DeepSeek V2, V2-Lite and V2.5: on the CPU alone, for their latent attention"
     ),
     "DeepseekV3ForCausalLM": Architecture(
         "moe.deepseek_v3", "DeepSeek V3 and R1, Kimi K2: on the CPU alone, for their latent attention"
     ),
-    "FalconForCausalLM": Architecture("falcon", "Falcon 7B, 40B, 180B"),
-    "Gemma2ForCausalLM": Architecture("gemma2", "Gemma 2"),
-    "Gemma3ForCausalLM": Architecture("gemma3", "Gemma 3, text"),
-    "Gemma3ForConditionalGeneration": Architecture("gemma3", "Gemma 3 that also sees: its text part"),
-    "GemmaForCausalLM": Architecture("gemma", "Gemma 1"),
-    "Glm4ForCausalLM": Architecture("glm4", "GLM-4-0414, GLM-Z1"),
+    "FalconForCausalLM": Architecture("layer_norm.falcon", "Falcon 7B, 40B, 180B"),
+    "Gemma2ForCausalLM": Architecture("gemma.gemma2", "Gemma 2"),
+    "Gemma3ForCausalLM": Architecture("gemma.gemma3", "Gemma 3, text"),
+    "Gemma3ForConditionalGeneration": Architecture("gemma.gemma3", "Gemma 3 that also sees: its text part"),
+    "GemmaForCausalLM": Architecture("gemma.gemma", "Gemma 1"),
+    "Glm4ForCausalLM": Architecture("llama_style.glm4", "GLM-4-0414, GLM-Z1"),
     "Glm4MoeForCausalLM": Architecture("moe.glm4_moe", "GLM-4.5, 4.6 and 4.7"),
-    "GlmForCausalLM": Architecture("glm", "GLM-4 9B of 2024"),
-    "GPT2LMHeadModel": Architecture("gpt2", "GPT-2"),
-    "GPTNeoXForCausalLM": Architecture("gpt_neox", "GPT-NeoX, Pythia"),
-    "GraniteForCausalLM": Architecture("granite", "Granite 3 and 4, dense"),
+    "GlmForCausalLM": Architecture("llama_style.glm", "GLM-4 9B of 2024"),
+    "GPT2LMHeadModel": Architecture("layer_norm.gpt2", "GPT-2"),
+    "GPTNeoXForCausalLM": Architecture("layer_norm.gpt_neox", "GPT-NeoX, Pythia"),
+    "GraniteForCausalLM": Architecture("llama_style.granite", "Granite 3 and 4, dense"),
     "LlamaForCausalLM": Architecture(
-        "llama", "Llama 2, 3 and 3.x, and releases of its shape: LongChat, Vicuna, Yi, SmolLM 2"
+        "llama_style.llama", "Llama 2, 3 and 3.x, and releases of its shape: LongChat, Vicuna, Yi, SmolLM 2"
     ),
     "GraniteMoeForCausalLM": Architecture("moe.granite_moe", "Granite 3, mixtures of experts"),
-    "LLaMAForCausalLM": Architecture("llama", "Llama 1 in early conversions"),
+    "LLaMAForCausalLM": Architecture("llama_style.llama", "Llama 1 in early conversions"),
     "MiniMaxM2ForCausalLM": Architecture("moe.minimax_m2", "MiniMax-M2"),
-    "Ministral3ForCausalLM": Architecture("ministral3", "Ministral 3"),
+    "Ministral3ForCausalLM": Architecture("llama_style.ministral3", "Ministral 3"),
     "Mistral3ForConditionalGeneration": Architecture(
-        "mistral3", "Mistral Small 3.1 and later, Ministral 3: their text part"
+        "llama_style.mistral3", "Mistral Small 3.1 and later, Ministral 3: their text part"
     ),
-    "MistralForCausalLM": Architecture("mistral", "Mistral 7B, Nemo, Small 3"),
+    "MistralForCausalLM": Architecture("llama_style.mistral", "Mistral 7B, Nemo, Small 3"),
     "MixtralForCausalLM": Architecture("moe.mixtral", "Mixtral"),
-    "Olmo2ForCausalLM": Architecture("olmo2", "OLMo 2"),
-    "Olmo3ForCausalLM": Architecture("olmo3", "OLMo 3"),
+    "Olmo2ForCausalLM": Architecture("llama_style.olmo2", "OLMo 2"),
+    "Olmo3ForCausalLM": Architecture("llama_style.olmo3", "OLMo 3"),
     "OlmoeForCausalLM": Architecture("moe.olmoe", "OLMoE"),
-    "OPTForCausalLM": Architecture("opt", "OPT"),
-    "Phi3ForCausalLM": Architecture("phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
-    "Qwen2ForCausalLM": Architecture("qwen2", "Qwen 2, Qwen 2.5"),
+    "OPTForCausalLM": Architecture("layer_norm.opt", "OPT"),
+    "Phi3ForCausalLM": Architecture("llama_style.phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
+    "Qwen2ForCausalLM": Architecture("llama_style.qwen2", "Qwen 2, Qwen 2.5"),
     "Qwen2MoeForCausalLM": Architecture("moe.qwen2_moe", "Qwen 1.5 and 2, mixtures of experts"),
-    "Qwen3ForCausalLM": Architecture("qwen3", "Qwen 3, dense"),
+    "Qwen3ForCausalLM": Architecture("llama_style.qwen3", "Qwen 3, dense"),
     "Qwen3MoeForCausalLM": Architecture("moe.qwen3_moe", "Qwen 3, mixtures of experts"),
-    "SmolLM3ForCausalLM": Architecture("smollm3", "SmolLM3"),
-    "Starcoder2ForCausalLM": Architecture("starcoder2", "StarCoder 2"),
+    "SmolLM3ForCausalLM": Architecture("llama_style.smollm3", "SmolLM3"),
+    "Starcoder2ForCausalLM": Architecture("layer_norm.starcoder2", "StarCoder 2"),
 }
 
 _ALIBI = "its attention adds a bias by distance (ALiBi), which no attention kernel here computes"

@@ -5,14 +5,15 @@
 
 - `interface.Model` and `interface.ModelShape`: the only view that the rest of the worker has of a family.
 - `decoder.Decoder`: runs the parts of a decoder that a family passes: embeddings, layers, norm, head, rotations.
-- `llama.build_llama` and `LlamaVariant`: a decoder with Llama's names of weights, and how a family differs from it.
 - `layer_types`: the kind of each layer, where layers differ in their windows or rotations.
-- `moe`: the families of mixtures of experts. `transformers_model`: any decoder class of transformers.
+- `llama_style`: dense families with Llama's names of weights. Its `llama.build_llama` builds a decoder of them, and
+  `LlamaVariant` says how a family differs. `gemma`, `layer_norm`: other dense families. `moe`: mixtures of experts.
+- `transformers_model`: any decoder class of transformers.
 
 Families import `layers/`, `loading/` and `step`, and nothing from `execution/`, `kv/` or `sampling/`.
 
 How to add a model family:
-1. Write `models/<family>.py`: `build(config, table) -> Model`, and a msgspec struct of the config.json fields it reads.
+1. Write `models/<kind>/<family>.py`: `build(config, table) -> Model`, and a struct of the config.json fields it reads.
 2. If checkpoints name their weights as Llama's do, call `llama.build_llama` with a `LlamaVariant` (phi3.py, gemma2.py).
 3. Otherwise make the parts in `layers/` with the family's own names and pass them to `Decoder` (gpt2.py, falcon.py).
    A family that needs something new passes another layer or norm: shared code has no `if` for a family.

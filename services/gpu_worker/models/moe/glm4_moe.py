@@ -17,7 +17,13 @@ from blockyard.services.gpu_worker.layers.norm import head_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp, read_rotary
+from blockyard.services.gpu_worker.models.llama_style.llama import (
+    LlamaConfig,
+    LlamaVariant,
+    build_llama,
+    llama_mlp,
+    read_rotary,
+)
 from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
 from blockyard.shared.config import model_bounds as bounds
 

@@ -11,8 +11,8 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.granite import granite_variant
-from blockyard.services.gpu_worker.models.llama import build_llama
+from blockyard.services.gpu_worker.models.llama_style.granite import granite_variant
+from blockyard.services.gpu_worker.models.llama_style.llama import build_llama
 from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
 from blockyard.shared.config import model_bounds as bounds
 

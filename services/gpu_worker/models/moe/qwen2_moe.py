@@ -12,9 +12,9 @@ from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.qwen2 import read_windows
 from blockyard.services.gpu_worker.models.moe.qwen3_moe import QwenMoeConfig
-from blockyard.services.gpu_worker.models.qwen2 import read_windows
 from blockyard.shared.config import model_bounds as bounds
 
 

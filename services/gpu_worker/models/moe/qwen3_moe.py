@@ -14,10 +14,16 @@ from blockyard.services.gpu_worker.layers.norm import head_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, biased, build_llama, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.llama import (
+    LlamaConfig,
+    LlamaVariant,
+    biased,
+    build_llama,
+    llama_mlp,
+)
+from blockyard.services.gpu_worker.models.llama_style.qwen2 import read_windows
+from blockyard.services.gpu_worker.models.llama_style.qwen3 import DEFAULTS
 from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
-from blockyard.services.gpu_worker.models.qwen2 import read_windows
-from blockyard.services.gpu_worker.models.qwen3 import DEFAULTS
 from blockyard.shared.config import model_bounds as bounds
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 from tiny_models import MODELS
 
-from blockyard.services.gpu_worker.models import llama, qwen2, registry
+from blockyard.services.gpu_worker.models import registry
+from blockyard.services.gpu_worker.models.llama_style import llama, qwen2
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.architectures import ARCHITECTURES, REFUSED
 from blockyard.shared.config.model_documents import markdown, with_tables
 from blockyard.shared.errors import ConfigError
 
-FAMILIES = Path(llama.__file__).parent
+FAMILIES = Path(registry.__file__).parent
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

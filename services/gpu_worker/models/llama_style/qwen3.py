@@ -9,8 +9,8 @@ from blockyard.services.gpu_worker.layers.norm import head_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, biased, build_llama
-from blockyard.services.gpu_worker.models.qwen2 import read_windows
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, biased, build_llama
+from blockyard.services.gpu_worker.models.llama_style.qwen2 import read_windows
 
 DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768}  # of fields that config.json may omit
 

@@ -10,7 +10,13 @@ from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp, read_rotary
+from blockyard.services.gpu_worker.models.llama_style.llama import (
+    LlamaConfig,
+    LlamaVariant,
+    build_llama,
+    llama_mlp,
+    read_rotary,
+)
 
 DEFAULTS = {  # of fields that config.json may omit
     "attention_bias": True,

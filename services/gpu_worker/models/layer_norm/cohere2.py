@@ -7,10 +7,10 @@ import msgspec
 from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.cohere import CohereConfig, cohere_variant, read_cohere
 from blockyard.services.gpu_worker.models.decoder import Decoder
+from blockyard.services.gpu_worker.models.layer_norm.cohere import CohereConfig, cohere_variant, read_cohere
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
-from blockyard.services.gpu_worker.models.llama import build_llama, read_rotary
+from blockyard.services.gpu_worker.models.llama_style.llama import build_llama, read_rotary
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 

@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp
 from blockyard.shared.config import model_bounds as bounds
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}  # of fields that config.json may omit

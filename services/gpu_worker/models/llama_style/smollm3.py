@@ -9,7 +9,13 @@ from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import read_layer_types
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, biased, build_llama, read_rotary
+from blockyard.services.gpu_worker.models.llama_style.llama import (
+    LlamaConfig,
+    LlamaVariant,
+    biased,
+    build_llama,
+    read_rotary,
+)
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models import ministral3, mistral
 from blockyard.services.gpu_worker.models.decoder import Decoder
+from blockyard.services.gpu_worker.models.llama_style import ministral3, mistral
 from blockyard.shared.errors import ConfigError
 
 TEXT_PARTS = {"mistral": mistral.build, "ministral3": ministral3.build}  # by `model_type` of text_config

@@ -14,10 +14,10 @@ from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.gemma import gemma_variant, read_gemma
-from blockyard.services.gpu_worker.models.gemma2 import four_norms
+from blockyard.services.gpu_worker.models.gemma.gemma import gemma_variant, read_gemma
+from blockyard.services.gpu_worker.models.gemma.gemma2 import four_norms
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
-from blockyard.services.gpu_worker.models.llama import biased, build_llama, head_size
+from blockyard.services.gpu_worker.models.llama_style.llama import biased, build_llama, head_size
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 from blockyard.shared.errors import ConfigError

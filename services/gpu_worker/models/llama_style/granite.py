@@ -7,7 +7,7 @@ import msgspec
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, biased, build_llama
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, biased, build_llama
 from blockyard.shared.config import model_bounds as bounds
 
 

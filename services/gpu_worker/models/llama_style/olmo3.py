@@ -10,8 +10,8 @@ from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
-from blockyard.services.gpu_worker.models.llama import build_llama, head_size
-from blockyard.services.gpu_worker.models.olmo2 import olmo_variant, read_olmo
+from blockyard.services.gpu_worker.models.llama_style.llama import build_llama, head_size
+from blockyard.services.gpu_worker.models.llama_style.olmo2 import olmo_variant, read_olmo
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 

@@ -5,8 +5,8 @@ from typing import Any
 from blockyard.services.gpu_worker.layers.decoder_layers import PostNormLayer
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.glm import glm_variant, read_glm
-from blockyard.services.gpu_worker.models.llama import LayerParts, build_llama, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.glm import glm_variant, read_glm
+from blockyard.services.gpu_worker.models.llama_style.llama import LayerParts, build_llama, llama_mlp
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:

@@ -9,9 +9,15 @@ from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.gemma import gemma_variant, read_gemma
+from blockyard.services.gpu_worker.models.gemma.gemma import gemma_variant, read_gemma
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
-from blockyard.services.gpu_worker.models.llama import LayerParts, LlamaConfig, biased, build_llama, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.llama import (
+    LayerParts,
+    LlamaConfig,
+    biased,
+    build_llama,
+    llama_mlp,
+)
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 

@@ -9,7 +9,7 @@ from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import LlamaConfig, LlamaVariant, biased, build_llama
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, biased, build_llama
 
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 

@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.layers.norm import LayerNorm, Norm, head_laye
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama import (
+from blockyard.services.gpu_worker.models.llama_style.llama import (
     LayerParts,
     LlamaConfig,
     LlamaVariant,
