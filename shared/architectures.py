@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": Architecture("gemma.gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": Architecture("gemma.gemma3", "Gemma 3, text"),
     "Gemma3ForConditionalGeneration": Architecture("gemma.gemma3", "Gemma 3 that also sees: its text part"),
+    "Gemma4ForCausalLM": Architecture("gemma.gemma4", "Gemma 4, text: 31B, 26B-A4B"),
+    "Gemma4ForConditionalGeneration": Architecture("gemma.gemma4", "Gemma 4 31B, 26B-A4B that also see: text part"),
     "GemmaForCausalLM": Architecture("gemma.gemma", "Gemma 1"),
     "Glm4ForCausalLM": Architecture("llama_style.glm4", "GLM-4-0414, GLM-Z1"),
     "Glm4MoeForCausalLM": Architecture("moe.glm4_moe", "GLM-4.5, 4.6 and 4.7"),

@@ -30,10 +30,10 @@ def _keep_best_groups(choice, inside, GROUPS: tl.constexpr, TOP_GROUPS: tl.const
 
 @triton.jit
 def _route_experts_kernel(
-    logits_ptr, bias_ptr, experts_ptr, weights_ptr, stride, scale,
+    logits_ptr, bias_ptr, factors_ptr, experts_ptr, weights_ptr, stride, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     # program i: row i, its experts as [groups, experts of a group]
     row = tl.program_id(0).to(tl.int64)
@@ -67,17 +67,24 @@ def _route_experts_kernel(
         choice = tl.where(number == found, float("-inf"), choice)
     if RENORMALIZE:
         weights /= tl.maximum(tl.sum(weights, 0), 1e-20)
+    weights *= scale
+    if FACTORS:
+        weights *= tl.load(factors_ptr + experts).to(tl.float32)
     tl.store(experts_ptr + row * TOP_K + k, experts, mask=k < TOP_K)
-    tl.store(weights_ptr + row * TOP_K + k, weights * scale, mask=k < TOP_K)
+    tl.store(weights_ptr + row * TOP_K + k, weights, mask=k < TOP_K)
 
 
-def route_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [rows, experts], bias [experts] added for the choice alone -> experts int32, weights fp32 [rows, top_k].
 
-    The best come first. Logits that are not numbers give experts that exist. Raises ValueError for other shapes.
+    factors [experts] multiply the weights at last. The best come first. Logits that are not numbers give experts that
+    exist. Raises ValueError for other shapes.
     """
     rows, num_experts = logits.shape
-    if num_experts != routing.num_experts or (bias is not None and bias.shape != (num_experts,)):
+    of_experts = [one for one in (bias, factors) if one is not None]
+    if num_experts != routing.num_experts or any(one.shape != (num_experts,) for one in of_experts):
         raise ValueError(f"logits {list(logits.shape)} do not fit {routing.num_experts} experts")
     if logits.stride(1) != 1:
         raise ValueError(f"the logits of a row must be contiguous, got strides {logits.stride()}")
@@ -87,10 +94,11 @@ def route_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) 
         limited = routing.top_groups < routing.groups
         groups = routing.groups if limited else 1
         _route_experts_kernel[(rows,)](
-            logits, logits if bias is None else bias, experts, weights, logits.stride(0), routing.scale,
+            logits, logits if bias is None else bias, logits if factors is None else factors, experts, weights,
+            logits.stride(0), routing.scale,
             EXPERTS=num_experts, TOP_K=routing.top_k, K_TILE=next_power_of_2(routing.top_k), GROUPS=groups,
             GROUP_TILE=next_power_of_2(groups), MEMBER_TILE=next_power_of_2(num_experts // groups),
             TOP_GROUPS=routing.top_groups if limited else 1, TWO=routing.sum_of_two, SIGMOID=routing.sigmoid,
-            BIAS=bias is not None, RENORMALIZE=routing.renormalize, num_warps=1,
+            BIAS=bias is not None, RENORMALIZE=routing.renormalize, FACTORS=factors is not None, num_warps=1,
         )  # fmt: skip
     return experts, weights

@@ -35,10 +35,12 @@ class Routing:
             raise ValueError(f"{self.top_groups} groups have fewer than {self.top_k} experts")
 
 
-def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [rows, experts], bias [experts] added for the choice alone -> experts int32, weights fp32 [rows, top_k].
 
-    The best come first.
+    factors [experts] multiply the weights at last. The best come first.
     """
     logits = logits.float()
     scores = _sigmoid(logits) if routing.sigmoid else logits.softmax(-1)
@@ -53,7 +55,8 @@ def choose_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
     weights = scores.gather(1, experts)
     if routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
-    return experts.int(), weights * routing.scale
+    weights = weights * routing.scale
+    return experts.int(), weights if factors is None else weights * factors.float()[experts]
 
 
 def _sigmoid(logits: Tensor) -> Tensor:

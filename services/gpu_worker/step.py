@@ -15,8 +15,8 @@ class Attend(Protocol):
         """Computes attention: qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim].
 
         First normalises q and k by `norm` and rotates them by rotation [tokens, 1, head_dim / 2], if given, and stores
-        K and V of these tokens. In the last layer only the rows of `Step.logits_indices` are returned. May write to
-        qkv.
+        K and V of these tokens. A norm whose weight has rows for all heads normalises v, too. In the last layer only
+        the rows of `Step.logits_indices` are returned. May write to qkv.
         """
 
 

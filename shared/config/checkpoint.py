@@ -14,6 +14,8 @@ UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Gemma2ForCausalLM": 4096,
     "Gemma3ForCausalLM": 4096,
     "Gemma3ForConditionalGeneration": 4096,
+    "Gemma4ForCausalLM": 512,
+    "Gemma4ForConditionalGeneration": 512,
     "MistralForCausalLM": 4096,
     "Olmo3ForCausalLM": 4096,
 }

@@ -31,13 +31,16 @@ class BatchInvariantCpuAttention:
         attention = self._shape.attention[layer]
         heads = attention.num_heads
         rotated = heads + attention.kv_heads
-        qk = qkv[:, :rotated]
+        qk, values = qkv[:, :rotated], qkv[:, rotated:]
         if norm is not None:
-            qk = torch.cat([norm(qk[i : i + 1]) for i in range(len(qk))])
+            normed = torch.cat([norm(qkv[i : i + 1, : len(norm.weight)]) for i in range(len(qkv))])
+            qk = normed[:, :rotated]
+            if len(norm.weight) > rotated:
+                values = normed[:, rotated:]
         if rotation is not None:
             apply_rope_reference(qk, rotation)
         rows = self._rows[LayerKind.of(attention).kept_heads]
-        write_kv_reference(self._pool.rows[layer], rows, torch.cat((qk[:, heads:], qkv[:, rotated:]), 1))
+        write_kv_reference(self._pool.rows[layer], rows, torch.cat((qk[:, heads:], values), 1))
         out = qkv.new_empty((len(qkv), heads, attention.latent_dim or attention.head_dim))
         row, window = 0, attention.window
         for table, count, length in self._seqs:

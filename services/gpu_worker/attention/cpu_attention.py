@@ -125,14 +125,14 @@ class CpuAttention:
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         shape = self._shapes[layer]
         heads, rotated = shape.num_heads, shape.num_heads + shape.kv_heads
-        qk, kv = qkv[:, :rotated], qkv[:, heads:]
+        normed, kv = qkv, qkv[:, heads:]
         if norm is not None:
-            qk = norm(qk)
+            normed = norm(qkv[:, : len(norm.weight)])
         if rotation is not None:
-            apply_rope_reference(qk, rotation)
+            apply_rope_reference(normed[:, :rotated], rotation)
         if norm is not None:
-            qkv[:, heads:rotated] = qk[:, heads:]
-        q = qk[:, :heads]
+            qkv[:, heads : len(norm.weight)] = normed[:, heads:]
+        q = normed[:, :heads]
         metadata = self._metadata[layer]
         write_kv_reference(self._pool.rows[layer], metadata.rows, kv)
         if len(metadata.decodes) == 1 and not metadata.prefills:

@@ -85,6 +85,25 @@ class SeparateQKV:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeysAsValues:
+    """Two matrices: v is k before norm and rotation. The rows of k's matrix are twice in memory."""
+
+    bias: bool = False
+
+    def make(self, layers: LinearLayers, prefix: str, hidden: int, shape: AttentionShape, arrange: Arrange) -> Linear:
+        """Implements `QKVProjection`."""
+        q, k, kv_rows = f"{prefix}.q_proj", f"{prefix}.k_proj", shape.kv_heads * shape.head_dim
+        return layers.make(
+            {q: shape.num_heads * shape.head_dim, k: 2 * kv_rows},
+            hidden,
+            bias=self.bias,
+            arrange={q: arrange, k: lambda rows: torch.cat((arrange(rows), rows))},
+            fusion=Fusion.NORM,
+            stored_rows={k: kv_rows},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedQKV:
     """One matrix: all of q, then all of k, then all of v; or `by_group`, q heads and their k and v side by side."""
 

@@ -22,7 +22,7 @@ class ExpertProducts(Protocol):
     def linears(self) -> list[Linear]:
         """The matrices that are linear layers of their own."""
 
-    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `choose_experts`."""
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
@@ -55,14 +55,15 @@ class RoutedExperts:
         routing: Routing,
         *,
         choice_bias: Tensor | None = None,
+        expert_factors: Tensor | None = None,
         shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
         gate: Gate = Gate.SILU,
         scales_input: bool = False,
     ) -> None:
-        """choice_bias [experts]: see `choose_experts`. shared_gate: its sigmoid is the weight of the shared experts.
-        scales_input: routing weights multiply the input of an expert, otherwise its output."""
-        self._router, self._choice_bias = router, choice_bias
+        """choice_bias, expert_factors [experts]: see `choose_experts`. shared_gate: its sigmoid is the weight of the
+        shared experts. scales_input: routing weights multiply the input of an expert, otherwise its output."""
+        self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
         self._shared, self._shared_gate = shared, shared_gate
         self._experts = find_experts(weights, routing, gate, scales_input)
 
@@ -85,8 +86,13 @@ class RoutedExperts:
             return self._routed(x, None)
         return self._routed(x, self._shared.finish_alone(ops, self._shared_gate_up(self._shared, x)))
 
-    def _routed(self, x: Tensor, shared: Tensor | None) -> Tensor:
-        experts, weights = self._experts.choose(self._router(x), self._choice_bias)
+    def apply_routed(self, x: Tensor, router_input: Tensor) -> Tensor:
+        """The experts alone, where the router does not read what they read: both [rows, hidden]."""
+        return self._routed(x, None, router_input)
+
+    def _routed(self, x: Tensor, shared: Tensor | None, router_input: Tensor | None = None) -> Tensor:
+        logits = self._router(x if router_input is None else router_input)
+        experts, weights = self._experts.choose(logits, self._choice_bias, self._expert_factors)
         return self._experts.forward(x, experts, weights, shared)
 
     def _shared_gate_up(self, shared: GatedMLP, x: Tensor) -> Tensor:
@@ -112,8 +118,8 @@ class HostExperts:
     def linears(self) -> list[Linear]:
         return [*self._gate_up, *self._down]
 
-    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return choose_experts(logits, self._routing, bias)
+    def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, self._routing, bias, factors)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)

@@ -43,8 +43,8 @@ class GroupedExperts:
     def linears(self) -> list[Linear]:
         return []
 
-    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return route_experts(logits, self._routing, bias)
+    def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return route_experts(logits, self._routing, bias, factors)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
         own, num_pairs = self._weights, experts.numel()

@@ -116,13 +116,20 @@ class LinearLayers:
         arrange: Mapping[str, Arrange] | None = None,
         fusion: Fusion = Fusion.NONE,
         transposed: bool = False,
+        stored_rows: Mapping[str, int] | None = None,
     ) -> Linear:
         """Makes one layer from checkpoint matrices with the same input. outputs: output features by name, in order.
 
-        transposed: checkpoints have [in, out], as layers that they call Conv1D.
+        transposed: checkpoints have [in, out], as layers that they call Conv1D. stored_rows: of matrices by name, of
+        which `arrange` makes more output features than checkpoints have.
         """
         spec = LinearSpec(
-            outputs=outputs, in_features=in_features, bias=bias, arrange=arrange or {}, transposed=transposed
+            outputs=outputs,
+            in_features=in_features,
+            bias=bias,
+            arrange=arrange or {},
+            transposed=transposed,
+            stored_rows=stored_rows or {},
         )
         method = pick_linear_method(self._config, spec)(self.table, spec)
         return Linear(method, (in_features, spec.out_features), fusion)

@@ -45,6 +45,7 @@ class LinearSpec:
     bias: bool = False
     arrange: Mapping[str, Arrange] = field(default_factory=dict)  # reorders the loaded rows of a matrix
     transposed: bool = False  # checkpoints have matrices as [in, out]
+    stored_rows: Mapping[str, int] = field(default_factory=dict)  # of matrices of which `arrange` makes more rows
 
     @property
     def out_features(self) -> int:
@@ -94,7 +95,9 @@ class UnquantizedLinear:
 
     @classmethod
     def create(cls, table: WeightTable, spec: LinearSpec) -> "UnquantizedLinear":
-        return cls(*table.packed(spec.outputs, spec.in_features, spec.bias, spec.arrange, spec.transposed))
+        return cls(
+            *table.packed(spec.outputs, spec.in_features, spec.bias, spec.arrange, spec.transposed, spec.stored_rows)
+        )
 
     def prepare(self) -> None:
         weight = self._weight

@@ -1,4 +1,4 @@
-"""Norms of the hidden state, and of q and k: RMSNorm with and without unit offset, LayerNorm, none."""
+"""Norms of the hidden state, and of q and k: RMSNorm with and without unit offset, L2 norm, LayerNorm, none."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -100,23 +100,42 @@ class _HeadLayerNorm:
         return F.layer_norm(x, x.shape[-1:], None, None, self._eps).mul_(self._weight)
 
 
-QKNorm = RMSNorm | SeparateQKNorm  # the attention kernels compute an RMSNorm over each head
+QKNorm = RMSNorm | SeparateQKNorm  # the attention kernels compute an RMSNorm over each head, see `step.Attend`
 # arguments: weights, prefix of names in checkpoints, q heads, k heads, head size, order of a head's numbers
 MakeQKNorm = Callable[[WeightTable, str, int, int, int, Arrange], QKNorm]
 
 
-def head_rms_norm(eps: float, unit_offset: bool = False) -> MakeQKNorm:
-    """RMSNorm over each head: all q heads share one weight, all k heads another. unit_offset: see `make_rms_norm`."""
+def head_rms_norm(eps: float, unit_offset: bool = False, *, with_values: bool = False) -> MakeQKNorm:
+    """RMSNorm over each head: all q heads share one weight, all k heads another. unit_offset: see `make_rms_norm`.
+
+    with_values: the heads of v are normalised, too, without a weight.
+    """
 
     def make(table: WeightTable, prefix: str, heads: int, kv_heads: int, head_dim: int, arrange: Arrange) -> QKNorm:
         def add_one(rows: Tensor) -> Tensor:
             return arrange(_plus_one(rows))
 
-        weight = table.empty(heads + kv_heads, head_dim, dtype=torch.float32 if unit_offset else None)
+        k_end = heads + kv_heads
+        rows = k_end + kv_heads if with_values else k_end
+        weight = table.empty(rows, head_dim, dtype=torch.float32 if unit_offset else None)
+        weight[k_end:].fill_(1.0)
         how = add_one if unit_offset else arrange
         table.place(f"{prefix}.q_norm.weight", weight[:heads], (head_dim,), how)
-        table.place(f"{prefix}.k_norm.weight", weight[heads:], (head_dim,), how)
+        table.place(f"{prefix}.k_norm.weight", weight[heads:k_end], (head_dim,), how)
         return RMSNorm(weight, eps)
+
+    return make
+
+
+def head_l2_norm(eps: float) -> MakeQKNorm:
+    """x / sqrt(mean(x^2) + eps) over each head of q and k: RMSNorm without a weight.
+
+    It may also stand for a norm behind the rotation, which does not change the length of a head.
+    """
+
+    def make(table: WeightTable, prefix: str, heads: int, kv_heads: int, head_dim: int, arrange: Arrange) -> QKNorm:
+        weight = table.empty(heads + kv_heads, head_dim)
+        return RMSNorm(weight.fill_(1.0), eps)
 
     return make
 

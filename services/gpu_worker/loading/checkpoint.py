@@ -22,6 +22,7 @@ Progress = Callable[[float], None]  # takes the fraction done
 
 _SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "*.safetensors")
 _TORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth")
+_FACTORS = ("weight", "scale", "scalar")  # vectors of such names multiply
 _NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "tokenizer*")
 
 
@@ -75,10 +76,10 @@ def _elapsed(table: WeightTable, start: float) -> float:
 
 
 def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
-    """Seeded small random values; norm weights are 1."""
+    """Seeded small random values; norm weights and factors are 1."""
     generator = torch.Generator(table.device).manual_seed(seed)
     for i, (name, place) in enumerate(table.places.items()):
-        if name.endswith("weight") and (len(place.shape) == 1 or "norm" in name):
+        if name.endswith(_FACTORS) and (len(place.shape) == 1 or "norm" in name):
             place.target.fill_(1.0)
         else:
             target = place.target

@@ -101,23 +101,24 @@ class WeightTable:
         bias: bool,
         arrange: Mapping[str, Arrange],
         transposed: bool = False,
+        stored_rows: Mapping[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One matrix (and bias) of several that share their input: `outputs` has their names and rows, in order.
 
-        transposed: checkpoints have the matrices as [columns, rows].
+        transposed: checkpoints have the matrices as [columns, rows]. stored_rows: see `LinearLayers.make`.
         """
         total = sum(outputs.values())
         weight, vector = self._matrix(next(iter(outputs)), total, columns), self.empty(total) if bias else None
         start = 0
         for name, count in outputs.items():
             how = arrange.get(name)
-            part = weight[start : start + count]
+            part, stored = weight[start : start + count], (stored_rows or {}).get(name, count)
             if transposed:
-                self.place(f"{name}.weight", part, (columns, count), _after_transpose(how))
+                self.place(f"{name}.weight", part, (columns, stored), _after_transpose(how))
             else:
-                self.place(f"{name}.weight", part, (count, columns), how)
+                self.place(f"{name}.weight", part, (stored, columns), how)
             if vector is not None:
-                self.place(f"{name}.bias", vector[start : start + count], (count,), how)
+                self.place(f"{name}.bias", vector[start : start + count], (stored,), how)
             start += count
         return weight, vector
 

@@ -52,15 +52,18 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias and factors"])
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("rows", [0, 1, 7])
 def test_experts_and_weights(rows: int, routing: Routing, with_bias: bool, dtype: torch.dtype) -> None:
     wide = torch.randn(rows, routing.num_experts + 3, device=DEVICE).to(dtype)
     logits = wide[:, : routing.num_experts]
     bias = torch.randn(routing.num_experts, device=DEVICE) if with_bias else None
-    experts, weights = route_experts(logits, routing, bias)
-    expected, expected_weights = route_experts_reference(logits, routing, bias)
+    factors = torch.rand(routing.num_experts, device=DEVICE).to(dtype) if with_bias else None
+    experts, weights = route_experts(logits, routing, bias, factors)
+    expected, expected_weights = route_experts_reference(logits, routing, bias, factors)
+    if with_bias:
+        assert torch.equal(expected_weights, route_experts_reference(logits, routing, bias)[1] * factors[expected])
     assert experts.tolist() == expected.tolist()
     assert torch.allclose(weights, expected_weights, rtol=1e-5, atol=1e-7)
 

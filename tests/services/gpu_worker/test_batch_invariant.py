@@ -40,6 +40,7 @@ def run(runner: Runner, others: tuple[int, ...], chunk: int = 10**6, preempt_at:
         "qwen2-moe",
         "gemma2",
         "gemma3",
+        "gemma4-sees",
         "olmo2",
         "cohere-plus",
         "gpt2",

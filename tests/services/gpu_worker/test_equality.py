@@ -23,8 +23,9 @@ def batch_invariant(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-# gemma3: windows and other rotations in some layers; deepseek-v3: latent attention, in groups of experts
-@pytest.fixture(scope="module", params=["llama", "gemma3", "deepseek-v3"])
+# gemma3: windows and other rotations in some layers; gemma4: other heads in them, and experts beside the MLP;
+# deepseek-v3: latent attention, in groups of experts
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4-sees", "deepseek-v3"])
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -50,7 +50,7 @@ class Tiny:
         if self.rope is not None:
             fields["rope_parameters"] = {"rope_theta": 5000.0, **self.rope}
         config = self.config(**fields)
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         torch.manual_seed(11)
         model = self.model(config).eval()
         with torch.no_grad():  # norms and biases start as ones and zeros, which would hide mistakes
@@ -59,9 +59,13 @@ class Tiny:
                     value.add_(torch.randn_like(value), alpha=0.1)
                 elif name.endswith("bias"):
                     value.normal_(0, 0.1)
+                elif name.endswith("scale"):
+                    value.add_(torch.randn_like(value), alpha=0.3)
             for name, value in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     value.normal_(0, 0.3)
+                elif name.endswith("layer_scalar"):
+                    value.uniform_(0.7, 1.1)
         model.save_pretrained(folder, max_shard_size="150KB")
         if self.old_spelling:
             self._spell_old(folder / "config.json")

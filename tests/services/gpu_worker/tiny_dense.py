@@ -49,6 +49,20 @@ GEMMA3_OLD = {  # as released
     "sliding_window_pattern": 3,
 }
 
+GEMMA4_ROPE = _kinds(
+    {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 50000.0},
+    {"rope_type": "default", "rope_theta": 500.0},
+)
+GEMMA4 = LLAMA | GEMMA4_ROPE | {
+    "tie_word_embeddings": True, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 20, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 4.0,
+}  # fmt: skip
+GEMMA4_RELEASED = {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1}
+GEMMA4_EXPERTS = GEMMA4 | {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32,
+}  # fmt: skip
+
 DENSE = [
     Tiny("longchat", hf.LlamaConfig, hf.LlamaForCausalLM, LLAMA, {"rope_type": "linear", "factor": 4.0},
          rewrite={"rope_parameters": None, "rope_theta": 5000.0, "rope_condense_ratio": 4}),
@@ -115,4 +129,12 @@ DENSE = [
          {"text_config": GEMMA3 | GEMMA3_ROPE | {"model_type": "gemma3_text"},
           "vision_config": VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
           "mm_tokens_per_image": 4, "image_token_index": 210}),
+    Tiny("gemma4", hf.Gemma4TextConfig, hf.Gemma4ForCausalLM, GEMMA4, rewrite=GEMMA4_RELEASED),
+    Tiny("gemma4-moe", hf.Gemma4TextConfig, hf.Gemma4ForCausalLM, GEMMA4_EXPERTS | {"attention_k_eq_v": False}),
+    Tiny("gemma4-sees", hf.Gemma4Config, hf.Gemma4ForConditionalGeneration,
+         {"text_config": GEMMA4_EXPERTS | {"model_type": "gemma4_text", "pad_token_id": 0},
+          "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+                            "position_embedding_size": 16, "patch_size": 8},
+          "audio_config": None}),
 ]  # fmt: skip

@@ -6,12 +6,14 @@ from blockyard.kernels.moe.routing import Routing
 from blockyard.shared.errors import ConfigError
 
 
-def make_routing(field: str, num_experts: int | None, top_k: int, **options: Any) -> Routing:
+def make_routing(
+    field: str, num_experts: int | None, top_k: int, top_k_field: str = "num_experts_per_tok", **options: Any
+) -> Routing:
     """The routing of a config whose `field` has the number of experts. Raises ConfigError that names what is wrong."""
     if num_experts is None:
         raise ConfigError(f"config.json: {field} is missing")
     if top_k > num_experts:
-        raise ConfigError(f"config.json: num_experts_per_tok {top_k} is more than {field} {num_experts}")
+        raise ConfigError(f"config.json: {top_k_field} {top_k} is more than {field} {num_experts}")
     try:
         return Routing(num_experts=num_experts, top_k=top_k, **options)
     except ValueError as e:

@@ -29,7 +29,9 @@ def logits(runner: Runner, ids: list[int]) -> torch.Tensor:
         return runner.model.logits(runner.model.forward(step))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "olmo2", "cohere-plus", "falcon-40b-like", "gpt2", "starcoder2"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gemma4-sees", "olmo2", "cohere-plus", "falcon-40b-like", "gpt2", "starcoder2"]
+)
 def test_kernels_of_a_gpu_in_all_kinds_of_layers(name: str, tmp_path: Path) -> None:
     """Kernels for the norms and activations that have some, torch for the others."""
     BY_NAME[name].save(tmp_path)

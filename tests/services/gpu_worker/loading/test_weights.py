@@ -61,14 +61,28 @@ def test_matrices_stored_as_in_by_out(transposed: bool) -> None:
     assert bias.tolist() == [6.0, 5.0]
 
 
-def test_dummy_norms_are_ones() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_that_a_checkpoint_has_once(transposed: bool) -> None:
+    table, stored = make_table(), torch.arange(6.0).view(2, 3)
+    how = {"a": lambda rows: torch.cat((rows.flip(0), rows))}
+    weight, bias = table.packed({"a": 4, "b": 1}, 3, True, how, transposed, {"a": 2})
+    table.put("a.weight", stored.t() if transposed else stored)
+    table.put("a.bias", torch.tensor([5.0, 6.0]))
+    assert weight[:4].tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert bias is not None
+    assert bias[:4].tolist() == [6.0, 5.0, 5.0, 6.0]
+    assert weight.shape == (5, 3)
+
+
+def test_dummy_norms_and_factors_are_ones() -> None:
     table = make_table()
     norm, bias, matrix = (
         table.vector("h.0.ln_1.weight", 4),
         table.vector("h.0.ln_1.bias", 4),
         table.matrix("w.weight", 4, 4),
     )
+    factors = [table.vector(f"h.0.{name}", 4) for name in ("layer_scalar", "router.scale")]
     fill_dummy(table, 0, lambda done: None)
-    assert norm.tolist() == [1.0] * 4
+    assert [one.tolist() for one in (norm, *factors)] == [[1.0] * 4] * 3
     assert float(bias.abs().max()) < 0.2
     assert float(matrix.abs().max()) < 0.2

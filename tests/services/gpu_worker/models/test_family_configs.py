@@ -19,6 +19,32 @@ DEEPSEEK = {
     "q_lora_rank": None,
     "architectures": ["DeepseekV3ForCausalLM"],
 }
+GEMMA4 = {  # the text part of the 26B-A4B model as released
+    "architectures": ["Gemma4ForConditionalGeneration"],
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2816,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 2112,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "max_position_embeddings": 262144,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "top_k_experts": 8,
+    "use_bidirectional_attention": "vision",
+    "vocab_size": 262144,
+}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
@@ -54,6 +80,15 @@ def build(config: dict[str, Any]) -> Any:
         (LLAMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
         (LLAMA | {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["odd"] * 3}, "layer_types"),
         (LLAMA | {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional"),
+        (GEMMA4 | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 .* E2B and E4B"),
+        (GEMMA4 | {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input 256 .* E2B and E4B"),
+        (GEMMA4 | {"num_kv_shared_layers": 10}, "num_kv_shared_layers 10 is not supported"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (GEMMA4 | {"num_global_key_value_heads": 3}, "16 heads cannot share 3 key/value heads in layer 5"),
+        (GEMMA4 | {"top_k_experts": 129}, "top_k_experts 129 is more than num_experts 128"),
+        (GEMMA4 | {"num_experts": None}, "num_experts"),
+        (GEMMA4 | {"hidden_activation": "relu"}, "hidden_activation 'relu' of experts"),
+        (GEMMA4 | {"global_head_dim": 511}, "global_head_dim"),
         (LLAMA | {"architectures": ["Cohere2ForCausalLM"], "sliding_window_pattern": 0}, "sliding_window_pattern"),
         (
             LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
@@ -105,6 +140,20 @@ def test_shapes_that_differ_from_those_of_llama() -> None:
     assert whole == replace(falcon, kv_heads=4)
     scaled = build(GPT2 | {"scale_attn_by_inverse_layer_idx": True}).shape.attention
     assert [layer.scale for layer in scaled] == pytest.approx([8**-0.5, 8**-0.5 / 2])
+
+
+def test_gemma4_as_released() -> None:
+    """Also without what config.json may omit: then the last layer has no window either."""
+    model = build(GEMMA4)
+    near, wide = model.shape.attention[0], model.shape.attention[5]
+    assert (near.kept, near.window, near.scale) == ((2, 8, 256), 1024, 1.0)
+    assert (wide.kept, wide.window, wide.scale) == ((2, 2, 512), None, 1.0)
+    assert len(model.shape.runs) == 10
+    assert model.shape.max_positions == 262144
+    assert model._embedding._factor == 53.0  # the root of 2816 is 53.07
+    assert model.table.size_bytes / 2 == pytest.approx(25.2e9, rel=0.01)  # parameters
+    short = {key: value for key, value in GEMMA4.items() if key not in ("layer_types", "sliding_window")}
+    assert build(short | {"num_hidden_layers": 8}).shape.windows == (512,) * 5 + (None, 512, None)
 
 
 def test_context_lengths() -> None:

@@ -39,6 +39,12 @@ def with_text_inside(tensors: Tensors) -> Tensors:
     return {released(name): value for name, value in tensors.items()}
 
 
+def with_sounds(tensors: Tensors) -> Tensors:
+    """Gemma 4: the text part, with parts for sounds beside it."""
+    text = {name: value for name, value in tensors.items() if ".language_model." in name}
+    return text | {"model.audio_tower.layers.0.weight": torch.ones(1), "model.embed_audio.weight": torch.ones(1)}
+
+
 def output(folder: Path) -> list[int]:
     driver = Driver(start(folder))
     stream = driver.add([5, 9, 3], Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
@@ -48,7 +54,13 @@ def output(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "rename"),
-    [("gpt2", bare), ("gpt-neox", pythia), ("mistral3", with_text_inside), ("gemma3-sees", with_text_inside)],
+    [
+        ("gpt2", bare),
+        ("gpt-neox", pythia),
+        ("mistral3", with_text_inside),
+        ("gemma3-sees", with_text_inside),
+        ("gemma4-sees", with_sounds),
+    ],
 )
 def test_released_names(name: str, rename: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
     BY_NAME[name].save(tmp_path)
