@@ -23,7 +23,7 @@ from blockyard.shared.grammars.interface import (
     UnsupportedGrammar,
     Vocabulary,
 )
-from blockyard.shared.grammars.matching import STEP_S, MatcherRules, SequenceMatcher, one_line
+from blockyard.shared.grammars.matching import NO_TOKEN, STEP_S, MatcherRules, SequenceMatcher, one_line
 from blockyard.shared.grammars.schema_rules import (
     DATES,
     Schema,
@@ -114,18 +114,14 @@ class GuidanceEngine:
         pairs = [(state.library, rows[place]) for place, state in good]
         self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, row_bytes, len(masks))
         self._was_slow = time.perf_counter() - since > self._rules.step_s
-        errors = {}
-        for (place, state), is_allowed in zip(batch, accepted, strict=True):
-            matcher = matchers[place]
-            assert isinstance(matcher, SequenceMatcher)
-            try:
-                state.check()
-                if not is_allowed:
-                    raise _outside(token_ids[place])
-                matcher.finish(masks[rows[place]])
-            except MatcherError as e:
-                errors[place] = e
-        return errors
+        errors = {
+            place: _outside(token_ids[place]) for (place, _), is_ok in zip(batch, accepted, strict=True) if not is_ok
+        }
+        errors |= {place: MatcherError(_cause(state.library.get_error())) for place, state in batch if state.has_failed}
+        places = [place for place, _ in good if place not in errors]
+        complete = [state.is_complete() for place, state in good if place not in errors]
+        empty = self._rules.finish_rows(masks, [rows[place] for place in places], complete)
+        return errors | {places[at]: MatcherError(NO_TOKEN) for at in empty}
 
     @property
     def _mask_bytes(self) -> int:
@@ -224,9 +220,13 @@ class GuidanceState:
     def copy(self) -> "GuidanceState":
         return GuidanceState(self.library.deep_copy(), self._mask_bytes, self.instance)
 
+    @property
+    def has_failed(self) -> bool:
+        return self.library.is_error()
+
     def check(self) -> None:
         """Raises MatcherError if the library has failed."""
-        if self.library.is_error():
+        if self.has_failed:
             raise MatcherError(_cause(self.library.get_error()))
 
 

@@ -56,9 +56,9 @@ SCHEMA = {
 
 @dataclass(frozen=True)
 class Decode:
-    """Figures of one run, from its first to its last token."""
+    """Figures of one run."""
 
-    tokens_per_s: float
+    tokens_per_s: float  # the sum over streams, each from its first to its last token
     itl_ms: dict[str, float]  # by kind of stream: the median over its streams of the mean time between tokens
 
 
@@ -73,13 +73,11 @@ def measure(llm: LLM, kinds: list[str]) -> Decode:
     prompts = [{"prompt_token_ids": [100 + (i * 31 + k) % 3000 for k in range(NUM_IN)]} for i in range(len(kinds))]
     outputs = llm.generate(prompts, [params[kind] for kind in kinds], use_tqdm=False)
     assert all(len(one.outputs[0].token_ids) == NUM_OUT for one in outputs), "streams ended early"
-    times = [one.metrics for one in outputs if one.metrics is not None]
-    begin, end = max(m.first_token_ts for m in times), max(m.last_token_ts for m in times)
     itl = {
         kind: 1e3 * median([_itl_s(one) for one, of in zip(outputs, kinds, strict=True) if of == kind])
         for kind in set(kinds)
     }
-    return Decode((len(kinds) * (NUM_OUT - 1)) / (end - begin), itl)
+    return Decode(sum(1 / _itl_s(one) for one in outputs), itl)
 
 
 def _itl_s(output: RequestOutput) -> float:

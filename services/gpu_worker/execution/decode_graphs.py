@@ -289,7 +289,7 @@ def num_mask_slots(capacity: int) -> int:
 
 def capture_sizes(most: int) -> list[int]:
     """Sizes that steps are padded to: powers of two, then multiples of 16, 32 and 64."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
     return [*(n for n in sizes if n < most), most]
 
 

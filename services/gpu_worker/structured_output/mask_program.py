@@ -1,5 +1,6 @@
 """Which tokens a constrained choice may take next: a grammar, from the start or behind a marker, with lists of ids."""
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -7,7 +8,6 @@ import numpy as np
 from blockyard.services.gpu_worker.structured_output.mask_memory import num_mask_words
 from blockyard.services.gpu_worker.structured_output.matcher_frames import OutputRules
 from blockyard.shared.grammars.interface import CompiledGrammar, MaskWords, Matcher, MatcherError
-from blockyard.shared.grammars.matching import set_bits
 
 
 class MaskProgram:
@@ -42,11 +42,11 @@ class MaskProgram:
         self._matcher = None if compiled is None else compiled.matcher()
         self._eos = frozenset(eos_token_ids)
         self._min_tokens, self._ignore_eos = rules.min_tokens, rules.ignore_eos
-        self._free = mask_of(range(vocab_size), vocab_size)
+        self._free = free_mask(vocab_size)
         self._allowed = mask_of(rules.allowed_token_ids, vocab_size) if rules.allowed_token_ids else None
         self._eos_mask = mask_of(self._eos, vocab_size)
         self._end_mask = mask_of({*self._eos, *rules.stop_token_ids}, vocab_size)
-        self._end_places = np.flatnonzero(self._end_mask)
+        self._end_places: list[int] = np.flatnonzero(self._end_mask).tolist()
         self.num_outputs = 0
         self.has_ended = False  # the last token was an end-of-sequence id
 
@@ -156,8 +156,7 @@ class MaskProgram:
             banned = self._eos_mask
         if self._allowed is None and banned is None:
             return  # a matcher raises an error if it allows nothing
-        places = self._end_places
-        if self._allowed is None and banned is not None and not (words[places] & banned[places]).any():
+        if self._allowed is None and banned is not None and not any(words[at] & banned[at] for at in self._end_places):
             return  # nothing to ban: nearly every mask of a grammar
         ends = words & self._eos_mask
         if self._allowed is not None:
@@ -176,7 +175,18 @@ class MaskProgram:
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> MaskWords:
     """A mask that allows these ids; others than those of the vocabulary are left out."""
     words = np.zeros(num_mask_words(vocab_size), np.int32)
-    set_bits(words, [token for token in token_ids if 0 <= token < vocab_size])
+    ids = np.array([token for token in token_ids if 0 <= token < vocab_size], np.uint32)
+    np.bitwise_or.at(words.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31))
+    return words
+
+
+@functools.cache
+def free_mask(vocab_size: int) -> MaskWords:
+    """A mask that allows all tokens. All callers share it."""
+    words = np.full(num_mask_words(vocab_size), -1, np.int32)
+    if rest := vocab_size % 32:
+        words.view(np.uint32)[-1] = (1 << rest) - 1
+    words.flags.writeable = False
     return words
 
 

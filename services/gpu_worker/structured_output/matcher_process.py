@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 MakeEngine = Callable[[MatcherSettings], Engine]
 MOST_THREADS = 4  # that make masks
 IDLE_S = 3600.0
+SPIN_S = 0.001  # after a token of a device the next ones are looked for without a sleep
 
 
 def main(arguments: list[str], make_engine: MakeEngine) -> None:
@@ -77,7 +79,9 @@ def serve(frames: FrameSocket[ToMatcher], memory_fd: int, make_engine: MakeEngin
             elif isinstance(frame, SlotClose):
                 matchers.close(frame)
         matchers.turn()
-        timeout = first.poll_s if first.poll_s and matchers.are_waiting else IDLE_S
+        timeout = IDLE_S
+        if first.poll_s and matchers.are_waiting:
+            timeout = 0.0 if time.monotonic() - matchers.last_token_s < SPIN_S else first.poll_s
         sock = frames.sock.fileno()
         ready, _, _ = select.select([sock, woken], [sock] if frames.has_unsent else [], [], timeout)
         if woken in ready:

@@ -109,6 +109,7 @@ class SlotMatchers:
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "compile", _be_nice)
         self._num_threads = num_threads
         self._mask_s = 0.0  # thread time of a mask in the last turn
+        self.last_token_s = 0.0  # when `turn` has last found a token, of `time.monotonic`
         self._fillers = ThreadPoolExecutor(num_threads - 1, "fill") if num_threads > 1 else None
 
     @property
@@ -139,6 +140,8 @@ class SlotMatchers:
         if len(self._numbers):
             found, tokens = self._memory.tokens(self._numbers, self._keys)
             places = np.flatnonzero(found)
+            if len(places):
+                self.last_token_s = time.monotonic()
             if self._batch_engine is not None and len(places) >= LEAST_BATCH:
                 self._fill_batch(self._batch_engine, places, tokens[places].tolist())
             else:

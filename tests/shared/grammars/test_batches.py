@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 
 from blockyard.shared.grammars import guidance
 from blockyard.shared.grammars.guidance import GuidanceEngine
-from blockyard.shared.grammars.interface import BatchEngine, Matcher, MatcherError
+from blockyard.shared.grammars.interface import BatchEngine, Matcher, MatcherError, Vocabulary
+from blockyard.shared.grammars.matching import MatcherRules
 from blockyard.shared.messages import Grammar, GrammarKind
 
 NUM_WORDS = VOCABULARY.num_mask_words
@@ -135,3 +136,14 @@ def test_after_a_slow_call_each_mask_has_its_own_limit(engine: GuidanceEngine, m
     assert engine.advance_many([matcher], [token], masks, [0]) == {}
     errors = engine.advance_many([matcher], [token], masks, [0])
     assert len(calls) == 1 and "for one token" in str(errors[0])
+
+
+def test_rows_that_allow_no_token_are_named() -> None:
+    """One whose only token is far behind the first words, one without any, one that may only end."""
+    rules = MatcherRules(Vocabulary("", 40 * 100, [3]))
+    masks = np.zeros((5, rules.num_words), np.int32)
+    masks[4, -1] = -1
+    masks[0, 0] = 1 << 3  # an end-of-sequence id of a text that is not complete
+    assert rules.finish_rows(masks, [4, 0, 2], [False, False, True]) == [1]
+    assert masks[2, 0] == 1 << 3 and not masks[0].any() and masks[4].any()
+    assert rules.finish_rows(masks, [], []) == []
