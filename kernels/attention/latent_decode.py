@@ -71,16 +71,17 @@ def _attend_rows(
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["out_ptr"])
 def _latent_decode_kernel(
-    q_ptr, layer_ptr, tables_ptr, work_ptr, count_ptr, partial_out_ptr, lse_ptr, out_ptr, q_stride, table_stride,
+    q_ptr, layer_ptr, tables_ptr, work_ptr, starts_ptr, partial_out_ptr, lse_ptr, out_ptr, q_stride, table_stride,
     max_splits, scale,
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr,
     ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # one split and tile of heads a turn; tiles of a split are neighbours, so that its rows are still in the L2 cache
+    # program i: splits of program i // TILES of the schedule, for one tile of heads; tiles of a split are neighbours, so
+    # that its rows are still in the L2 cache
     dims, rotated = tl.arange(0, DIM), tl.arange(0, ROTATED_DIM)
-    items = tl.load(count_ptr) * TILES
-    for i in range(tl.program_id(0), items, tl.num_programs(0)):
-        split, heads = i // TILES, (i % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = (tl.program_id(0) % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
+    starts_ptr += tl.program_id(0) // TILES
+    for split in range(tl.load(starts_ptr), tl.load(starts_ptr + 1)):
         item_ptr = work_ptr + split
         row = tl.load(item_ptr).to(tl.int64)
         slot = tl.load(item_ptr + max_splits).to(tl.int64)
@@ -144,10 +145,11 @@ def latent_decode(
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, latent_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     dim, rotated = max(next_power_of_2(latent_dim), 16), row_dim - latent_dim
-    _latent_decode_kernel[(schedule.programs,)](
-        q, layer, metadata.tables, schedule.work, schedule.count, schedule.partial_out, schedule.lse, out, q.stride(0),
+    tiles = ceil_div(heads, _HEADS)
+    _latent_decode_kernel[(schedule.programs * tiles,)](
+        q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse, out, q.stride(0),
         metadata.tables.stride(0), schedule.work.shape[1], scale * LOG2E,
-        HEADS=heads, BLOCK_M=_HEADS, TILES=ceil_div(heads, _HEADS), LATENT=latent_dim, DIM=dim, ROTATED=rotated,
+        HEADS=heads, BLOCK_M=_HEADS, TILES=tiles, LATENT=latent_dim, DIM=dim, ROTATED=rotated,
         ROTATED_DIM=max(next_power_of_2(rotated), 16), BLOCK_SIZE=layer.shape[3],
         BLOCK_N=_KEYS if q.element_size() <= 2 else _KEYS // 2, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -73,7 +73,7 @@ def _attend_split(
 
 @triton.jit(do_not_specialize=["max_splits", "rows"], do_not_specialize_on_alignment=["out_ptr"])
 def _paged_decode_kernel(
-    q_ptr, layer_ptr, tables_ptr, work_ptr, count_ptr, partial_out_ptr, lse_ptr, row_splits_ptr, semaphores_ptr,
+    q_ptr, layer_ptr, tables_ptr, work_ptr, starts_ptr, partial_out_ptr, lse_ptr, row_splits_ptr, semaphores_ptr,
     out_ptr, scales_ptr, q_stride, table_stride, max_splits, rows, scale,
     SCALED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
@@ -81,21 +81,16 @@ def _paged_decode_kernel(
 ):  # fmt: skip
     if PDL:
         gdc_wait()
-    # one split and K/V head a turn; every other turn backwards, because splits get shorter
+    # program i: splits of program i // KV_HEADS of the schedule, for one K/V head
     group, dims = tl.arange(0, BLOCK_M), tl.arange(0, DIM)
     v_scale = 1.0
     if SCALED:
         scale *= tl.load(scales_ptr)
         v_scale = tl.load(scales_ptr + 1)
-    programs, forward = tl.num_programs(0), tl.program_id(0)
-    backward = programs - 1 - forward
-    items = tl.load(count_ptr) * KV_HEADS
-    rounds = items // programs
-    is_in_last = tl.where(rounds % 2 == 0, forward, backward) < items % programs
-    for turn in range(0, rounds + is_in_last.to(tl.int32)):
-        i = turn * programs + tl.where(turn % 2 == 0, forward, backward)
-        head = i % KV_HEADS
-        item_ptr = work_ptr + i // KV_HEADS
+    head = tl.program_id(0) % KV_HEADS
+    starts_ptr += tl.program_id(0) // KV_HEADS
+    for split in range(tl.load(starts_ptr), tl.load(starts_ptr + 1)):
+        item_ptr = work_ptr + split
         row = tl.load(item_ptr).to(tl.int64)
         slot = tl.load(item_ptr + max_splits).to(tl.int64)
         begin = tl.load(item_ptr + 2 * max_splits)
@@ -113,7 +108,7 @@ def _paged_decode_kernel(
         if num_splits == 1:
             tl.store(out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM) + columns, acc, mask=in_group)
         else:
-            split_head = (i // KV_HEADS) * (KV_HEADS * GROUP) + heads
+            split_head = split * (KV_HEADS * GROUP) + heads
             partial_out = partial_out_ptr + split_head[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
             tl.store(partial_out, acc, mask=in_group)
             tl.store(lse_ptr + split_head, m_i + tl.log2(l_i), mask=group < GROUP)
@@ -169,8 +164,8 @@ def paged_decode(
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)
     warps = _WARPS if group == next_power_of_2(group) else _FEW_WARPS
-    _paged_decode_kernel[(schedule.programs,)](
-        q, layer, metadata.tables, schedule.work, schedule.count, schedule.partial_out, schedule.lse,
+    _paged_decode_kernel[(schedule.programs * kv_heads,)](
+        q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
         metadata.tables.stride(0), schedule.work.shape[1], rows, scale if soft_cap is not None else scale * LOG2E,
         SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),

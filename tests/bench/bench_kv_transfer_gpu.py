@@ -1,6 +1,6 @@
 """KV transfers between two processes on GPUs, against a plain copy of as many bytes in the same run.
 
-`python tests/bench/bench_kv_transfer_gpu.py [--rounds 20] [--tcp] [--kills]`
+`python tests/bench/bench_kv_transfer_gpu.py [--rounds 20] [--connectors cuda_ipc nixl tcp] [--kills]`
 
 With two GPUs each process sees its own one alone; with one GPU both use it. Blocks are those of an 8B model in bf16, 16
 tokens each (64 KiB a layer), scattered in both pools.
@@ -288,12 +288,12 @@ def scattered(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(NUM_BLOCKS), count)
 
 
-def speeds(rounds: int, tcp: bool, folder: Path, gpus: list[str]) -> None:
+def speeds(rounds: int, connectors: list[str], folder: Path, gpus: list[str]) -> None:
     plain = Side(run_plain, None, rounds)
     sizes = {tokens: (tokens // 16, tokens // 16 * layout_of(True).block_bytes) for tokens in (8192, 128)}
     plain_s = {tokens: float(plain.ask(num_bytes)) for tokens, (_, num_bytes) in sizes.items()}
     plain.stop()
-    for connector in ("cuda_ipc", "tcp") if tcp else ("cuda_ipc",):
+    for connector in connectors:
         for checksums in (True, False):
             link = Link(connector, checksums, folder, gpus)
             for tokens, (count, num_bytes) in sizes.items():
@@ -302,7 +302,7 @@ def speeds(rounds: int, tcp: bool, folder: Path, gpus: list[str]) -> None:
                 for programs in (8, 16, 32, 64, 132) if connector == "cuda_ipc" else ():
                     seconds = link.sender.ask("kernel", sources, targets, programs, checksums, rounds)
                     row(f"{title}, kernel, {programs} programs", num_bytes, seconds, plain_s[tokens])
-                times = [link.seconds(sources, targets) for _ in range(rounds if connector == "cuda_ipc" else 5)]
+                times = [link.seconds(sources, targets) for _ in range(5 if connector == "tcp" else rounds)]
                 row(f"{title}, link", num_bytes, median(times[2:]), plain_s[tokens])
                 link.check(sources, targets)
             link.stop()
@@ -337,7 +337,7 @@ def kills(folder: Path, gpus: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--tcp", action="store_true", help="measure tcp, too")
+    parser.add_argument("--connectors", nargs="+", default=["cuda_ipc"], choices=("cuda_ipc", "nixl", "tcp"))
     parser.add_argument("--kills", action="store_true")
     args = parser.parse_args()
     gpus = [str(i) for i in range(min(2, torch.cuda.device_count()))]
@@ -345,7 +345,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         if args.kills:
             kills(Path(name), gpus)
-        speeds(args.rounds, args.tcp, Path(name), gpus)
+        speeds(args.rounds, args.connectors, Path(name), gpus)
 
 
 if __name__ == "__main__":

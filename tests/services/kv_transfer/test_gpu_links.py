@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from kv_peers import LARGE, Peer, process
+from kv_peers import LARGE, Peer, needs_nixl, process
 
 from blockyard.services.kv_transfer.arena import DeviceArena, map_device_arena
 from blockyard.services.kv_transfer.device.ipc_memory import cuda_driver
@@ -46,6 +46,7 @@ def poll_until(link: SenderLink, condition: Callable[[], bool], timeout_s: float
         ("cuda_ipc", "cuda", "cuda_ipc"),
         ("tcp", "cuda", "tcp"),
         ("auto", "host", "tcp"),
+        pytest.param("nixl", "cuda", "nixl", marks=needs_nixl),
     ],
 )
 def test_another_process_gets_the_blocks(bus: BusConfig, peer: Peer, connector: str, there: str, taken: str) -> None:
