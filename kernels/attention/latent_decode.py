@@ -76,8 +76,8 @@ def _latent_decode_kernel(
     HEADS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr,
     ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    # program i: splits of program i // TILES of the schedule, for one tile of heads; tiles of a split are neighbours, so
-    # that its rows are still in the L2 cache
+    # program i: splits of program i // TILES of the schedule, for one tile of heads. Tiles of a split are neighbours,
+    # so that its rows are still in the L2 cache
     dims, rotated = tl.arange(0, DIM), tl.arange(0, ROTATED_DIM)
     heads = (tl.program_id(0) % TILES) * BLOCK_M + tl.arange(0, BLOCK_M)
     starts_ptr += tl.program_id(0) // TILES

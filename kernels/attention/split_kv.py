@@ -1,9 +1,9 @@
 """Split-KV scheduling: divides the keys of a decode step's sequences among programs, once a step, for all layers.
 
-Lengths are known on the device alone, so a kernel does it there. The tiles of keys of all sequences are put in line, and
-each program of a K/V head gets as many of them as the others, in order (stream-K, https://arxiv.org/abs/2301.03598). So
-one long sequence among short ones is shared by many programs, and none works longer than the rest. A split is what one
-program has of one sequence. Where whole sequences for each program are nearly as even, no sequence is split.
+Lengths are known on the device alone, so a kernel does it there. The tiles of keys of all sequences are put in line,
+and each program of a K/V head gets as many of them as the others, in order (stream-K, https://arxiv.org/abs/2301.03598).
+So one long sequence among short ones is shared by many programs, and none works longer than the rest. A split is what
+one program has of one sequence. Where whole sequences for each program are nearly as even, no sequence is split.
 """
 
 from dataclasses import dataclass
