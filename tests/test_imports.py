@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "endpoints",
         "server",
+        "garbage",
         "__main__",
     ),
 }
@@ -124,8 +125,16 @@ LAYERS["shared/config"] += (
     "parser_documents",
     "model_documents",
 )
-LAYERS["shared/ring_client"] = ("ring_links", "request_fields", "admission", "controls", "tokenizer_jobs")
-LAYERS["shared/ring_client"] += ("tokenizer_client", "journal", "metrics", "recovery", "fanout", "client")
+LAYERS["shared/ring_client"] = ("ring_links", "request_fields", "admission", "controls", "grammar_verdicts")
+LAYERS["shared/ring_client"] += (
+    "tokenizer_jobs",
+    "tokenizer_client",
+    "journal",
+    "metrics",
+    "recovery",
+    "fanout",
+    "client",
+)
 LAYERS["services/tokenizer_pool"] = ("worker_frames", "job_limits", "token_chars", "chat_messages", "sandbox")
 LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "grammar_worker", "job_queue")
 LAYERS["services/tokenizer_pool"] += ("text_process", "grammar_checks", "service", "__main__")

@@ -1,12 +1,12 @@
 """`python -m blockyard.services.api_gateway SETTINGS`: the HTTP server of a deployment."""
 
 import asyncio
-import gc
 import signal
 import sys
 
 import uvloop
 
+from blockyard.services.api_gateway import garbage
 from blockyard.services.api_gateway.server import listening
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.bus.links import Links
@@ -24,8 +24,8 @@ async def serve_async(config: GatewayConfig) -> None:
         gateway = Gateway(config, links)
         async with listening(config, gateway) as server, asyncio.TaskGroup() as tasks:
             ring = tasks.create_task(gateway.run(links))
-            gc.collect()
-            gc.freeze()
+            garbage.begin()
+            collecting = tasks.create_task(garbage.collect(gateway))
             links.update(
                 ready=True,
                 phase="ready",
@@ -35,6 +35,7 @@ async def serve_async(config: GatewayConfig) -> None:
             await stopped.wait()
             await server.drain()
             ring.cancel()
+            collecting.cancel()
 
 
 def serve(config: GatewayConfig) -> None:

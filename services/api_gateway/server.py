@@ -18,6 +18,7 @@ from blockyard.services.api_gateway.http import connections, middleware
 from blockyard.services.api_gateway.http.access import Guard
 from blockyard.services.api_gateway.http.client_text import http_logger
 from blockyard.services.api_gateway.http.connections import BoundedRunner
+from blockyard.services.api_gateway.http.paced_site import PacedSite
 from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID
 from blockyard.services.api_gateway.http.uploads import Uploads
 from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
@@ -29,7 +30,6 @@ from blockyard.shared.process import open_files
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
 KEEPALIVE_S = 75.0  # idle connections are closed after this
 POLL_S = 0.05
 METRICS_CONNECTIONS = 64  # on --metrics-port
@@ -81,8 +81,8 @@ async def listening(config: GatewayConfig, gateway: Gateway) -> AsyncIterator[Ht
             stack.callback(Path(config.uds).unlink, missing_ok=True)
         if config.metrics_port:
             metrics = BoundedRunner(build_metrics_app(gateway), METRICS_CONNECTIONS, **_HANDLING)
-            host, port = config.host or None, config.metrics_port
-            runners.append(await _serve(stack, metrics, lambda: web.TCPSite(metrics, host, port)))
+            host, port = config.host, config.metrics_port
+            runners.append(await _serve(stack, metrics, lambda: PacedSite.at_port(metrics, host, port)))
         yield HttpServer(gateway, runners, config.shutdown_timeout_s)
 
 
@@ -139,29 +139,26 @@ async def _add_ignored_fields(request: web.Request, response: web.StreamResponse
         response.headers[IGNORED_HEADER] = names
 
 
-async def _serve(stack: AsyncExitStack, runner: web.AppRunner, make_site: Callable[[], web.BaseSite]) -> web.AppRunner:
+async def _serve(stack: AsyncExitStack, runner: web.AppRunner, make_site: Callable[[], PacedSite]) -> web.AppRunner:
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
     await _start(make_site())
     return runner
 
 
-def _site(config: GatewayConfig, runner: web.AppRunner, context: ssl.SSLContext | None) -> web.BaseSite:
+def _site(config: GatewayConfig, runner: web.AppRunner, context: ssl.SSLContext | None) -> PacedSite:
     if config.uds:  # replaces the socket file of an earlier process
-        return web.UnixSite(runner, config.uds, ssl_context=context, backlog=BACKLOG)
-    return web.TCPSite(
-        runner, config.host or None, config.port, ssl_context=context, backlog=BACKLOG, reuse_port=config.reuse_port
-    )
+        return PacedSite.at_path(runner, config.uds, context)
+    return PacedSite.at_port(runner, config.host, config.port, context, config.reuse_port)
 
 
-async def _start(site: web.BaseSite) -> None:
-    where = f"socket {site.name}" if isinstance(site, web.UnixSite) else f"port {site.name.rpartition(':')[2]}"
+async def _start(site: PacedSite) -> None:
     try:
         await site.start()
     except OSError as e:
         if e.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{where} is in use: --port takes another") from e
-        raise ConfigError(f"cannot listen on {where}: {e.strerror or e}") from e
+            raise ConfigError(f"{site.name} is in use: --port takes another") from e
+        raise ConfigError(f"cannot listen on {site.name}: {e.strerror or e}") from e
 
 
 def tls_context(tls: TlsConfig) -> ssl.SSLContext:

@@ -17,6 +17,7 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 from blockyard.shared.ring_client.ring_links import RingLinks
 
+CHECK_WAIT_S = 10.0
 PAUSED = "paused"  # phase of a scheduler that was paused by an operator
 
 
@@ -50,7 +51,9 @@ class Gateway:
         self.links = links
         self.draining = False
         self.num_active = 0  # POST requests that are being served
-        self.client = RingClient(links, config.served_model_names, config.stall_timeout_s, clock)
+        self.client = RingClient(
+            links, config.served_model_names, config.stall_timeout_s, clock, check_wait_s=CHECK_WAIT_S
+        )
         self.meters, self.journal = self.client.meters, self.client.journal
         self.metrics = Metrics(links, self.meters, self.client.counts, config.metrics_names)
         self.streams = StreamedResponses(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)

@@ -16,7 +16,15 @@ from blockyard.services.tokenizer_pool.text_process import TextProcess
 from blockyard.services.tokenizer_pool.worker_frames import Answer, pair
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
-from blockyard.shared.messages import BUSY, MAX_GRAMMAR_BYTES, Grammar, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import (
+    BUSY,
+    MAX_GRAMMAR_BYTES,
+    UNAVAILABLE,
+    Grammar,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+)
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +144,7 @@ class GrammarChecks:
         for works in waiting.values():
             for peer, work in works:
                 message = f"the grammar could not be compiled: {why}"
-                self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message))
+                self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, UNAVAILABLE))
 
     def _start(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         settings = msgspec.json.encode(

@@ -85,6 +85,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     config = msgspec.json.decode(sys.argv[2], type=GrammarWorkerConfig)
     settings.die_with(os.getppid())
+    settings.give_way()
     ForkServer(control, f"{config.name}: grammar", lambda: GrammarWorkload(config)).run()
 
 

@@ -86,7 +86,15 @@ from blockyard.shared.messages.streams import (
     decode_logprobs,
     encode_logprobs,
 )
-from blockyard.shared.messages.text import BUSY, Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages.text import (
+    BUSY,
+    UNAVAILABLE,
+    Detokenize,
+    Detokenized,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+)
 
 RegistryIn = Announce | Leave | LinkLost | MembersRequest
 MemberIn = Members  # from the registry, on the registry link

@@ -3,7 +3,9 @@
 from blockyard.shared.messages.base import Frame
 from blockyard.shared.messages.grammars import Grammar
 
-BUSY = "rate_limit_exceeded"  # the code of a TextRejected that says: try again later
+# codes of a TextRejected that says nothing about the input: try again later
+BUSY = "rate_limit_exceeded"
+UNAVAILABLE = "service_unavailable"
 
 
 class Tokenize(Frame, frozen=True):

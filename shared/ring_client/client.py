@@ -1,6 +1,7 @@
 """Routes frames and membership events to the parts of a ring client."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -46,13 +47,15 @@ class RingClient:
         stall_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         hold_s: float = HOLD_S,
+        check_wait_s: float = math.inf,
     ) -> None:
-        """`hold_s`: how long a new request is held while its model's scheduler restarts."""
+        """`hold_s`: how long a new request is held while its model's scheduler restarts. `check_wait_s`: how long its
+        grammar waits for the checks of others."""
         self._stall_timeout_s, self.clock = stall_timeout_s, clock
         self.meters = Meters(served_model_names[0] if served_model_names else "")
         self.journal = Journal()
         self.admission = ClientAdmission(served_model_names)
-        self.tokenizer_client = TokenizerClient(links)
+        self.tokenizer_client = TokenizerClient(links, check_wait_s)
         self.controls = ControlClient(links)
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, hold_s)

@@ -1,11 +1,24 @@
 """Sends Tokenize and Detokenize to the tokenizer pool and returns the answers."""
 
 import asyncio
+import math
+from dataclasses import dataclass
 
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import BUSY, Detokenize, Detokenized, Member, Role, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import (
+    BUSY,
+    UNAVAILABLE,
+    Detokenize,
+    Detokenized,
+    Member,
+    Role,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+)
+from blockyard.shared.ring_client.grammar_verdicts import TAKEN, GrammarVerdicts
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_jobs import JobPool
 
@@ -15,13 +28,26 @@ Work = Tokenize | Detokenize
 SHORT_IDS = 8192  # shorter prompts of ids skip the pool: the scheduler hashes their blocks in 0.4 ms, a hop's time
 
 
+@dataclass(slots=True)
+class _Unanswered:
+    """Work without an answer."""
+
+    answer: asyncio.Future[Answer]
+    model: str
+    since_s: float
+    grammar: bytes | None  # its key in `GrammarVerdicts`
+    is_check: bool  # the grammar is not known yet
+
+
 class TokenizerClient:
     """Texts of a lost tokenizer are sent to another one."""
 
-    def __init__(self, links: RingLinks) -> None:
-        self._links = links
+    def __init__(self, links: RingLinks, check_wait_s: float = math.inf) -> None:
+        """check_wait_s: a grammar that no tokenizer has begun to check by then is refused with a 429."""
+        self._links, self._check_wait_s = links, check_wait_s
         self._pool: JobPool[Work] = JobPool()
-        self._waiting: dict[str, tuple[asyncio.Future[Answer], str, float]] = {}  # with its model and arrival time
+        self._verdicts = GrammarVerdicts()
+        self._waiting: dict[str, _Unanswered] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -34,9 +60,15 @@ class TokenizerClient:
         """Returns a future of the answer, which may raise RequestError. Cancelling it drops the work."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
-        self._waiting[work.request_id] = (future, work.model, loop.time())
+        grammar = self._verdicts.key(work) if isinstance(work, Tokenize) else None
+        verdict = self._verdicts.find(grammar) if grammar is not None else TAKEN
+        if verdict:
+            future.set_exception(RequestError(verdict, "grammar"))
+            return future
+        asked = _Unanswered(future, work.model, loop.time(), grammar, verdict is None)
+        self._waiting[work.request_id] = asked
         future.add_done_callback(lambda _: self._forget(work.request_id))
-        self._send(self._pool.submit(work.request_id, work.model, work))
+        self._send(self._pool.submit(work.request_id, work.model, work, asked.is_check))
         return future
 
     async def tokenize(
@@ -61,15 +93,17 @@ class TokenizerClient:
         return await self._all(cut, grammar_field)
 
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
-        future, _, _ = self._waiting.get(frame.request_id, (None, "", 0.0))
-        if future is not None and not future.done():
+        asked = self._waiting.get(frame.request_id)
+        if asked is not None and not asked.answer.done():
             if isinstance(frame, TextRejected):
-                future.set_exception(_rejection(frame))
+                asked.answer.set_exception(_rejection(frame))
             else:
-                future.set_result(frame)
+                asked.answer.set_result(frame)
+            self._learn(asked, frame)
         self._send(self._pool.answered(peer, frame.request_id))
 
     def changed(self, member: Member) -> None:
+        self._verdicts.changed(member)
         if member.role == Role.TOKENIZER_POOL:
             if member.ready:
                 self._send(self._pool.join(member.incarnation, member.model))
@@ -77,20 +111,28 @@ class TokenizerClient:
                 self.gone(member)
 
     def gone(self, member: Member) -> None:
+        self._verdicts.gone(member)
         if member.role != Role.TOKENIZER_POOL:
             return
         out, given_up = self._pool.gone(member.incarnation)
         for request_id in given_up:
-            future, _, _ = self._waiting.get(request_id, (None, "", 0.0))
-            if future is not None and not future.done():
-                future.set_exception(RequestError("Two tokenizers were lost with this text.", status=500))
+            asked = self._waiting.get(request_id)
+            if asked is not None and not asked.answer.done():
+                asked.answer.set_exception(RequestError("Two tokenizers were lost with this text.", status=500))
         self._send(out)
 
     def tick(self, now: float, timeout_s: float) -> None:
-        """Fails work that waited for `timeout_s` without a tokenizer."""
-        for future, model, since in list(self._waiting.values()):
-            if now - since > timeout_s and not self._pool.serves(model) and not future.done():
-                future.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
+        """Fails work that waited for `timeout_s` without a tokenizer, and grammars that waited for other grammars."""
+        for request_id, asked in list(self._waiting.items()):
+            waited_s = now - asked.since_s
+            if asked.answer.done():
+                continue
+            if waited_s > timeout_s and not self._pool.serves(asked.model):
+                asked.answer.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
+            elif asked.is_check and waited_s > self._check_wait_s and self._pool.waits(request_id):
+                message = "more grammars wait to be checked than can be; try again"
+                error = RequestError(message, "grammar", 429, BUSY, retry_after_s=self._check_wait_s)
+                asked.answer.set_exception(error)
 
     async def _all(self, works: list[Tokenize], grammar_field: str = "") -> list[Tokenized]:
         if all(map(_is_done, works)):
@@ -105,6 +147,14 @@ class TokenizerClient:
                 future.cancel()
         return [a for a in answers if isinstance(a, Tokenized)]
 
+    def _learn(self, asked: _Unanswered, frame: Answer | TextRejected) -> None:
+        if asked.grammar is None:
+            return
+        if isinstance(frame, Tokenized):
+            self._verdicts.learn(asked.grammar, TAKEN)
+        elif isinstance(frame, TextRejected) and frame.field == "grammar" and not frame.code:
+            self._verdicts.learn(asked.grammar, frame.message)
+
     def _forget(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)
         self._pool.forget(request_id)
@@ -118,6 +168,8 @@ class TokenizerClient:
 def _rejection(frame: TextRejected) -> RequestError:
     if frame.code == BUSY:
         return RequestError(frame.message, frame.field, 429, BUSY, retry_after_s=1.0)
+    if frame.code == UNAVAILABLE:
+        return RequestError(frame.message, frame.field, 503, UNAVAILABLE, retry_after_s=1.0)
     return RequestError(frame.message, frame.field, code=frame.code or None)
 
 

@@ -1,23 +1,49 @@
-"""Assigns each job to the live member with the fewest of our jobs; the other jobs wait here.
+"""Assigns each job to the live member with the fewest of our jobs of its kind; the other jobs wait here.
+
+Jobs that check a grammar take up to seconds, and prompts are quick: they have queues of their own, so that no prompt
+waits for the check of another request's grammar.
 
 A job may have caused the loss of its member. Most lost members were killed or disconnected, so their jobs go to other
 members; a job that was at two lost members fails.
 """
 
-from collections import OrderedDict
-from typing import Generic, TypeVar
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 F = TypeVar("F")
 
-# Jobs of ours at one member: enough to keep it busy, few enough that short jobs do not queue behind long ones.
+# Jobs of one kind at one member: enough to keep it busy, few enough that short jobs do not queue behind long ones.
 MAX_WAITING = 2
 MAX_LOST = 2  # lost members after which a job fails
+
+
+class JobKind(NamedTuple):
+    """What jobs wait for each other."""
+
+    model: str
+    is_check: bool  # of a grammar
+
+
+@dataclass(slots=True)
+class _Job(Generic[F]):
+    kind: JobKind
+    frame: F | None  # None: forgotten
 
 
 class _Member(Generic[F]):
     def __init__(self, model: str) -> None:
         self.model = model  # "" serves any
-        self.jobs: dict[str, tuple[str, F] | None] = {}  # unanswered: model and frame, None if forgotten
+        self.jobs: dict[str, _Job[F]] = {}  # unanswered
+        self.num_jobs: Counter[bool] = Counter()  # by `is_check`
+
+    def put(self, name: str, job: _Job[F]) -> None:
+        self.jobs[name] = job
+        self.num_jobs[job.kind.is_check] += 1
+
+    def pop(self, name: str) -> None:
+        if (job := self.jobs.pop(name, None)) is not None:
+            self.num_jobs[job.kind.is_check] -= 1
 
 
 class JobPool(Generic[F]):
@@ -25,7 +51,7 @@ class JobPool(Generic[F]):
 
     def __init__(self) -> None:
         self._members: dict[int, _Member[F]] = {}
-        self._queues: dict[str, OrderedDict[str, F]] = {}  # by model: job -> frame
+        self._queues: dict[JobKind, OrderedDict[str, F]] = {}  # job -> frame
         self._lost: dict[str, int] = {}  # open job -> number of members lost with it
 
     @property
@@ -34,6 +60,10 @@ class JobPool(Generic[F]):
 
     def serves(self, model: str) -> bool:
         return any(m.model in ("", model) for m in self._members.values())
+
+    def waits(self, job: str) -> bool:
+        """Whether the job is here, and not at a member."""
+        return any(job in queue for queue in self._queues.values())
 
     def join(self, member: int, model: str) -> list[tuple[int, F]]:
         if member not in self._members:
@@ -45,26 +75,26 @@ class JobPool(Generic[F]):
         lost = self._members.pop(member, None)
         given_up = []
         for job, kept in reversed(lost.jobs.items() if lost else ()):
-            if kept is None:
+            if kept.frame is None:
                 continue
             self._lost[job] = self._lost.get(job, 0) + 1
             if self._lost[job] >= MAX_LOST:
                 del self._lost[job]
                 given_up.append(job)
                 continue
-            queue = self._queues.setdefault(kept[0], OrderedDict())
-            queue[job] = kept[1]
+            queue = self._queues.setdefault(kept.kind, OrderedDict())
+            queue[job] = kept.frame
             queue.move_to_end(job, last=False)
         return self._hand_out(), given_up[::-1]
 
-    def submit(self, job: str, model: str, frame: F) -> list[tuple[int, F]]:
-        self._queues.setdefault(model, OrderedDict())[job] = frame
+    def submit(self, job: str, model: str, frame: F, is_check: bool = False) -> list[tuple[int, F]]:
+        self._queues.setdefault(JobKind(model, is_check), OrderedDict())[job] = frame
         return self._hand_out()
 
     def answered(self, member: int, job: str) -> list[tuple[int, F]]:
         self._lost.pop(job, None)
         if member in self._members:
-            self._members[member].jobs.pop(job, None)
+            self._members[member].pop(job)
         return self._hand_out()
 
     def forget(self, job: str) -> None:
@@ -74,24 +104,24 @@ class JobPool(Generic[F]):
             queue.pop(job, None)
         for member in self._members.values():
             if job in member.jobs:
-                member.jobs[job] = None
+                member.jobs[job].frame = None
 
     def _hand_out(self) -> list[tuple[int, F]]:
         out = []
-        for model, queue in list(self._queues.items()):
-            while queue and (chosen := self._least_loaded(model)):
+        for kind, queue in list(self._queues.items()):
+            while queue and (chosen := self._least_loaded(kind)):
                 incarnation, member = chosen
                 job, frame = queue.popitem(last=False)
-                member.jobs[job] = (model, frame)
+                member.put(job, _Job(kind, frame))
                 out.append((incarnation, frame))
             if not queue:
-                del self._queues[model]
+                del self._queues[kind]
         return out
 
-    def _least_loaded(self, model: str) -> tuple[int, _Member[F]] | None:
+    def _least_loaded(self, kind: JobKind) -> tuple[int, _Member[F]] | None:
         free = [
             (incarnation, member)
             for incarnation, member in self._members.items()
-            if member.model in ("", model) and len(member.jobs) < MAX_WAITING
+            if member.model in ("", kind.model) and member.num_jobs[kind.is_check] < MAX_WAITING
         ]
         return min(free, key=lambda pair: len(pair[1].jobs)) if free else None

@@ -31,10 +31,20 @@ class RawLog:
 
 def raw_streams(url: str, bodies: list[dict[str, object]]) -> list[RawLog]:
     """All bodies at once, a connection each, to the end of the last."""
+    return [RawLog(x.sent_s, x.pieces) for x in _exchanges(url, [body | {"stream": True} for body in bodies])]
+
+
+def raw_statuses(url: str, bodies: list[dict[str, object]], timeout_s: float) -> list[str]:
+    """The status of each answer, or the reason that there is none. All bodies at once, a connection each."""
+    return [x.failure or str(http_response.read(x.pieces).status) for x in _exchanges(url, bodies, timeout_s)]
+
+
+def _exchanges(url: str, bodies: list[dict[str, object]], timeout_s: float = 3600.0) -> list[client.Exchange]:
     parts = urlsplit(url)
     target = client.Endpoint(parts.hostname or "", parts.port or 80)
-    plan = client.LoadPlan([target.request(body | {"stream": True}) for body in bodies], [0.0] * len(bodies))
+    requests = [target.request(body) for body in bodies]
+    plan = client.LoadPlan(requests, [0.0] * len(bodies), timeout_s=timeout_s)
     load = client.LoadRun(clock=time.time)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(client.run(target, plan, load))
-    return [RawLog(x.sent_s, x.pieces) for x in load.exchanges]
+    return load.exchanges

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 from hostile_grammars import hostile
+from raw_client import raw_statuses, raw_streams
 from rig import Row, Server, StreamLog, completion, median, percentile, serve, stream, streams
 
 from blockyard.shared.messages import GrammarKind
@@ -116,12 +117,10 @@ async def send_flood(url: str, bodies: list[Body], per_s: float) -> Counter[str]
     connector = aiohttp.TCPConnector(limit=0)
     datas = [json.dumps(body).encode() for body in bodies]
     headers = {"Content-Type": "application/json"}
-    print("ready", flush=True)
-    sys.stdin.readline()
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as session:
 
         async def send(i: int, data: bytes) -> str:
-            await asyncio.sleep(i / per_s if per_s else 0)
+            await asyncio.sleep(i / per_s)
             try:
                 async with session.post(f"{url}/v1/completions", data=data, headers=headers) as answer:
                     await answer.read()
@@ -130,6 +129,16 @@ async def send_flood(url: str, bodies: list[Body], per_s: float) -> Counter[str]
                 return f"none: {type(e).__name__}"
 
         return Counter(await asyncio.gather(*(send(i, data) for i, data in enumerate(datas))))
+
+
+def main(url: str, kind: str, count: int, per_s: float, name: str) -> None:
+    """The process of `flood`. It runs at low priority: what sending costs is not the server's."""
+    os.nice(19)
+    bodies = bodies_of(kind, count, name)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    statuses = asyncio.run(send_flood(url, bodies, per_s)) if per_s else Counter(raw_statuses(url, bodies, 120.0))
+    print(json.dumps(statuses))
 
 
 def arrivals(rounds: int) -> list[Row]:
@@ -154,7 +163,10 @@ def arrivals(rounds: int) -> list[Row]:
 
 
 def hostile_flood(rounds: int) -> list[Row]:
-    """16 plain and 16 guided streams: alone, beside requests that the gateway refuses, beside hostile grammars."""
+    """16 plain and 16 guided streams: alone, beside requests that the gateway refuses, beside hostile grammars.
+
+    The streams are read by a client that costs a few microseconds an event, and the flood is sent at low priority.
+    """
     count, num_tokens = 2000, 400
     schema = {
         "type": "object",
@@ -169,16 +181,16 @@ def hostile_flood(rounds: int) -> list[Row]:
 
     async def measure(server: Server, kind: str) -> list[float]:
         """p99 ITL of the plain and of the guided streams, ms."""
-        if kind == "alone":
-            logs = await streams(server.url, bodies)
-        else:
-            running = asyncio.create_task(streams(server.url, bodies))
+        running = asyncio.create_task(asyncio.to_thread(raw_streams, server.url, bodies))
+        if kind != "alone":
             await asyncio.sleep(0.5)
             async with flood(server, kind, count, 0) as answers:
-                logs = await running
+                await running
             if kind == "hostile":
                 statuses.update(answers)
-        return [1e3 * percentile(itl_s(part), 0.99) for part in (logs[:16], logs[16:])]
+        arrivals = [[at for at, _ in log.events()] for log in await running]
+        times = [[b - a for one in part for a, b in pairwise(one)] for part in (arrivals[:16], arrivals[16:])]
+        return [1e3 * percentile(part, 0.99) for part in times]
 
     async def all_rounds(server: Server) -> None:
         await streams(server.url, bodies)
@@ -247,5 +259,4 @@ def _counts(statuses: Counter[str]) -> str:
 
 
 if __name__ == "__main__":
-    url, kind, count, per_s, name = sys.argv[1:]
-    print(json.dumps(asyncio.run(send_flood(url, bodies_of(kind, int(count), f"n{name}x"), float(per_s)))))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), f"n{sys.argv[5]}x")

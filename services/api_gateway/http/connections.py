@@ -11,6 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
+from blockyard.services.api_gateway.http.turns import Turns
 from blockyard.services.api_gateway.responses.json_response import error_response
 from blockyard.shared.errors import ConfigError, RequestError
 
@@ -47,6 +48,7 @@ class BoundedServer(web.Server):
         self._idle: dict[web.RequestHandler, float] = {}  # idle since; oldest first
         self._surplus: set[web.RequestHandler] = set()
         self._logged_s = -LOG_S
+        self._turns = Turns()
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -74,6 +76,7 @@ class BoundedServer(web.Server):
             return response
         self._idle.pop(connection, None)
         try:
+            await self._turns.take()
             return await self._inner(request)
         finally:
             if connection in self._open:

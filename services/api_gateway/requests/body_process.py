@@ -80,6 +80,7 @@ def _header_names(names: list[str]) -> list[str]:
 
 def main() -> None:
     settings.die_with(int(sys.argv[1]))
+    settings.give_way()
     setproctitle(f"blockyard: {sys.argv[2]}: body reader")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # this process ends at the end of its stream

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +102,12 @@ def test_a_grammar_that_cannot_be_had_is_rejected_in_time(rig: CheckRig, name: s
     assert after == Grammar(GrammarKind.REGEX, "[a-z]+", GrammarEngine.GUIDANCE)
 
 
+def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:
+    rig.ask(regex("y{2}"))
+    worker, own = rig.checks.worker_pid, os.getpriority(os.PRIO_PROCESS, 0)
+    assert worker is not None and os.getpriority(os.PRIO_PROCESS, worker) == min(own + 10, 19)
+
+
 def test_a_verdict_is_kept(rig: CheckRig) -> None:
     grammar, _ = HOSTILE["many rules"]
     first, second = rig.ask(grammar, grammar)  # the second waits for the first's verdict
@@ -162,9 +170,6 @@ def test_another_model_makes_new_verdicts(rig: CheckRig) -> None:
 
 
 def test_the_end_of_the_fork_server_rejects_what_waits_and_no_more(rig: CheckRig) -> None:
-    import os
-    import signal
-
     rig.ask(regex("z{3}"))
     worker = rig.checks.worker_pid
     server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,13 +1,26 @@
 """Prompts that need a tokenizer, and prompts that are returned without one."""
 
 import asyncio
+import math
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from fake_links import FakeLinks
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import BUSY, Grammar, GrammarKind, Member, Role, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import (
+    BUSY,
+    UNAVAILABLE,
+    Grammar,
+    GrammarKind,
+    Member,
+    ModelCard,
+    Role,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+)
 from blockyard.shared.ring_client.tokenizer_client import SHORT_IDS, TokenizerClient
 from blockyard.shared.token_ids import pack
 
@@ -76,7 +89,8 @@ def test_a_busy_tokenizer_is_a_429_and_other_rejections_are_not() -> None:
             await future
         return error.value
 
-    busy, other = asyncio.run(run(BUSY)), asyncio.run(run(""))
+    busy, other, failed = (asyncio.run(run(code)) for code in (BUSY, "", UNAVAILABLE))
+    assert (failed.status, failed.field, failed.retry_after_s) == (503, "grammar", 1.0)
     assert (busy.status, busy.field, busy.retry_after_s) == (429, "grammar", 1.0)
     assert (other.status, other.field) == (400, "grammar")
 
@@ -84,10 +98,10 @@ def test_a_busy_tokenizer_is_a_429_and_other_rejections_are_not() -> None:
 class Ring:
     """A TokenizerClient between tokenizers that the test plays."""
 
-    def __init__(self, *incarnations: int) -> None:
+    def __init__(self, *incarnations: int, check_wait_s: float = math.inf) -> None:
         members = [Member("t", Role.TOKENIZER_POOL, i, "x", ready=True) for i in incarnations]
         self.links = FakeLinks(Member("g", Role.API_GATEWAY, 1, ""), *members)
-        self.work = TokenizerClient(self.links)
+        self.work = TokenizerClient(self.links, check_wait_s)
         for member in members:
             self.work.changed(member)
 
@@ -127,3 +141,98 @@ def test_a_text_that_two_tokenizers_were_lost_with_is_given_up() -> None:
     error = asyncio.run(ring.refusal(Tokenize("", "m", text="abc"), then=lose_two))
     assert error.status == 500 and "lost" in str(error)
     assert [frame.request_id for _, frame in ring.links.sent if isinstance(frame, Tokenize)] == ["r-0", "r-0"]
+
+
+GOOD = Tokenize("", "m", text="abc", grammar=Grammar(GrammarKind.REGEX, "a+"))
+BAD = Tokenize("", "m", text="abc", grammar=Grammar(GrammarKind.REGEX, "(a"))
+
+
+def named(work: Tokenize, request_id: str) -> Tokenize:
+    return msgspec.structs.replace(work, request_id=request_id)
+
+
+async def asked_again(ring: Ring, work: Tokenize, answer: Tokenized | TextRejected) -> bool:
+    """Whether a tokenizer is asked about this grammar, answered as given if so."""
+    num_sent = len(ring.links.sent)
+    future = ring.work.submit(named(work, answer.request_id))
+    if len(ring.links.sent) > num_sent:
+        ring.work.answered(ring.links.sent[-1][0], answer)
+    await asyncio.wait([future])
+    assert (future.exception() is None) == isinstance(answer, Tokenized)
+    if isinstance(answer, TextRejected):
+        assert isinstance(error := future.exception(), RequestError)
+        assert (str(error), error.field, error.status) == (answer.message, "grammar", 400 if not answer.code else 429)
+    return len(ring.links.sent) > num_sent
+
+
+def test_a_grammar_that_is_known_to_be_bad_is_refused_without_a_tokenizer() -> None:
+    async def run() -> None:
+        ring, refused = Ring(TOKENIZER), TextRejected("r", "grammar", "unclosed group")
+        assert [await asked_again(ring, BAD, refused) for _ in range(3)] == [True, False, False]
+        other_model = msgspec.structs.replace(BAD, model="n")
+        assert await asked_again(ring, other_model, refused)
+        assert await asked_again(ring, GOOD, Tokenized("r", b"", b""))  # the tokenizer still makes its prompt's ids
+        assert await asked_again(ring, GOOD, Tokenized("r", b"", b""))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("code", [BUSY, "context_length_exceeded"])
+def test_a_refusal_for_another_reason_is_not_kept(code: str) -> None:
+    async def run() -> None:
+        ring, field = Ring(TOKENIZER), "grammar" if code == BUSY else "prompt"
+        for _ in range(2):
+            future = ring.work.submit(named(BAD, "r"))
+            ring.work.answered(TOKENIZER, TextRejected("r", field, "no", code))
+            await asyncio.wait([future])
+            assert future.exception() is not None
+        assert len(ring.links.sent) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["tokenizer", "vocabulary"])
+def test_verdicts_are_forgotten_with_the_tokenizers_and_the_vocabulary_that_they_are_of(what: str) -> None:
+    scheduler = Member("s", Role.SCHEDULER, 5, "x", ready=True, card=ModelCard(["m"], "m", 64, 100, 0))
+    new = {
+        "tokenizer": Member("t", Role.TOKENIZER_POOL, 8, "x", ready=True),
+        "vocabulary": msgspec.structs.replace(scheduler, card=ModelCard(["m"], "m", 64, 101, 0)),
+    }[what]
+
+    async def run() -> None:
+        ring, refused = Ring(TOKENIZER), TextRejected("r", "grammar", "unclosed group")
+        ring.work.changed(scheduler)
+        assert await asked_again(ring, BAD, refused)
+        for known in (scheduler, *ring.links.members.values()):
+            ring.work.changed(msgspec.structs.replace(known, phase="ready"))
+        assert not await asked_again(ring, BAD, refused)
+        ring.work.changed(new)
+        assert await asked_again(ring, BAD, refused)
+
+    asyncio.run(run())
+
+
+def test_a_grammar_that_waits_too_long_for_its_check_is_refused_for_now() -> None:
+    async def run() -> None:
+        ring = Ring(TOKENIZER, check_wait_s=5.0)
+        now = asyncio.get_running_loop().time()
+        works = [msgspec.structs.replace(BAD, grammar=Grammar(GrammarKind.REGEX, f"(a{i}")) for i in range(4)]
+        futures = [ring.work.submit(named(work, f"r{i}")) for i, work in enumerate(works)]
+        prompts = [ring.work.submit(Tokenize(f"p{i}", "m", text="abc")) for i in range(3)]
+        assert [frame.request_id for _, frame in ring.links.sent] == ["r0", "r1", "p0", "p1"]
+        ring.work.tick(now + 4.0, 60.0)
+        assert not any(future.done() for future in futures)
+        ring.work.tick(now + 6.0, 60.0)
+        assert [future.done() for future in futures] == [False, False, True, True]  # checks that run are waited for
+        assert not any(future.done() for future in prompts)
+        error = futures[3].exception()
+        assert isinstance(error, RequestError)
+        assert (error.status, error.field, error.retry_after_s) == (429, "grammar", 5.0)
+        await asyncio.sleep(0)
+        ring.work.answered(TOKENIZER, TextRejected("r0", "grammar", "unclosed group"))
+        assert len(ring.links.sent) == 4  # what was refused is not sent any more
+        for future in (*futures[1:2], *prompts):
+            future.cancel()
+        assert futures[0].exception() is not None and futures[2].exception() is not None
+
+    asyncio.run(run())

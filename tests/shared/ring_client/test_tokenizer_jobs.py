@@ -64,6 +64,21 @@ def test_models_do_not_wait_for_each_other() -> None:
     assert pool.serves("m") and not pool.serves("third")
 
 
+def test_prompts_and_checks_of_grammars_do_not_wait_for_each_other() -> None:
+    pool: JobPool[str] = JobPool()
+    pool.join(1, "")
+    checks = [f"c{i}" for i in range(5)]
+    assert [pool.submit(job, "m", job, is_check=True) for job in checks] == [[(1, "c0")], [(1, "c1")], [], [], []]
+    assert [pool.submit(job, "m", job) for job in "abc"] == [[(1, "a")], [(1, "b")], []]
+    assert pool.waits("c2") and pool.waits("c") and not pool.waits("c0") and pool.num_waiting == 4
+    assert pool.answered(1, "a") == [(1, "c")]
+    assert pool.answered(1, "c0") == [(1, "c2")]
+    pool.forget("c1")  # it stays at the member until it is answered
+    pool.forget("c3")
+    assert pool.gone(1) == ([], []) and pool.num_waiting == 4
+    assert sorted(pool.join(2, "")) == [(2, "b"), (2, "c"), (2, "c2"), (2, "c4")]
+
+
 def test_what_nobody_waits_for_is_not_sent_again() -> None:
     pool: JobPool[str] = JobPool()
     pool.join(1, "")
@@ -90,7 +105,8 @@ def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[st
     def sent(out: list[tuple[int, str]]) -> None:
         for member, job in out:
             at[member].append(job)
-            assert len(at[member]) <= MAX_WAITING
+            checks = [int(one) % 3 == 0 for one in at[member]]
+            assert checks.count(True) <= MAX_WAITING and checks.count(False) <= MAX_WAITING
 
     def answer(member: int) -> None:
         job = at[member].pop(0)
@@ -100,7 +116,7 @@ def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[st
     for i, (what, which) in enumerate(actions):
         if what == "submit":
             submitted.add(f"{i}")
-            sent(pool.submit(f"{i}", "m", f"{i}"))
+            sent(pool.submit(f"{i}", "m", f"{i}", is_check=i % 3 == 0))
         elif what == "join" and which not in at:
             at[which] = []
             sent(pool.join(which, ""))

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import os
 import time
 from itertools import pairwise
 from typing import Any
@@ -57,6 +58,7 @@ async def test_large_bodies_are_answered_as_small_ones(rig) -> None:
         large = [await ask(r, path, msgspec.json.encode(fields) + PADDING) for path, fields in BODIES]
         assert large == small
         process = reader(r)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
         r.gateway.body_parser._stream[1].close()
         await r.until(lambda: process.poll() is not None)
         assert process.returncode == 0, "it ends with its stream"
