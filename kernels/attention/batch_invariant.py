@@ -6,6 +6,8 @@ second kernel with the same operations. Splits and tiles of which a row sees no 
 0, and the accumulator is multiplied by 1.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,24 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention
 
 _MAX_SPLITS = 64  # of the longest sequence
 _MIN_SPLIT_LEN = 512  # keys
+
+
+@dataclass(frozen=True, slots=True)
+class InvariantConfig:
+    """Tile sizes and launch options for one head size and dtype, of decodes and prefills."""
+
+    block_m: int  # rows of a query tile, each a token and head
+    block_n: int  # keys of a tile
+    warps: int
+    stages: int
+
+
+def choose_config(head_dim: int, dtype: torch.dtype) -> InvariantConfig:
+    """The config that fits shared memory and registers."""
+    wide = next_power_of_2(head_dim) * dtype.itemsize
+    if head_dim > 256:
+        return InvariantConfig(32, 32, 8, 2) if dtype.itemsize <= 2 else InvariantConfig(16, 16, 8, 1)
+    return InvariantConfig(64, 64, 4, 3) if wide <= 256 else InvariantConfig(64, 32, 4, 2)
 
 
 def split_len(max_seq_len: int) -> int:
@@ -161,11 +181,11 @@ def batch_invariant_attention(
     arguments, constants = launch_arguments(
         q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, ml
     )
-    block_n = 64 if constants["DIM"] * q.element_size() <= 256 else 32
-    num_tiles = len(out) * (heads // kv_heads) // 64 + num_seqs
+    config = choose_config(head_dim, q.dtype)
+    num_tiles = len(out) * (heads // kv_heads) // config.block_m + num_seqs
     _batch_invariant_kernel[(kv_heads, num_tiles, max_splits if is_decode else 1)](
-        *arguments, BLOCK_M=64, BLOCK_N=block_n, SPLIT_LEN=split, SPLIT_KV=is_decode, MAX_SPLITS=max_splits,
-        num_warps=4, num_stages=3 if block_n == 64 else 2, **constants,
+        *arguments, BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_LEN=split, SPLIT_KV=is_decode,
+        MAX_SPLITS=max_splits, num_warps=config.warps, num_stages=config.stages, **constants,
     )  # fmt: skip
     if is_decode:
         _combine_in_order_kernel[(rows, heads)](

@@ -64,6 +64,7 @@ class FusedDecodeConfig:
 
 
 _CONFIG = FusedDecodeConfig(512, 16, 8)
+_LARGE_HEADS = FusedDecodeConfig(512, 8, 8)  # over 256 numbers: a lane is a warp, and has as many bytes at a time
 
 
 class SplitSemaphores:
@@ -80,8 +81,8 @@ def _fused_decode_kernel(
     partial_out_ptr, lse_ptr, semaphores_ptr, out_ptr, row_stride, table_stride, scale, eps,
     FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
-    MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (s, j, i): split s of the keys of row i for query head j; lanes are combined at the end
     if PDL:
@@ -113,6 +114,11 @@ def _fused_decode_kernel(
         new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
         new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
         new_k = norm_and_rotate(new_k, k_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
+        if NORM_VALUES:
+            v_norm_weight = load_head(
+                norm_weight_ptr, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM
+            )
+            new_v = norm_and_rotate(new_v, v_norm_weight, cos, sin, eps, HEAD_DIM, False, True)
         new_k = quantize(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
         new_v = quantize(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
         here = tl.where(split == num_splits - 1, lanes, 1) == 0
@@ -174,8 +180,9 @@ def fused_decode(
     check_attention_inputs(qkv[:, :heads], layer, metadata, scales)
     if len(semaphores.counts) < rows * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
-    config = config or _CONFIG
+    config = config or (_CONFIG if head_dim <= 256 else _LARGE_HEADS)
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
+    lanes = max(config.warps * 512 // (dim * qkv.element_size()), config.warps if head_dim > 256 else 1)
     num_keys = max_seq_len if window is None else min(window, max_seq_len)
     max_splits = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
     num_partials = rows * heads * max_splits
@@ -191,8 +198,9 @@ def fused_decode(
         0.0 if norm is None else norm.eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
         HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=norm is not None,
-        MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=max(config.warps * 512 // (dim * qkv.element_size()), 1),
-        MAX_SPLITS=next_power_of_2(max_splits), SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,
+        NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
+        MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes, MAX_SPLITS=next_power_of_2(max_splits),
+        SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,
         num_warps=config.warps, num_stages=2, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -182,7 +182,7 @@ def paged_decode(
 
 
 def _tile(dim: int, item_bytes: int) -> int:
-    """Keys of a tile: K and V of two tiles take 64 KiB of shared memory at most."""
+    """Keys of a tile: K and V of two tiles take 64 KiB of shared memory at most, in 16 bits."""
     return max(min((16 << 10) // (dim * item_bytes), BLOCK_N), 16)
 
 

@@ -29,8 +29,7 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention
 _PROGRAMS = 132  # multiprocessors: with fewer programs, keys are split
 _MAX_SPLITS = 16
 _SPLIT_MIN_LEN = 1024  # shorter sequences are not worth a combine kernel
-_KEY_US = 0.04  # us a key of a program of the Triton kernel, two of which run at a time on a multiprocessor
-_HOPPER_KEY_US = 0.0125  # the same of `prefill_hopper`, one of which runs
+_HOPPER_KEY_US = 0.0125  # us a key of a program of `prefill_hopper`, one of which runs at a time on a multiprocessor
 _COMBINE_US = 3.0  # the combine kernel's launch
 _SPLIT_US = 3.2e-6  # an element of a split, written and read: 8 bytes at 2.5 TB/s
 
@@ -43,11 +42,15 @@ class PrefillConfig:
     block_n: int  # keys of a tile
     warps: int
     stages: int
+    programs: int = 2  # that run at a time on a multiprocessor
+    key_us: float = 0.04  # us a key of a program
 
 
 def choose_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
     """The config that fits shared memory and registers."""
     wide = head_dim * dtype.itemsize
+    if head_dim > 256:  # 192 KiB of shared memory, and accumulators that take half of the registers
+        return PrefillConfig(64, 32, 8, 2, 1) if dtype.itemsize <= 2 else PrefillConfig(16, 16, 8, 1, 1)
     if wide <= 256 and dtype.itemsize <= 2:
         return PrefillConfig(128, 64, 4, 3)
     return PrefillConfig(64, 32, 4, 2 if wide <= 512 else 1)
@@ -191,7 +194,7 @@ def paged_prefill(
     if hopper:
         num_splits = _num_splits(work, num_keys, _PROGRAMS, _HOPPER_KEY_US, out.numel())
     else:
-        num_splits = _num_splits(work, num_keys, 2 * _PROGRAMS, _KEY_US, out.numel())
+        num_splits = _num_splits(work, num_keys, config.programs * _PROGRAMS, config.key_us, out.numel())
     partial_out, lse = out, out
     if num_splits > 1:
         partial_out = torch.empty((len(out), heads, num_splits, head_dim), dtype=torch.float32, device=q.device)

@@ -1,4 +1,4 @@
-"""Norm of q and k heads, rotary embedding, and the write of K and V to the paged cache, in one pass; on a GPU."""
+"""Norm of heads, rotary embedding, and the write of K and V to the paged cache, in one pass; on a GPU."""
 
 import torch
 import triton
@@ -29,8 +29,9 @@ def rope_write_kv_reference(
     heads = qkv.shape[1] - 2 * kv_heads
     qk = qkv[:, : heads + kv_heads]
     if weight is not None:
-        x = qk.float()
-        qk.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
+        normed = qkv[:, : len(weight)]
+        x = normed.float()
+        normed.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
     if rotation is not None:
         apply_rope_reference(qk, rotation)
     for row, (slot, position) in enumerate(zip(metadata.slots.tolist(), metadata.positions.tolist(), strict=True)):
@@ -48,9 +49,10 @@ def _rope_write_kv_kernel(
     qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, weight_ptr, scales_ptr, row_stride,
     table_stride, eps,
     FP8_MAX: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORMED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # program (i, j): TILE heads of row i, in the order q, k, v; elements 2n and 2n + 1 are a pair
+    # program (i, j): TILE heads of row i, in the order q, k, v, of which the first NORMED are normalised; elements 2n
+    # and 2n + 1 are a pair
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -62,10 +64,11 @@ def _rope_write_kv_kernel(
     columns = heads[:, None] * HEAD_DIM + dims[None, :]
     x = tl.load(qkv_ptr + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     turns = (heads < HEADS + KV_HEADS)[:, None]
-    if NORM:
+    if NORMED > 0:
+        normed = (heads < NORMED)[:, None]
         scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)
-        weight = tl.load(weight_ptr + columns, mask=inside & turns, other=0.0).to(tl.float32)
-        x = tl.where(turns, x * scale[:, None] * weight, x)
+        weight = tl.load(weight_ptr + columns, mask=inside & normed, other=0.0).to(tl.float32)
+        x = tl.where(normed, x * scale[:, None] * weight, x)
     if ROTATE:
         angle = tl.load(rotation_ptr + row * HEAD_DIM + dims, mask=in_head, other=0.0)
         cos, sin = tl.split(tl.reshape(angle, [1, DIM // 2, 2]))
@@ -99,7 +102,8 @@ def rope_write_kv(
     """Normalises q and k by `weight`, rotates them by `rotation`, keeps q in qkv and writes K and V to the cache.
 
     qkv [rows, heads + 2 * kv_heads, head_dim]; layer [num_blocks, 2, kv_heads, block_size, head_dim]; weight [heads +
-    kv_heads, head_dim] and rotation [rows, 1, head_dim/2] complex64 may be None. k in qkv is undefined afterwards.
+    kv_heads, head_dim] and rotation [rows, 1, head_dim/2] complex64 may be None. A weight of as many heads as qkv has
+    normalises v, too. k in qkv is undefined afterwards.
     Padding rows write no KV. scales: of an 8-bit cache, see `check_kv_dtype`; K and V are divided by them.
     batch_invariant: a row is rounded alike whatever the number of rows. Blocks and positions are not checked on device.
     Raises ValueError for other shapes.
@@ -114,8 +118,9 @@ def rope_write_kv(
     _rope_write_kv_kernel[(rows, ceil_div(all_heads, tile))](
         *arguments, qkv.stride(0), metadata.tables.stride(0), eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        DIM=next_power_of_2(head_dim), BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=weight is not None,
-        TILE=tile, PDL=pdl, num_warps=max(tile // 4, 1), **pdl_options(pdl),
+        DIM=next_power_of_2(head_dim), BLOCK_SIZE=block_size, ROTATE=rotation is not None,
+        NORMED=0 if weight is None else len(weight), TILE=tile, PDL=pdl,
+        num_warps=max(tile // 4, 1) * (2 if head_dim > 256 else 1), **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -139,8 +144,10 @@ def qkv_arguments(
     check_kv_dtype(qkv, layer, scales)
     if qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
         raise ValueError(f"the heads of a row must be contiguous, got strides {qkv.stride()}")
-    if weight is not None and (weight.shape != (heads + kv_heads, head_dim) or not weight.is_contiguous()):
-        raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
+    if weight is not None:
+        fits = weight.ndim == 2 and len(weight) in (heads + kv_heads, all_heads) and weight.shape[1] == head_dim
+        if not fits or not weight.is_contiguous():
+            raise ValueError(f"weight {list(weight.shape)} does not fit {heads + kv_heads} heads of {head_dim}")
     angles = qkv
     if rotation is not None:
         if rotation.shape != (rows, 1, head_dim // 2) or rotation.dtype != torch.complex64:

@@ -10,7 +10,7 @@ from blockyard.shared.errors import LoadError
 
 FUSED_DECODE_MAX_ROWS = 1  # larger batches were not measured
 FUSED_DECODE_MAX_LEN = 8192  # keys; at 16,384 separate kernels for rotation, attention and combining are faster
-TRITON_MAX_HEAD_DIM = 256
+TRITON_MAX_HEAD_DIM = 512
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 FLOATS_AND_FP8 = FLOATS | {torch.float8_e4m3fn, torch.float8_e5m2}
 

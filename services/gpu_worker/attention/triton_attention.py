@@ -237,10 +237,12 @@ class TritonAttention:
         if pool.scales_pending and self._prefills is not None:
             heads = self._shapes[layer].num_heads
             rotated = heads + self._shapes[layer].kv_heads
-            qk = qkv[:, :rotated].clone() if norm is None else norm(qkv[:, :rotated])
+            normed = qkv.clone()
+            if norm is not None:
+                normed[:, : len(norm.weight)] = norm(qkv[:, : len(norm.weight)])
             if rotation is not None:
-                apply_rope_reference(qk, rotation)
-            pool.measure_scales(layer, qk[:, heads:], qkv[:, rotated:])
+                apply_rope_reference(normed[:, :rotated], rotation)
+            pool.measure_scales(layer, normed[:, heads:rotated], normed[:, rotated:])
         return pool.scales[layer]
 
 

@@ -39,10 +39,10 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 class Sequence:
     """All q of a sequence, and its K and V in a pool."""
 
-    def __init__(self, dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
+    def __init__(self, dtype: torch.dtype, window: int | None, soft_cap: float | None, head_dim: int) -> None:
         torch.manual_seed(5)
-        self.q = torch.randn(LENGTH, HEADS, DIM, device=DEVICE).to(dtype)
-        self.layer = torch.randn(24, 2, 1, SIZE, DIM, device=DEVICE).to(dtype)
+        self.q = torch.randn(LENGTH, HEADS, head_dim, device=DEVICE).to(dtype) * (DIM / head_dim) ** 0.5
+        self.layer = torch.randn(24, 2, 1, SIZE, head_dim, device=DEVICE).to(dtype)
         self.tables = torch.randperm(24).int().view(2, 12).to(DEVICE)
         self.window, self.soft_cap = window, soft_cap
 
@@ -53,7 +53,7 @@ class Sequence:
         starts = torch.tensor([0, *(n for _, n in counts)]).cumsum(0).int().to(DEVICE)
         seqs = PagedKVMetadata(slots, positions, self.tables)
         q = self.q[positions].contiguous()
-        out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype, device=DEVICE)
+        out = torch.full((len(q), q[0].numel()), float("nan"), dtype=q.dtype, device=DEVICE)
         options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap)
         batch_invariant_attention(q, self.layer, seqs, starts, *options)
         want = paged_prefill_reference(
@@ -64,11 +64,20 @@ class Sequence:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "soft_cap"),
-    [(DTYPES[0], None, None), (DTYPES[-1], 70, None), (DTYPES[-1], None, None), (DTYPES[-1], None, 2.0)],
+    ("dtype", "window", "soft_cap", "head_dim"),
+    [
+        (DTYPES[0], None, None, DIM),
+        (DTYPES[-1], 70, None, DIM),
+        (DTYPES[-1], None, None, DIM),
+        (DTYPES[-1], None, 2.0, DIM),
+        (DTYPES[-1], None, None, 512),
+        *([(DTYPES[0], None, None, 512)] if DEVICE == "cuda" else []),  # with other tiles
+    ],
 )
-def test_the_same_bits_however_it_is_computed(dtype: torch.dtype, window: int | None, soft_cap: float | None) -> None:
-    it = Sequence(dtype, window, soft_cap)
+def test_the_same_bits_however_it_is_computed(
+    dtype: torch.dtype, window: int | None, soft_cap: float | None, head_dim: int
+) -> None:
+    it = Sequence(dtype, window, soft_cap, head_dim)
     whole = it.rows([(0, LENGTH)])
     chunks = [it.rows([(at, n)]) for at, n in ((0, 61), (121, LENGTH - 121))]
     assert torch.equal(torch.cat(chunks), torch.cat((whole[:61], whole[121:])))

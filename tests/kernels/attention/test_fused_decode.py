@@ -59,16 +59,26 @@ class Case:
         angles = torch.randn(num, 1, head_dim // 2, device=DEVICE)
         self.rotation = torch.polar(torch.ones_like(angles), angles)
         self.norm_weight = torch.randn(heads + kv_heads, head_dim, device=DEVICE)
+        self.values_weight = torch.randn(kv_heads, head_dim, device=DEVICE)
         wide = torch.randn(num, (heads + 2 * kv_heads) * head_dim + 8, device=DEVICE)  # rows with gaps
         self.qkv = wide[:, :-8].unflatten(1, (heads + 2 * kv_heads, head_dim))
 
-    def check(self, dtype: torch.dtype, plain: bool, window: int | None, soft_cap: float | None) -> None:
+    def check(
+        self,
+        dtype: torch.dtype,
+        plain: bool,
+        window: int | None,
+        soft_cap: float | None,
+        *,
+        with_values: bool = False,
+    ) -> None:
         wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
         layer, before = self.layer.to(DEVICE, dtype), qkv.clone()
         rotation = None if plain else self.rotation
         weight_dtype = torch.float32 if window else dtype  # also that of a norm with a unit offset
-        norm = None if plain else RMSNorm(self.norm_weight.to(weight_dtype), 1e-6)
+        weight = torch.cat((self.norm_weight, self.values_weight)) if with_values else self.norm_weight
+        norm = None if plain else RMSNorm(weight.to(weight_dtype), 1e-6)
         want_layer = layer.double()
         want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
         semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
@@ -103,6 +113,8 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
         ([70], 2, 1, 32, 5, 50, None, False),
         ([70], 2, 1, 32, 5, 50, 0.7, False),
         ([20, 13], 2, 1, 200, 16, None, None, False),  # shorter tiles
+        ([20, 130], 2, 1, 512, 16, None, None, False),
+        ([50], 2, 1, 320, 16, 20, None, True),
     ],
 )
 def test_fused_decode(
@@ -117,12 +129,18 @@ def test_fused_decode(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    for name in ("_CONFIG", "_LARGE_HEADS"):
+        monkeypatch.setattr(file, name, FusedDecodeConfig(32, 2, 2))
     monkeypatch.setattr(file, "_COMBINED_ELEMENTS", 64)
     case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
     if not any(lengths):
         case.seqs.slots.fill_(-1)
     case.check(dtype, plain, window, soft_cap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_are_normalised(dtype: torch.dtype) -> None:
+    Case([20, 1, 70], 4, 2, 16, 8).check(dtype, False, None, None, with_values=True)
 
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)

@@ -116,6 +116,8 @@ def pool_layer(seqs: PagedKVMetadata, num_blocks: int, kv_heads: int, block_size
         ([0, 0], 4, 2, 16, 8, None),
         ([129], 20, 1, 32, 5, 1000),
         ([40, 33], 2, 1, 200, 16, None),  # shorter tiles
+        ([300, 17], 4, 2, 512, 16, None),
+        ([50], 2, 1, 320, 16, 20),
         ([], 4, 2, 16, 8, None),
     ],
 )
@@ -223,13 +225,15 @@ def test_programs_have_about_the_same_work(lengths: list[int], programs: int, ma
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "few"), [(4, 2, 16, 99), (3, 1, 24, 99), (9, 2, 16, 0)])
-@pytest.mark.parametrize(("normed", "rotated"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "few"), [(4, 2, 16, 99), (3, 1, 24, 99), (9, 2, 16, 0), (2, 1, 512, 0)]
+)
+@pytest.mark.parametrize(("normed", "rotated"), [("qk", True), ("qkv", True), ("", True), ("", False)])
 def test_rope_write_kv(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    normed: bool,
+    normed: str,
     rotated: bool,
     few: int,
     dtype: torch.dtype,
@@ -243,13 +247,15 @@ def test_rope_write_kv(
     angles = torch.randn(rows, 1, head_dim // 2, device=DEVICE)
     rotation = torch.polar(torch.ones_like(angles), angles) if rotated else None
     weight_dtype = torch.float32 if heads == 3 else dtype
-    weight = torch.randn(heads + kv_heads, head_dim, device=DEVICE).to(weight_dtype) if normed else None
+    num_normed = width if normed == "qkv" else heads + kv_heads
+    weight = torch.randn(num_normed, head_dim, device=DEVICE).to(weight_dtype) if normed else None
     want_qkv, want = qkv.double(), layer.double()
     exact = rotation.to(torch.complex64) if rotation is not None else None
     rope_write_kv_reference(want_qkv, want, seqs, exact, None if weight is None else weight.double(), 1e-6)
     rope_write_kv(qkv, layer, seqs, rotation, weight, 1e-6)
     assert_close(qkv[:, :heads], want_qkv[:, :heads], dtype)
-    assert_close(qkv[:, heads + kv_heads :], want_qkv[:, heads + kv_heads :], dtype)
+    if normed != "qkv":
+        assert_close(qkv[:, heads + kv_heads :], want_qkv[:, heads + kv_heads :], dtype)
     assert_close(layer, want, dtype)
 
 

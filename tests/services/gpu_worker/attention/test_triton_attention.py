@@ -17,6 +17,8 @@ from blockyard.services.gpu_worker.attention.triton_attention import (
     build_attention,
 )
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.models.interface import ModelShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
@@ -65,3 +67,30 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
         )
         torch.testing.assert_close(attend(layer, qkv, rotation, norm), want, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(pool.runs[0][layer], want_memory[layer], atol=1e-5, rtol=1e-4)
+
+
+def test_layers_of_other_shapes_in_one_step() -> None:
+    """A large head beside small ones, windows, and a norm of values: all layers share the metadata of the step."""
+    near = AttentionShape(num_heads=4, kv_heads=2, head_dim=DIM, scale=1.0, window=6)
+    wide = AttentionShape(num_heads=4, kv_heads=1, head_dim=512, scale=0.05)
+    shape = ModelShape(vocab_size=10, max_positions=128, attention=(near, wide, near))
+    slots = torch.tensor([2, 0, 0, 0, 1, 1])
+    positions = torch.tensor([11, 3, 4, 5, 0, 1])
+    tables = torch.randperm(90)[:27].view(3, 9).int().to(DEVICE)
+    starts = torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)
+    pool = KVPool(shape, 90, SIZE, torch.float32, DEVICE)
+    for run in pool.runs:
+        run.normal_()
+    seqs = PagedKVMetadata(slots.to(DEVICE), positions.to(DEVICE), tables)
+    attend = build_attention(pool, AttentionMetadata(seqs, starts[1:], num_decodes=1))
+    for layer, it in enumerate(shape.attention):
+        all_heads = it.num_heads + 2 * it.kv_heads
+        angles = torch.randn(len(positions), 1, it.head_dim // 2)
+        rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
+        norm = RMSNorm(torch.randn(all_heads, it.head_dim, device=DEVICE), 1e-6)
+        qkv = torch.randn(len(positions), all_heads, it.head_dim, device=DEVICE)
+        want_qkv, want_layer = qkv.clone(), pool.layers[layer].clone()
+        rope_write_kv_reference(want_qkv, want_layer, seqs, rotation, norm.weight, norm.eps)
+        want = paged_prefill_reference(want_qkv[:, :4], want_layer, seqs, starts, it.scale, it.window, None)
+        torch.testing.assert_close(attend(layer, qkv, rotation, norm), want, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(pool.layers[layer], want_layer, atol=1e-5, rtol=1e-4)
