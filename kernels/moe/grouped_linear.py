@@ -23,7 +23,7 @@ class GroupedTiling:
     """Sizes of tiles, all powers of two, at least 16; the tile of pairs is that of the map."""
 
     out_tile: int
-    in_tile: int
+    in_tile: int  # of 16-bit numbers; half of it for 32 bits, which take as much shared memory
     stages: int
     warps: int
 
@@ -150,9 +150,10 @@ def grouped_linear(
     inner = outs // 2 if gate else outs
     out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel():
+        in_tile = max(2 * tiling.in_tile // max(x.element_size(), 2), 16)
         _grouped_linear_kernel[(ceil_div(inner, tiling.out_tile), len(mapped.experts))](
             x, weight, weight if bias is None else bias, weight if scale is None else scale, out, mapped.pairs,
-            mapped.experts, num_pairs, outs, size, num_pairs // rows, OUT_TILE=tiling.out_tile, IN_TILE=tiling.in_tile,
+            mapped.experts, num_pairs, outs, size, num_pairs // rows, OUT_TILE=tiling.out_tile, IN_TILE=in_tile,
             TILE=mapped.tile, GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first,
             STAGES=tiling.stages, num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip

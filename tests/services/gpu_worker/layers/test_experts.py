@@ -70,8 +70,8 @@ def test_the_host_computes_only_chosen_experts(monkeypatch: pytest.MonkeyPatch) 
     called = set()
     for i, linear in enumerate(made.linears()):
         linear.wrap(lambda product, i=i: lambda x: (called.add(i), product(x))[1])
-    experts = torch.tensor([[0, 4, 5], [5, 4, 0]], dtype=torch.int32)
-    made.forward(torch.randn(2, HIDDEN, device=DEVICE), experts, torch.ones(2, 3), None)
+    experts = torch.tensor([[0, 4, 5], [5, 4, 0]], dtype=torch.int32, device=DEVICE)
+    made.forward(torch.randn(2, HIDDEN, device=DEVICE), experts, torch.ones(2, 3, device=DEVICE), None)
     assert called == {0, 4, 5, 6, 10, 11}
 
 
