@@ -90,6 +90,7 @@ LAYERS["shared"] += ("messages", "grammars", "output_parsing", "tool_parsers", "
 LAYERS["shared"] += ("config", "bus", "process", "ring_client")
 LAYERS["shared/output_parsing"] = ("parts", "markers", "text_input", "json_text", "reader", "compose")
 LAYERS["shared/grammars"] = (
+    "error_texts",
     "format_patterns",
     "interface",
     "schemas",

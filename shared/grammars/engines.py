@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from blockyard.shared.grammars.error_texts import without_source
 from blockyard.shared.grammars.guidance import GuidanceEngine
 from blockyard.shared.grammars.interface import (
     CompiledGrammar,
@@ -62,6 +63,12 @@ class Engines:
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises GrammarError for a grammar that its engine does not take, or that allows no token at all."""
+        try:
+            return self._compile(grammar)
+        except GrammarError as e:
+            raise type(e)(without_source(str(e), grammar.source)) from e
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         check_options(grammar)
         if grammar.markers and grammar.engine != GrammarEngine.GUIDANCE:
             raise UnsupportedGrammar(f"{grammar.engine.value} does not support grammars with markers")

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 
+from blockyard.shared.grammars.error_texts import guidance_cause, one_line
 from blockyard.shared.grammars.interface import (
     GrammarError,
     MaskWords,
@@ -23,7 +24,7 @@ from blockyard.shared.grammars.interface import (
     UnsupportedGrammar,
     Vocabulary,
 )
-from blockyard.shared.grammars.matching import NO_TOKEN, STEP_S, MatcherRules, SequenceMatcher, one_line
+from blockyard.shared.grammars.matching import NO_TOKEN, STEP_S, MatcherRules, SequenceMatcher
 from blockyard.shared.grammars.schema_rules import (
     DATES,
     Schema,
@@ -84,7 +85,7 @@ class GuidanceEngine:
         if matcher.is_error():
             error = matcher.get_error()
             unknown = error.startswith((_UNKNOWN_KEYWORDS, _UNKNOWN_COUNTS))
-            raise (UnsupportedGrammar if unknown else GrammarError)(_cause(error))
+            raise (UnsupportedGrammar if unknown else GrammarError)(_cause(error, grammar.kind == GrammarKind.LARK))
         return GuidanceGrammar(make, matcher, self._rules, self._mask_bytes)
 
     def _lark_source(self, grammar: Grammar) -> str:
@@ -254,7 +255,7 @@ def _lark(ebnf: str) -> str:
     try:
         return str(any_to_lark(ebnf))
     except Exception as e:  # its parser raises bare Exception, IndexError and RecursionError
-        raise GrammarError(one_line(e) or f"the EBNF grammar is not valid: {type(e).__name__}") from e
+        raise GrammarError(guidance_cause(str(e), False) or f"the EBNF grammar is not valid: {type(e).__name__}") from e
 
 
 def _json_grammar(grammar: Grammar) -> str:
@@ -294,12 +295,12 @@ def _prepared(schema: Schema, grammar: Grammar) -> tuple[Schema, "JsonCompileOpt
     return schema, options
 
 
-def _cause(error: str) -> str:
-    """Cuts off what llguidance adds for its own developers."""
+def _cause(error: str, has_lines: bool = False) -> str:
+    """Cuts off what llguidance adds for its own developers, and quotes of the source. has_lines: it is the client's."""
     if error.startswith(_OVERLAP):
         return "oneOf is not supported where two of its schemas may allow the same value; use anyOf"
     if error.startswith(_UNKNOWN_COUNTS):
         return "minProperties and maxProperties are not supported beside properties that are not required"
     if error.startswith("panic"):
         return "the grammar is too large or too complex for llguidance"
-    return one_line(error.partition("<non-verbose/>")[0].partition("<backtrace>")[0])
+    return guidance_cause(error.partition("<non-verbose/>")[0].partition("<backtrace>")[0], has_lines)

@@ -17,8 +17,9 @@ from lmformatenforcer import (
     UnionParser,
 )
 
+from blockyard.shared.grammars.error_texts import one_line
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
-from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, one_line, set_bits
+from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
 from blockyard.shared.grammars.schema_rules import (
     keep_values_of_type,
     name_required,

@@ -164,9 +164,3 @@ def set_bits(words: MaskWords, token_ids: Sequence[int]) -> None:
     bits = np.zeros(len(words) * 32, dtype=np.uint8)
     bits[ids[ids < len(bits)]] = 1
     words[:] = np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def one_line(error: BaseException | str) -> str:
-    """A library's error in one line of at most 400 characters."""
-    text = " ".join(str(error)[:4000].split())
-    return text if len(text) <= 400 else f"{text[:400]}..."

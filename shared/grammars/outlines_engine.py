@@ -8,8 +8,9 @@ import msgspec
 import outlines_core
 from outlines_core.json_schema import build_regex_from_schema
 
+from blockyard.shared.grammars.error_texts import one_line
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
-from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, one_line, set_bits
+from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
 from blockyard.shared.grammars.schema_rules import (
     DATES,
     HOSTS,

@@ -3,8 +3,9 @@
 import msgspec
 import xgrammar
 
+from blockyard.shared.grammars.error_texts import one_line, xgrammar_cause
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
-from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, one_line
+from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher
 from blockyard.shared.grammars.schema_rules import (
     DATES,
     HOSTS,
@@ -58,7 +59,7 @@ class XgrammarEngine:
         try:
             return XgrammarGrammar(self._compile(grammar), self._rules)
         except (RuntimeError, ValueError) as e:
-            raise GrammarError(_cause(str(e))) from e
+            raise GrammarError(xgrammar_cause(str(e))) from e
 
     def _compile(self, grammar: Grammar) -> xgrammar.CompiledGrammar:
         source = grammar.source
@@ -169,8 +170,3 @@ def _structural_tag(source: str) -> str:
 def _literal(text: str) -> str:
     """A string of xgrammar's EBNF."""
     return '"' + "".join(c if c.isalnum() else f"\\U{ord(c):08x}" for c in text) + '"'
-
-
-def _cause(error: str) -> str:
-    """Cuts off time stamp and line of the source: "[11:27:26] /project/cpp/x.cc:83: Regex ..."."""
-    return one_line(error.partition(".cc:")[2].partition(": ")[2] or error)

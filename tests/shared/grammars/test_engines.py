@@ -301,6 +301,53 @@ def test_bad_sources_are_refused_with_their_cause(engines: Engines, engine: Gram
     assert message.strip() and len(message) < 1000 and "\n" not in message and "/project/" not in message
 
 
+LONG = "secret_" * 10
+QUOTING = {  # a source with an error, and a part of the cause; {} is text that no error should quote
+    "regex": (
+        GrammarKind.REGEX,
+        "({}",
+        {GUIDANCE: r"^invalid regex: unclosed group$", XG: "parenthesis is not closed"},
+    ),
+    "look-around": (GrammarKind.REGEX, "(?={})x", {GUIDANCE: "^invalid regex: look-around", XG: "Lookahead"}),
+    "open text": (
+        GrammarKind.EBNF,
+        'root ::= "{}',
+        {GUIDANCE: r"^Unexpected end of input at line 1$", XG: "^EBNF lexer error at line 1, column 81: Expect"},
+    ),
+    "class": (GrammarKind.EBNF, 'root ::= "{}" [z-a]', {GUIDANCE: "^invalid regex: invalid character class range"}),
+    "rule": (
+        GrammarKind.LARK,
+        'start: "{0}" foo\nbar: "{0}"',
+        {GUIDANCE: r'^line 1, column 8: unknown name: "foo"$', XG: "unknown name 'foo'$"},
+    ),
+    "lexer": (
+        GrammarKind.LARK,
+        'start: "{}',
+        {GUIDANCE: r"^line 1, column \d+: lexer error$", XG: "unterminated string"},
+    ),
+    "pattern": (
+        GrammarKind.JSON_SCHEMA,
+        '{{"type": "string", "pattern": "({}"}}',
+        {GUIDANCE: "^invalid regex: unclosed group$", XG: "parenthesis is not closed"},
+    ),
+    "type": (GrammarKind.JSON_SCHEMA, '{{"type": "{}"}}', {GUIDANCE: r"^Invalid type: \.\.\.$"}),
+    "tag": (
+        GrammarKind.STRUCTURAL_TAG,
+        '{{"type": "structural_tag", "format": {{"type": "{}"}}}}',
+        {XG: r"^Invalid structural tag error: Format type not recognized: \.\.\.$"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUOTING)
+def test_errors_say_the_cause_and_do_not_quote_the_source(engines: Engines, name: str) -> None:
+    kind, source, causes = QUOTING[name]
+    for engine, cause in causes.items():
+        with pytest.raises(GrammarError, match=cause) as error:
+            engines.compile(grammar(kind, source.format(LONG), engine))
+        assert "secret" not in str(error.value) and "/project/" not in str(error.value)
+
+
 def test_auto_takes_guidance_and_xgrammar_for_the_rest(engines: Engines) -> None:
     auto = GrammarEngine.AUTO
     for kind, source in SOURCES.items():
