@@ -211,7 +211,7 @@ def test_more_slots_than_the_capacity(tmp_path: Path) -> None:
     assert not loop.supports(np.array([0, 1, 2]), np.array([1, 1, 1]))
 
 
-@pytest.mark.parametrize("head_dim", [15, 258])
+@pytest.mark.parametrize("head_dim", [15, 514])
 def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
     runner = start(tmp_path, device=DEVICE)
