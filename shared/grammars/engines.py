@@ -16,7 +16,7 @@ from blockyard.shared.grammars.interface import (
     UnsupportedGrammar,
     Vocabulary,
 )
-from blockyard.shared.grammars.schemas import XGRAMMAR_KEYWORDS, read_schema, refuse_keywords
+from blockyard.shared.grammars.schemas import XGRAMMAR_KEYWORDS, read_schema, refuse_keywords, refuse_lark_schemas
 from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
 
 AUTO_ORDER = (GrammarEngine.GUIDANCE, GrammarEngine.XGRAMMAR)
@@ -103,6 +103,8 @@ def _refuse_before_loading(grammar: Grammar) -> None:
     """Raises UnsupportedGrammar for what xgrammar does not know, so that no client makes it load for nothing."""
     if grammar.kind == GrammarKind.JSON_SCHEMA:
         refuse_keywords(read_schema(grammar.source), XGRAMMAR_KEYWORDS, GrammarEngine.XGRAMMAR)
+    if grammar.kind == GrammarKind.LARK:
+        refuse_lark_schemas(grammar.source, GrammarEngine.XGRAMMAR)
 
 
 def check_options(grammar: Grammar) -> None:

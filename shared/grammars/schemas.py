@@ -87,6 +87,12 @@ def refuse_keywords(schema: dict[str, Any] | bool, supported: frozenset[str], en
         raise UnsupportedGrammar(f"{engine} does not support these keywords of JSON schemas: {', '.join(unknown[:20])}")
 
 
+def refuse_lark_schemas(source: str, engine: str) -> None:
+    """Raises UnsupportedGrammar for Lark with JSON schemas inside, of which the engine ignores keywords."""
+    if "%json" in source:
+        raise UnsupportedGrammar(f"{engine} does not support %json in Lark")
+
+
 def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     """Objects with `properties` get `additionalProperties: false` where the schema says nothing. Changes `schema`."""
     for part in subschemas(schema):

@@ -26,6 +26,7 @@ from blockyard.shared.grammars.schemas import (
     read_object,
     read_schema,
     refuse_keywords,
+    refuse_lark_schemas,
     schemas_in,
     subschemas,
 )
@@ -76,6 +77,7 @@ class XgrammarEngine:
             case GrammarKind.EBNF:
                 return self._compiler.compile_grammar(source)
             case GrammarKind.LARK:
+                refuse_lark_schemas(source, NAME)
                 return self._compiler.compile_lark(source)
             case GrammarKind.STRUCTURAL_TAG:
                 return self._compiler.compile_structural_tag(_structural_tag(source))

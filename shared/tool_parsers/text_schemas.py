@@ -11,6 +11,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.grammars.format_patterns import FORMAT_PATTERNS
+from blockyard.shared.tool_parsers.regex_lengths import LengthRange, regex_lengths
 from blockyard.shared.tool_parsers.schema_types import listed, named_types, resolve, type_of
 
 ANY_TEXT = "/(?s:.*)/"
@@ -27,28 +28,38 @@ class TextSchemas:
         self._left = MAX_SCHEMAS
 
     def terminal(self, schema: Any) -> str | None:
-        """A terminal for the strings that are valid by this schema. None if there are none."""
+        """A terminal for the strings that are valid by this schema. None if there are none.
+
+        Contradictions between lengths are found, but not between two patterns.
+        """
+        terms = self._terms(schema)
+        return None if None in terms or not _may_overlap([one for one in terms if one is not None]) else both(terms)
+
+    def _terms(self, schema: Any) -> list[str | None]:
+        """Terminals that all have to match. None stands for no text."""
         self._count()
         if not isinstance(schema, dict):
-            return None if schema is False else ANY_TEXT
+            return [None] if schema is False else []
         for keyword in NOT_ENFORCED:
             if keyword in schema:
                 raise self._refusal(keyword)
-        terms = [self._own(schema), *map(self.terminal, listed(schema, "allOf"))]
+        terms = self._own(schema)
+        for part in listed(schema, "allOf"):
+            terms += self._terms(part)
         if "$ref" in schema:
-            terms.append(self.terminal(resolve(self._root, schema["$ref"])))
+            terms += self._terms(resolve(self._root, schema["$ref"]))
         if listed(schema, "anyOf"):
             terms.append(either(map(self.terminal, schema["anyOf"])))
         if listed(schema, "oneOf"):
             terms.append(_exactly_one([one for one in map(self.terminal, schema["oneOf"]) if one is not None]))
         if "not" in schema:
             terms.append(without(ANY_TEXT, self.terminal(schema["not"])))
-        return both(terms)
+        return terms
 
-    def _own(self, schema: dict[str, Any]) -> str | None:
+    def _own(self, schema: dict[str, Any]) -> list[str | None]:
         """What the keywords say that hold no other schemas."""
         if "string" not in named_types(schema.get("type")):
-            return None
+            return [None]
         terms: list[str | None] = []
         if isinstance(schema.get("enum"), list):
             terms.append(either(quoted(value) for value in schema["enum"] if isinstance(value, str)))
@@ -62,7 +73,7 @@ class TextSchemas:
             if schema["format"] not in FORMAT_PATTERNS:
                 raise self._refusal(f"format {schema['format'][:40]}")
             terms.append(f"/{FORMAT_PATTERNS[schema['format']].replace('/', chr(92) + '/')}/")
-        return both(terms)
+        return terms
 
     def restricted(self, schema: Any, types: frozenset[str]) -> Any:
         """The schema of the valid values of these types. None if there are none."""
@@ -122,6 +133,22 @@ class TextSchemas:
 
     def _refusal(self, what: str) -> RequestError:
         return RequestError(f"the arguments of {self._tool}: {what} cannot be enforced in this model's format", "tools")
+
+
+def _may_overlap(terms: list[str]) -> bool:
+    """False if no text is long and short enough for all of these terms."""
+    lengths = [found for term in terms if (found := _lengths(term)) is not None]
+    return max((one.least for one in lengths), default=0) <= min((one.most for one in lengths), default=0)
+
+
+def _lengths(term: str) -> LengthRange | None:
+    """Of a single text or regular expression. None for others."""
+    if term.startswith("/"):
+        return regex_lengths(term[1:-1])
+    if term.startswith('"'):
+        num_chars = len(msgspec.json.decode(term))
+        return LengthRange(num_chars, num_chars)
+    return None
 
 
 def quoted(text: str) -> str:

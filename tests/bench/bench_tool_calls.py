@@ -6,9 +6,10 @@ For each format `blockyard serve demo --tool-call-parser NAME` answers requests 
 to 4 tools of `tests/support/json_schemas.py`: half of them with `tool_choice: required`, half with a named tool. The
 demo model was trained on none of the formats: the grammar gives its answers their form. An answer counts as failed if
 its calls are not those of the choice, arguments are not valid by jsonschema (formats included), or text is beside them.
-Answers that reach the limit of tokens say nothing and are asked for again with another seed; sets whose grammar is
-refused are replaced by another one. Failures are printed as they are found, and the exit status is then 1. On two
-cores a format takes minutes: most of it is the demo model's text.
+Values of the schemas are short and the end of the text is made likelier, so that answers end: one that reaches the
+limit of tokens is printed and asked for once more with another seed. Sets whose grammar is refused are replaced by
+another one. The exit status is 1 if a format has failures or less than `--sets` answers. Most of the time is the demo
+model's.
 """
 
 import argparse
@@ -19,19 +20,22 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from json_schemas import random_schema, validate
+from json_schemas import bounded, random_schema, validate
 from rig import serve
 
 from blockyard.shared.tool_parsers.registry import FORMATS
 
 NO_PARSER = "(none)"  # the grammar of models without a format of their own
-MAX_TOKENS = 600
-TRIES = 4  # seeds for answers that reach the limit
-AT_ONCE = 24
+MAX_TOKENS = 500
+END_BIAS = {"1": 3, "3": 3}  # the demo model's ends of text, or it writes the same call up to the limit of calls
+TRIES = 2  # seeds for answers that reach the limit
+AT_ONCE = 24  # requests to one server
+CUT_CHARS = 1000  # printed of an answer that reaches the limit
 NAMES = ("get_weather", "search.files", "a", "note-2", "Find_All", "x" * 40)
 
 
@@ -61,9 +65,9 @@ class Row:
     parser: str
     ok: int = 0
     calls: int = 0
-    cut: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
+    cut_texts: list[str] = field(default_factory=list)
 
 
 def tool_set(seed: int) -> ToolSet:
@@ -72,7 +76,7 @@ def tool_set(seed: int) -> ToolSet:
     for name in rng.sample(NAMES, rng.randint(1, 4)):
         schema: dict[str, Any] = {}
         while schema.get("type") != "object":
-            schema = random_schema(rng.randrange(1 << 30))
+            schema = bounded(random_schema(rng.randrange(1 << 30)))
         schemas[name] = schema
     named = {"type": "function", "function": {"name": rng.choice(sorted(schemas))}}
     return ToolSet(schemas, named if seed % 2 else "required", rng.random() < 0.5)
@@ -105,6 +109,8 @@ async def ask(client: openai.AsyncOpenAI, seed: int, row: Row) -> bool:
                 messages=[{"role": "user", "content": "Which tool helps here?"}],
                 max_tokens=MAX_TOKENS,
                 temperature=1.0,
+                frequency_penalty=0.5,
+                logit_bias=END_BIAS,
                 seed=seed * TRIES + attempt,
                 **asked.fields,
             )
@@ -115,7 +121,8 @@ async def ask(client: openai.AsyncOpenAI, seed: int, row: Row) -> bool:
             row.failed.append(f"set {seed}: {type(e).__name__}: {e}")
             return True
         if answer.choices[0].finish_reason == "length":
-            row.cut += 1
+            text = answer.choices[0].message.model_dump_json(exclude_none=True)
+            row.cut_texts.append(f"set {seed} is cut: {text[:CUT_CHARS]}")
             continue
         said = fault(asked, answer.choices[0].message)
         if said:
@@ -150,7 +157,7 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        counts = (row.ok, len(row.failed), row.calls, row.cut, row.refused.total())
+        counts = (row.ok, len(row.failed), row.calls, len(row.cut_texts), row.refused.total())
         lines.append(f"| `{row.parser}` | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
@@ -159,11 +166,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sets", type=int, default=20, help="tool sets of each format")
     parser.add_argument("--parsers", nargs="*", default=[NO_PARSER, *(one.name for one in FORMATS)])
+    parser.add_argument("--servers", type=int, default=2, help="formats that are measured side by side")
     args = parser.parse_args()
-    began, rows = time.monotonic(), []
-    for name in args.parsers:
-        rows.append(measure(name, args.sets))
-        print(f"{name}: {rows[-1].ok} of {args.sets}", *rows[-1].failed, sep="\n  ", file=sys.stderr, flush=True)
+    began = time.monotonic()
+
+    def measured(name: str) -> Row:
+        row = measure(name, args.sets)
+        lines = row.failed + row.cut_texts
+        print(f"{name}: {row.ok} of {args.sets}", *lines, sep="\n  ", file=sys.stderr, flush=True)
+        return row
+
+    with ThreadPoolExecutor(args.servers) as threads:
+        rows = list(threads.map(measured, args.parsers))
     print(table(rows))
     print(f"{time.monotonic() - began:.0f} s")
     for row in rows:

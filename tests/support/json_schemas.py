@@ -19,6 +19,8 @@ CHOSEN_FILE = Path(__file__).with_name("chosen_schemas.json")
 PATTERNS = ("^[a-z]{1,6}$", "^(ab|cd)+$", "^[A-Z][a-z]*$", "x", "^a", "[0-9]$", r"^\d{3}-\d{4}$", "^(é|東){2}$")
 FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 NAMES = ("a", "b", "name", "size", "x-y", "näme", 'q"t', "")
+MOST_CHARS = 24  # of strings in `bounded` schemas
+LONG_FORMATS = ("email", "hostname", "uri", "duration")  # of any length
 VALUES: tuple[Any, ...] = ("red", "", 'a"b', "ü", 0, 7, -3, 2.5, True, False, None, [], [1], {}, {"a": 1})
 
 
@@ -31,6 +33,37 @@ def chosen_schemas() -> dict[str, Schema]:
 def random_schema(seed: int) -> Schema:
     """A schema with each supported keyword at random. A few of them allow no value at all."""
     return _Writer(random.Random(seed)).whole()
+
+
+def bounded(schema: Any) -> Any:
+    """The schema with a most for the length of its values, so that a model which was never trained on it ends them."""
+    if isinstance(schema, bool):
+        return {"type": "string", "maxLength": MOST_CHARS} if schema else schema
+    changed: Schema = dict(schema)
+    names = schema.get("type", [])
+    kinds = {names} if isinstance(names, str) else set(names)
+    if "string" in kinds and schema.get("format", "uri") in LONG_FORMATS:
+        changed.setdefault("maxLength", max(MOST_CHARS, schema.get("minLength", 0)))
+    if "array" in kinds:
+        changed.setdefault("maxItems", max(2, schema.get("minItems", 0)))
+        changed.setdefault("items", {"type": "boolean"})
+    if "object" in kinds:
+        changed.setdefault("additionalProperties", False)
+    if kinds & {"number", "integer"} and "multipleOf" not in schema:
+        if not {"maximum", "exclusiveMaximum"} & schema.keys():
+            changed["maximum"] = max(999, 1000 + schema.get("minimum", schema.get("exclusiveMinimum", 0)))
+        if not {"minimum", "exclusiveMinimum"} & schema.keys():
+            changed["minimum"] = min(-999, schema.get("maximum", schema.get("exclusiveMaximum", 0)) - 1000)
+    for keyword in ("properties", "patternProperties", "$defs"):
+        if keyword in schema:
+            changed[keyword] = {name: bounded(part) for name, part in schema[keyword].items()}
+    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if keyword in schema:
+            changed[keyword] = [bounded(part) for part in schema[keyword]]
+    for keyword in ("items", "additionalProperties"):
+        if keyword in schema:
+            changed[keyword] = bounded(schema[keyword])
+    return changed
 
 
 def with_keywords(schema: Any, names: frozenset[str]) -> Any:

@@ -40,15 +40,17 @@ def calls_grammar(
     parallel = use.parallel and not use.older and use.mode != ToolMode.NAMED
     try:
         found = calls_source(formats.tools, use.tools, parallel, use.is_forced)
+    except RequestError:  # the format cannot enforce these tools
+        raise
     except Exception as e:  # a format may be a user's: it ends this request and no other
         reason = f"--tool-call-parser {formats.tools.name} failed at these tools: {type(e).__name__}: {e}"
         raise RequestError(reason, field, status=422, code="output_parser_failed") from e
     if found is None:
         return None
     _check_size(found.source, field)
-    # the language is that of one engine, whatever the deployment's default is
+    # one engine alone enforces the language with the schemas in it, whatever the deployment's default is
     grammar = msgspec.structs.replace(
-        _grammar(GrammarKind.LARK, found.source, defaults), engine=GrammarEngine.AUTO, markers=found.markers
+        _grammar(GrammarKind.LARK, found.source, defaults), engine=GrammarEngine.GUIDANCE, markers=found.markers
     )
     return FieldGrammar(grammar, field, allows_reasoning=formats.tools.reads_reasoning)
 

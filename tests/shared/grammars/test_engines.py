@@ -441,6 +441,14 @@ def test_other_engines_refuse_markers(engines: Engines, engine: GrammarEngine) -
         engines.resolve(marked(engine))
 
 
+def test_schemas_in_lark_are_for_one_engine(engines: Engines) -> None:
+    """xgrammar compiles them, and ignores `maxLength` and other keywords."""
+    counts = 'start: value\nvalue: %json {"type": "object", "minProperties": 4}'
+    for source, engine in ((counts, GrammarEngine.AUTO), ("start: %json {}", XG)):
+        with pytest.raises(UnsupportedGrammar, match=r"supports minProperties up|does not support %json"):
+            engines.resolve(grammar(GrammarKind.LARK, source, engine))
+
+
 def test_a_rule_of_lark_that_is_a_schema_is_as_strict_as_a_schema(engines: Engines, tokenizer: Tokenizer) -> None:
     schema = json.dumps({"properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]})
     source = f'start: "(" value ")"\nvalue: %json {schema}'

@@ -9,7 +9,7 @@ from blockyard.shared.tool_parsers.schema_types import ALL_TYPES, NOT_STRINGS, p
 from blockyard.shared.tool_parsers.text_schemas import TextSchemas, search
 
 TOKENIZER = llguidance.LLTokenizer("byte")
-ROOT = {"$defs": {"unit": {"enum": ["km", "mi", 1]}, "loop": {"$ref": "#/$defs/loop"}}}
+ROOT = {"$defs": {"short": {"maxLength": 3}, "unit": {"enum": ["km", "mi", 1]}, "loop": {"$ref": "#/$defs/loop"}}}
 
 
 def matches(term: str | None, text: str) -> bool:
@@ -51,6 +51,12 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"const": "a"}, ["a"], ["b"]),
     ({"minLength": 2, "maxLength": 3}, ["éa", "東東東"], ["a", "abcd"]),
     ({"maxLength": 1, "pattern": "^[ab]*$"}, ["", "b"], ["c", "ab"]),
+    ({"maxLength": 3, "pattern": "^[ab]{4}$"}, [], []),
+    ({"minLength": 4, "maxLength": 6, "format": "date-time"}, [], []),
+    ({"allOf": [{"format": "date"}, {"$ref": "#/$defs/short"}]}, [], []),
+    ({"anyOf": [{"const": "abcd"}, {"pattern": "^.{2}$"}], "maxLength": 3}, ["ab"], ["abcd"]),
+    ({"const": "abcd", "maxLength": 3}, [], []),
+    ({"maxLength": 3, "pattern": "[ab]{3}"}, ["aba"], ["xaba"]),
     ({"$ref": "#/$defs/unit"}, ["km", "mi"], ["1", "m"]),
     ({"allOf": [{"minLength": 2}, {"pattern": "a"}]}, ["ab"], ["a", "bb"]),
     ({"anyOf": [{"const": "a"}, {"type": "null"}, {"minLength": 3}]}, ["a", "abc"], ["ab"]),

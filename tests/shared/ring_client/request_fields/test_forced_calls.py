@@ -95,7 +95,7 @@ def test_forced_calls_have_the_grammar_of_the_family() -> None:
         expected = calls_source(HERMES, asked.tools, parallel, True)
         assert found is not None and expected is not None
         assert (found.source, found.markers) == (expected.source, expected.markers)
-        assert (found.kind, found.engine) == (GrammarKind.LARK, GrammarEngine.AUTO)  # one engine alone reads it
+        assert (found.kind, found.engine) == (GrammarKind.LARK, GrammarEngine.GUIDANCE)
     alone, several = grammar("required", FAMILY, parallel_tool_calls=False), grammar("required", FAMILY)
     assert alone is not None and several is not None and alone.source != several.source
 
@@ -122,6 +122,16 @@ def test_a_format_that_cannot_write_its_grammar_fails_the_request_by_name() -> N
     with pytest.raises(RequestError, match="--tool-call-parser frail failed at these tools: KeyError: 'oh'") as e:
         grammar("required", formats)
     assert (e.value.status, e.value.field) == (422, "tools")
+
+
+def test_tools_that_a_format_cannot_enforce_are_refused() -> None:
+    formats = OutputFormats.load(ToolDefaults(parser="glm45"))
+    day = {"type": "string", "format": "date", "maxLength": 6}  # no text is
+    parameters = {"type": "object", "properties": {"day": day}, "required": ["day"]}
+    with pytest.raises(RequestError, match="the arguments of a: no arguments that are valid") as e:
+        grammar("required", formats, function("a", parameters=parameters))
+    assert (e.value.status, e.value.field) == (400, "tools")
+    assert grammar("required", formats, function("a", parameters={**parameters, "required": []})) is not None
 
 
 def test_what_the_formats_need() -> None:
