@@ -1,7 +1,7 @@
 """What structured output costs a decode step: the same load with and without a JSON schema, in turns, in one process.
 
-`bench_structured_outputs.py gpu`: true shapes with dummy weights. `bench_structured_outputs.py demo`: the demo model on
-the CPU. Every stream writes exactly NUM_OUT tokens: the schema's list is longer than that.
+`bench_structured_outputs.py gpu [MODEL]`: true shapes with dummy weights. `bench_structured_outputs.py demo`: the demo
+model on the CPU. Every stream writes exactly NUM_OUT tokens: the schema's list is longer than that.
 
 Over HTTP, on the CPU, with a number of rounds as a second argument (`structured_load` has the loads):
 `first` a schema's first request, `arrivals` new schemas beside plain streams, `hostile` 2,000 grammars that cannot be
@@ -139,14 +139,15 @@ def started(model: Path, num_seqs: int, **flags: object) -> Iterator[LLM]:
         yield llm
 
 
-def main(where: str) -> None:
+def main(where: str, models: list[str]) -> None:
+    """models: empty for all."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         if where == "demo":
             with started(demo_folder(), 16, device="cpu") as llm:
                 rows += [*compare(llm, "demo", 16), *compare(llm, "demo", 1)]
         for name, sizes, num_beside in (("qwen3-0.6b", (1, 64), 32), ("llama-3.1-8b", (256,), 64)):
-            if where == "gpu":
+            if where == "gpu" and (not models or name in models):
                 with started(shapes.write(name, Path(folder)), max(sizes), load_format="dummy") as llm:
                     rows += [row for num in sizes for row in compare(llm, name, num)]
                     rows.append(beside(llm, name, num_beside))
@@ -159,4 +160,4 @@ if __name__ == "__main__":
         load, rounds = LOADS[mode]
         print(table(load(int(numbers[0]) if numbers else rounds)))
     else:
-        main(mode)
+        main(mode, numbers)
