@@ -126,7 +126,14 @@ LAYERS["shared/config"] += (
     "parser_documents",
     "model_documents",
 )
-LAYERS["shared/ring_client"] = ("ring_links", "request_fields", "admission", "controls", "grammar_verdicts")
+LAYERS["shared/ring_client"] = (
+    "ring_links",
+    "request_fields",
+    "choice_reader",
+    "admission",
+    "controls",
+    "grammar_verdicts",
+)
 LAYERS["shared/ring_client"] += (
     "tokenizer_jobs",
     "tokenizer_client",

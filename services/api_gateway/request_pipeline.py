@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
-from blockyard.services.api_gateway.responses.choice_reader import ChoiceReader
 from blockyard.services.api_gateway.responses.dialects.interface import Echo
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
@@ -14,17 +13,11 @@ from blockyard.services.api_gateway.responses.http_generation import HttpGenerat
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Generate, Tokenized
+from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.output_format import (
-    OutputFormats,
-    ReasoningMeter,
-    answer_format,
-    call_id_form,
-    finds_reasoning,
-    format_names,
-)
+from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, finds_reasoning
 
 ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
@@ -127,17 +120,11 @@ class RequestPipeline:
         return EventStream(options, index, writer, generation.usage, prompt.token_ids, reader)
 
     def _reader(self, generation: HttpGeneration, prompt: Tokenized) -> ChoiceReader | None:
-        request, formats, meter = generation.request, self._formats, ReasoningMeter()
-        form = request.output
+        request, formats = generation.request, self._formats
+        form, opened, shows = request.output, prompt.reasoning_opened, request.options.include_reasoning
         if form is None:
             return None
-        read = answer_format(form, request.tools, formats, prompt.reasoning_opened, meter)
-
-        def failed(cause: Exception) -> None:
-            reason = f"{format_names(form, formats)} failed at this answer: {type(cause).__name__}: {cause}"
-            generation.fail(RequestError(reason, status=422, code="output_parser_failed"))
-
-        reader = ChoiceReader(read, meter, call_id_form(formats), request.options.include_reasoning, failed)
+        reader = open_reader(form, request.tools, formats, opened, shows, generation.fail)
         if finds_reasoning(form, formats):
             generation.count_reasoning_of(reader)
         return reader

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import msgspec
 
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
-from blockyard.services.api_gateway.responses.choice_reader import ChoiceReader, joined
 from blockyard.services.api_gateway.responses.dialects.interface import PLAIN, Echo, EventFields, Usage
 from blockyard.services.api_gateway.responses.dialects.openai_fields import close_event, encode
 from blockyard.services.api_gateway.responses.dialects.selection import dialect_of
@@ -14,6 +13,7 @@ from blockyard.services.api_gateway.responses.http_generation import without_out
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, size_of
 from blockyard.shared.messages import TextDelta
 from blockyard.shared.output_parsing.parts import Part, PartKind
+from blockyard.shared.ring_client.choice_reader import ChoiceReader, joined
 from blockyard.shared.token_ids import unpack
 
 CRLF = b"\r\n"

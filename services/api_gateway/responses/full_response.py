@@ -1,11 +1,11 @@
 """Answers that are not streamed: collects the choices' text until it is complete."""
 
-from blockyard.services.api_gateway.responses.choice_reader import ChoiceReader
 from blockyard.services.api_gateway.responses.dialects.interface import Echo, FinishedChoice
 from blockyard.services.api_gateway.responses.dialects.selection import dialect_of
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration, without_output
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
 from blockyard.shared.output_parsing.parts import Part, PartKind
+from blockyard.shared.ring_client.choice_reader import ChoiceReader
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import msgspec
 
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
-from blockyard.services.api_gateway.responses.choice_reader import ChoiceReader
 from blockyard.services.api_gateway.responses.dialects.interface import Usage
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, TextDelta
+from blockyard.shared.ring_client.choice_reader import ChoiceReader
 from blockyard.shared.ring_client.journal import JournalEntry
 
 

@@ -56,13 +56,14 @@ class OutputForm(msgspec.Struct, frozen=True):
 
 
 class ReasoningMeter:
-    """Whether the text that a format reads is reasoning."""
+    """Counts the tokens of reasoning: those of a piece of text in which a format found some, or which it left open."""
 
-    __slots__ = ("is_inside", "was_inside")
+    __slots__ = ("_is_inside", "_was_inside", "num_tokens")
 
     def __init__(self) -> None:
-        self.is_inside = False  # the text that was read last is reasoning
-        self.was_inside = False  # some text since this was last set to False is
+        self._is_inside = False  # the text that was read last is reasoning
+        self._was_inside = False  # some text since the last `count` is
+        self.num_tokens = 0
 
     def watched(self, read: Format) -> Format:
         """The same format, watched by this meter."""
@@ -70,12 +71,18 @@ class ReasoningMeter:
         def watched(text: TextInput) -> Reading[None]:
             for part in read(text):
                 if part is not None:
-                    self.is_inside = part.kind == PartKind.REASONING
-                    self.was_inside |= self.is_inside
+                    self._is_inside = part.kind == PartKind.REASONING
+                    self._was_inside |= self._is_inside
                 yield part
-            self.is_inside = False
+            self._is_inside = False
 
         return watched
+
+    def count(self, num_tokens: int) -> None:
+        """So many tokens are the text that was read since the last call."""
+        if self._was_inside:
+            self.num_tokens += num_tokens
+            self._was_inside = self._is_inside
 
 
 def read_output_form(use: ToolUse | None, formats: OutputFormats) -> OutputForm | None:

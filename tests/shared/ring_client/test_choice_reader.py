@@ -1,21 +1,17 @@
-"""Readers without sockets: clients that pause, ids of calls, tokens of reasoning."""
+"""Readers of choices: ids of calls, tokens of reasoning, formats that raise."""
 
 import random
 from typing import Any
 
-import msgspec
 import pytest
 from recorded_answers import pieces_of
 
-from blockyard.services.api_gateway.requests.generate_request import Api, ResponseOptions
-from blockyard.services.api_gateway.responses.choice_reader import ChoiceReader, joined
-from blockyard.services.api_gateway.responses.dialects.interface import Usage
-from blockyard.services.api_gateway.responses.event_stream import EventStream
-from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 from blockyard.shared.config.services.gateway import ToolDefaults
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, TextDelta
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind
 from blockyard.shared.output_parsing.reader import read_all
+from blockyard.shared.ring_client.choice_reader import ChoiceReader, joined, open_reader
 from blockyard.shared.ring_client.request_fields.output_format import (
     CallForm,
     OutputForm,
@@ -24,7 +20,8 @@ from blockyard.shared.ring_client.request_fields.output_format import (
     answer_format,
 )
 from blockyard.shared.ring_client.request_fields.tools import ToolMode, ToolUse
-from blockyard.shared.tool_parsers.interface import CallId
+from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
+from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
 from blockyard.shared.tool_parsers.tools import Tool, ToolKind
 
 FORMATS = OutputFormats.load(ToolDefaults(parser="hermes", reasoning_parser="qwen3"))
@@ -33,71 +30,20 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": "' + "b" * 200 + '"}}</tool_
 TEXT = f"<think>{'so ' * 50}</think>Now:{CALL}{CALL}end"
 
 
-class Transport:
-    """Keeps what is written."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def write(self, data: bytes) -> None:
-        self.data += data
-
-    def is_closing(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-
 def reader(call_id: CallId = CallId.OPENAI) -> ChoiceReader:
     meter, errors = ReasoningMeter(), list[Exception]()
     read = answer_format(OutputForm(CallForm.FAMILY, True), USE, FORMATS, None, meter)
     return ChoiceReader(read, meter, call_id, True, errors.append)
 
 
+def calls_of(one: ChoiceReader, text: str) -> list[Part]:
+    return [part for delta in deltas(text) for part in one.push(delta) if part.kind == PartKind.CALL]
+
+
 def deltas(text: str, draw: random.Random | None = None) -> list[TextDelta]:
     pieces = pieces_of(text, draw) if draw else list(text)
     made = [TextDelta("r", 0, 0, i, [i], piece) for i, piece in enumerate(pieces)]
     return [*made, TextDelta("r", 0, 0, len(made), [len(made)], "", FinishReason.STOP)]
-
-
-def shown(data: bytes) -> list[Part]:
-    """The parts of a chat stream's events."""
-    parts: list[Part] = []
-    for event in data.split(b"\n\n")[:-1]:
-        delta = msgspec.json.decode(event.removeprefix(b"data: "))["choices"][0]["delta"]
-        if "reasoning" in delta:
-            parts.append(Part(PartKind.REASONING, delta["reasoning"]))
-        if delta.get("content"):
-            parts.append(Part(PartKind.CONTENT, delta["content"]))
-        for call in delta.get("tool_calls", []):
-            function = call["function"]
-            parts += [Part(PartKind.CALL, function["name"])] if "name" in function else []
-            parts += [Part(PartKind.ARGUMENTS, function["arguments"])] if function["arguments"] else []
-    return joined(parts)
-
-
-@pytest.mark.parametrize("start_at", [0, 1, 40, 150, 10_000])
-def test_a_client_that_pauses_gets_the_same_parts(start_at: int) -> None:
-    unread, transport = UnreadText(1 << 20), Transport()
-    writer = ResponseWriter(unread)
-    options = ResponseOptions(Api.CHAT, "id", 1, "tiny", has_reader=True, token_ids=True)
-    of_choice = reader()
-    stream = EventStream(options, 0, writer, lambda: Usage(0, 0), b"", of_choice)
-    for i, delta in enumerate(deltas(TEXT)):
-        if i == start_at:
-            assert unread.num_bytes == i * 65
-            writer.start(transport, False, 0.0)  # type: ignore[arg-type]
-        stream.push(delta, 0.0, 0.0)
-    if start_at > len(TEXT):
-        assert len(stream._kept) < len(TEXT) // 64 + 64 and {one.delta.text for one in stream._kept} == {""}
-        writer.start(transport, False, 0.0)  # type: ignore[arg-type]
-    call = [Part(PartKind.CALL, "f"), Part(PartKind.ARGUMENTS, '{"a": "' + "b" * 200 + '"}')]
-    expected = [Part(PartKind.REASONING, ("so " * 50).strip()), Part(PartKind.CONTENT, "Now:")]
-    assert shown(transport.data) == [*expected, *call, *call, Part(PartKind.CONTENT, "end")]
-    events = [msgspec.json.decode(e[6:])["choices"][0] for e in transport.data.split(b"\n\n")[:-1]]
-    assert [i for event in events for i in event["token_ids"] or []] == [*range(len(TEXT) + 1)]
-    assert of_choice.num_reasoning == 3 * 50 + len("</think>")
 
 
 @pytest.mark.parametrize("call_id", list(CallId))
@@ -113,8 +59,37 @@ def test_calls_get_ids_in_the_form_of_the_family(call_id: CallId) -> None:
 def test_an_id_of_the_answer_is_kept() -> None:
     one = reader()
     text = '<tool_call>{"name": "f", "id": "mine", "arguments": {}}</tool_call>'
-    calls = [part for delta in deltas(text) for part in one.push(delta) if part.kind == PartKind.CALL]
-    assert calls == [Part(PartKind.CALL, "f", "mine")]
+    assert calls_of(one, text) == [Part(PartKind.CALL, "f", "mine")]
+
+
+@pytest.mark.parametrize("call_id", list(CallId))
+def test_an_id_that_the_answer_writes_twice_is_that_of_the_first_call(call_id: CallId) -> None:
+    call = '<tool_call>{"name": "f", "id": "functions.f:1", "arguments": {}}</tool_call>'
+    ids = [part.call_id for part in calls_of(reader(call_id), call * 3)]
+    assert ids[0] == "functions.f:1" and len(set(ids)) == 3
+    if call_id == CallId.KIMI:
+        assert ids[1:] == ["functions.f:2", "functions.f:3"]
+
+
+def test_tokens_of_reasoning_are_counted() -> None:
+    one = reader()
+    for delta in deltas(TEXT):
+        one.push(delta)
+    assert one.num_reasoning == 3 * 50 + len("</think>")
+
+
+def test_a_reader_that_fails_names_its_flags() -> None:
+    def broken(text: Any, tools: Any) -> Any:
+        yield from text.peek(3)
+        raise ValueError("no")
+
+    errors: list[RequestError] = []
+    formats = OutputFormats(ToolFormat("frail", "none", broken, HERMES.write_grammar))
+    one = open_reader(OutputForm(CallForm.FAMILY, False), USE, formats, None, True, errors.append)
+    assert [one.push(delta) for delta in deltas("abcdef")] == [[]] * 7
+    (error,) = errors
+    assert str(error) == "--tool-call-parser frail failed at this answer: ValueError: no"
+    assert (error.status, error.code) == (422, "output_parser_failed")
 
 
 def test_nothing_is_read_after_an_error() -> None:

@@ -3,10 +3,19 @@
 import logging
 from collections.abc import Callable
 
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import TextDelta
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.output_parsing.reader import Format, OutputReader
-from blockyard.shared.ring_client.request_fields.output_format import ReasoningMeter
+from blockyard.shared.ring_client.request_fields.output_format import (
+    OutputForm,
+    OutputFormats,
+    ReasoningMeter,
+    answer_format,
+    call_id_form,
+    format_names,
+)
+from blockyard.shared.ring_client.request_fields.tools import ToolUse
 from blockyard.shared.tool_parsers.interface import CallId, new_call_id
 
 log = logging.getLogger(__name__)
@@ -17,11 +26,11 @@ ALWAYS_SHOWN = (PartKind.CONTENT, PartKind.ARGUMENTS)
 class ChoiceReader:
     """Lives as long as the client's connection: it is given each delta once, also after a request was sent again.
 
-    Every call gets an id, and reasoning is left out if the client does not want it. A format that raises ends the
-    choice's parts, and `on_error` is told.
+    Every call gets an id, other than those of the calls before, and reasoning is left out if the client does not want
+    it. A format that raises ends the choice's parts, and `on_error` is told.
     """
 
-    __slots__ = ("_call_id", "_meter", "_num_calls", "_on_error", "_reader", "_shows_reasoning", "num_reasoning")
+    __slots__ = ("_call_id", "_ids", "_meter", "_num_calls", "_on_error", "_reader", "_shows_reasoning")
 
     def __init__(
         self,
@@ -35,14 +44,18 @@ class ChoiceReader:
         self._reader: OutputReader | None = OutputReader(read)
         self._meter, self._call_id, self._shows_reasoning, self._on_error = meter, call_id, shows_reasoning, on_error
         self._num_calls = 0
-        self.num_reasoning = 0  # tokens of reasoning so far
+        self._ids: set[str] = set()  # of the calls so far
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of reasoning so far."""
+        return self._meter.num_tokens
 
     def push(self, delta: TextDelta) -> list[Part]:
         """The parts to show that this delta makes certain."""
-        reader, meter = self._reader, self._meter
+        reader = self._reader
         if reader is None:
             return []
-        meter.was_inside = meter.is_inside
         try:
             parts = reader.push(delta.text) if delta.text else []
             if delta.finish is not None:
@@ -52,17 +65,43 @@ class ChoiceReader:
             self._reader = None
             self._on_error(e)
             return []
-        if meter.was_inside:
-            self.num_reasoning += len(delta.token_ids)
+        self._meter.count(len(delta.token_ids))
         if len(parts) == 1 and parts[0].kind in ALWAYS_SHOWN:  # nearly every token
             return parts
         return [shown for part in parts if (shown := self._shown(part)) is not None]
 
     def _shown(self, part: Part) -> Part | None:
         if part.kind == PartKind.CALL:
-            index, self._num_calls = self._num_calls, self._num_calls + 1
-            return part if part.call_id else part._replace(call_id=new_call_id(self._call_id, part.text, index))
+            return self._with_id(part)
         return None if part.kind == PartKind.REASONING and not self._shows_reasoning else part
+
+    def _with_id(self, part: Part) -> Part:
+        """The call with its own id. A model may write one id twice, and clients tell calls apart by them."""
+        call_id, index = part.call_id, self._num_calls
+        while not call_id or call_id in self._ids:
+            call_id, index = new_call_id(self._call_id, part.text, index), index + 1
+        self._num_calls += 1
+        self._ids.add(call_id)
+        return part._replace(call_id=call_id)
+
+
+def open_reader(
+    form: OutputForm,
+    use: ToolUse | None,
+    formats: OutputFormats,
+    opened: bool | None,
+    shows_reasoning: bool,
+    on_error: Callable[[RequestError], None],
+) -> ChoiceReader:
+    """The reader of one choice. `opened` says how its prompt ends: see `ReasoningFormat`."""
+    meter = ReasoningMeter()
+
+    def failed(cause: Exception) -> None:
+        reason = f"{format_names(form, formats)} failed at this answer: {type(cause).__name__}: {cause}"
+        on_error(RequestError(reason, status=422, code="output_parser_failed"))
+
+    read = answer_format(form, use, formats, opened, meter)
+    return ChoiceReader(read, meter, call_id_form(formats), shows_reasoning, failed)
 
 
 def joined(parts: list[Part]) -> list[Part]:
