@@ -1,11 +1,12 @@
 """Times attention over the paged KV pool: decode and prefill, also with an 8-bit KV cache and batch-invariant.
 
-Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128; blocks of 16 tokens in random order. The lower bound
-of a decode is one read of its K and V.
+Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128; blocks of 16 tokens in random order. Some rows have
+the larger heads of Gemma-4-26B-A4B. The lower bound of a decode is one read of its K and V.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,28 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-SCALE = HEAD_DIM**-0.5
+
+class HeadShape(NamedTuple):
+    """The heads of a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f", window {self.window:,}"
+        return "" if self == LLAMA else f", {self.heads} heads of {self.head_dim} on {self.kv_heads}{window}"
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+LLAMA = HeadShape(32, 8, 128)
+GEMMA = (HeadShape(16, 8, 256, 1024), HeadShape(16, 8, 256), HeadShape(16, 2, 512))
+BLOCK_SIZE = 16
 LONGEST = 131072
-KV_ELEMENTS = 2 * KV_HEADS * HEAD_DIM  # for each token
 DECODES = {
     "1 x 300": [300],
     "1 x 8,000": [8000],
@@ -42,12 +61,16 @@ PREFILLS = {  # (tokens in the cache, new tokens) of each sequence
     "32 x 128": [(0, 128)] * 32,
 }
 INVARIANT = ("1 x 300", "64 x 1,024", "256 x 1,024")
+LARGE_HEADS = (("1 x 300", "1 x 8,000", "64 x 1,024"), ("2,048", "8,192"))  # decodes, prefills
 
 
 class Case:
     """Inputs for sequences of (cached, new) tokens. Small cases have several pools, to miss the L2 cache."""
 
-    def __init__(self, spans: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, spans: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA
+    ) -> None:
+        heads, kv_heads, head_dim, window = shape
         sizes = [-(-(before + new) // BLOCK_SIZE) for before, new in spans]
         blocks = torch.randperm(sum(sizes), device="cuda").int()
         tables = torch.zeros(len(spans), max(sizes), dtype=torch.int32, device="cuda")
@@ -59,13 +82,16 @@ class Case:
             torch.arange(len(spans), device="cuda").repeat_interleave(counts), positions, tables
         )
         self.starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
-        self.num_bytes = sum(before + new for before, new in spans) * KV_ELEMENTS * dtype.itemsize
-        self.operations = sum(4.0 * HEADS * HEAD_DIM * (n * b + n * (n + 1) / 2) for b, n in spans)
-        size = (len(blocks), 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        self.shape, most = shape, window or LONGEST
+        read = sum(min(before + new, most + new) for before, new in spans)
+        self.num_bytes = read * 2 * kv_heads * head_dim * dtype.itemsize
+        keys = sum(min(before + i + 1, most) for before, new in spans for i in range(new))
+        self.operations = 4.0 * heads * head_dim * keys
+        size = (len(blocks), 2, kv_heads, BLOCK_SIZE, head_dim)
         self.layers = [torch.randn(size, device="cuda").to(dtype) for _ in range(copies(self.num_bytes))]
-        qkv = torch.randn(len(positions), HEADS + 2 * KV_HEADS, HEAD_DIM, device="cuda").bfloat16()
-        self.q = qkv[:, :HEADS]
-        self.out = torch.empty(len(positions), HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        qkv = torch.randn(len(positions), heads + 2 * kv_heads, head_dim, device="cuda").bfloat16()
+        self.q = qkv[:, :heads]
+        self.out = torch.empty(len(positions), heads * head_dim, dtype=torch.bfloat16, device="cuda")
         self.scales = torch.ones(2, device="cuda") if dtype.itemsize == 1 else None
 
 
@@ -76,38 +102,41 @@ def measure() -> list[Row]:
         rows += [_prefill(name, spans) for name, spans in PREFILLS.items()]
         rows += [_invariant_decode(name) for name in INVARIANT]
         rows.append(_invariant_prefill("8,192", PREFILLS["8,192"]))
+        for shape in GEMMA:
+            rows += [_decode(name, DECODES[name], shape=shape) for name in LARGE_HEADS[0]]
+            rows += [_prefill(name, PREFILLS[name], shape) for name in LARGE_HEADS[1]]
     return rows
 
 
-def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Case:
-    return Case([(length - 1, 1) for length in lengths], dtype)
+def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA) -> Case:
+    return Case([(length - 1, 1) for length in lengths], dtype, shape)
 
 
-def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16) -> Row:
-    case = _of_lengths(lengths, dtype)
-    schedule = schedule_decode(case.q, case.layers[0], case.seqs, None, LONGEST)  # not timed: runs once a step
+def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA) -> Row:
+    case, scale, window = _of_lengths(lengths, dtype, shape), shape.scale, shape.window
+    schedule = schedule_decode(case.q, case.layers[0], case.seqs, window, LONGEST)  # not timed: runs once a step
 
     def attend(layer: Tensor) -> None:
-        paged_decode(case.q, layer, case.seqs, SCALE, None, LONGEST, case.out, schedule=schedule, scales=case.scales)
+        paged_decode(case.q, layer, case.seqs, scale, window, LONGEST, case.out, schedule=schedule, scales=case.scales)
 
     kind = "" if dtype == torch.bfloat16 else ", KV in 8 bits"
-    return row(f"decode attention{kind}", name, _seconds(case, attend), case.num_bytes)
+    return row(f"decode attention{kind}", f"{name}{shape}", _seconds(case, attend), case.num_bytes)
 
 
-def _prefill(name: str, spans: list[tuple[int, int]]) -> Row:
-    case, longest = Case(spans), max(before + new for before, new in spans)
+def _prefill(name: str, spans: list[tuple[int, int]], shape: HeadShape = LLAMA) -> Row:
+    case, longest = Case(spans, shape=shape), max(before + new for before, new in spans)
 
     def attend(layer: Tensor) -> None:
-        paged_prefill(case.q, layer, case.seqs, case.starts, SCALE, None, longest, case.out)
+        paged_prefill(case.q, layer, case.seqs, case.starts, shape.scale, shape.window, longest, case.out)
 
-    return row("prefill attention", name, _seconds(case, attend), case.num_bytes, case.operations)
+    return row("prefill attention", f"{name}{shape}", _seconds(case, attend), case.num_bytes, case.operations)
 
 
 def _invariant_decode(name: str) -> Row:
     case = _of_lengths(DECODES[name])
 
     def attend(layer: Tensor) -> None:
-        batch_invariant_attention(case.q, layer, case.seqs, case.starts, SCALE, None, LONGEST, case.out, True)
+        batch_invariant_attention(case.q, layer, case.seqs, case.starts, LLAMA.scale, None, LONGEST, case.out, True)
 
     return row("decode attention, batch-invariant", name, _seconds(case, attend), case.num_bytes)
 
@@ -116,7 +145,7 @@ def _invariant_prefill(name: str, spans: list[tuple[int, int]]) -> Row:
     case = Case(spans)
 
     def attend(layer: Tensor) -> None:
-        batch_invariant_attention(case.q, layer, case.seqs, case.starts, SCALE, None, LONGEST, case.out, False)
+        batch_invariant_attention(case.q, layer, case.seqs, case.starts, LLAMA.scale, None, LONGEST, case.out, False)
 
     return row("prefill attention, batch-invariant", name, _seconds(case, attend), case.num_bytes, case.operations)
 
