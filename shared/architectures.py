@@ -23,12 +23,8 @@ ARCHITECTURES = {
     "Cohere2ForCausalLM": Architecture("layer_norm.cohere2", "Command R7B, Command A"),
     "ArceeForCausalLM": Architecture("llama_style.arcee", "Arcee AFM"),
     "CohereForCausalLM": Architecture("layer_norm.cohere", "Command R, Command R+, Aya 23"),
-    "DeepseekV2ForCausalLM": Architecture(
-        "moe.deepseek_v2", "DeepSeek V2, V2-Lite and V2.5: on the CPU alone, for their latent attention"
-    ),
-    "DeepseekV3ForCausalLM": Architecture(
-        "moe.deepseek_v3", "DeepSeek V3 and R1, Kimi K2: on the CPU alone, for their latent attention"
-    ),
+    "DeepseekV2ForCausalLM": Architecture("moe.deepseek_v2", "DeepSeek V2, V2-Lite and V2.5"),
+    "DeepseekV3ForCausalLM": Architecture("moe.deepseek_v3", "DeepSeek V3 and R1, Kimi K2"),
     "FalconForCausalLM": Architecture("layer_norm.falcon", "Falcon 7B, 40B, 180B"),
     "Gemma2ForCausalLM": Architecture("gemma.gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": Architecture("gemma.gemma3", "Gemma 3, text"),
@@ -38,6 +34,7 @@ ARCHITECTURES = {
     "GemmaForCausalLM": Architecture("gemma.gemma", "Gemma 1"),
     "Glm4ForCausalLM": Architecture("llama_style.glm4", "GLM-4-0414, GLM-Z1"),
     "Glm4MoeForCausalLM": Architecture("moe.glm4_moe", "GLM-4.5, 4.6 and 4.7"),
+    "Glm4MoeLiteForCausalLM": Architecture("moe.glm4_moe_lite", "GLM-4.7-Flash"),
     "GlmForCausalLM": Architecture("llama_style.glm", "GLM-4 9B of 2024"),
     "GPT2LMHeadModel": Architecture("layer_norm.gpt2", "GPT-2"),
     "GPTNeoXForCausalLM": Architecture("layer_norm.gpt_neox", "GPT-NeoX, Pythia"),

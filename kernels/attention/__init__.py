@@ -4,7 +4,7 @@
 - `fused_decode`: for one row, head norm, rotary embedding, KV write and attention in one kernel.
 - `paged_prefill`: several new tokens a sequence. On Hopper GPUs it takes `prefill_hopper` (`hopper_producer` loads,
   `hopper_consumer` computes).
-- `latent_decode`: decode of latent attention, whose heads all read the same row of a token. No layer calls it yet.
+- `latent/`: latent attention, whose heads all read the same row of a token.
 - `batch_invariant`: both, with results that depend on a row alone.
 - `attention_tiles`: device functions over tiles that these share.
 - `torch_sdpa`: plain torch, for CPUs.

@@ -51,7 +51,7 @@ def split_len(max_seq_len: int) -> int:
 
 
 @triton.jit
-def _rescale(m_i, other_m):
+def rescale(m_i, other_m):
     """The factors of two parts of an online softmax in their sum, and the new maximum."""
     m_new = tl.maximum(m_i, other_m)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -107,7 +107,7 @@ def _batch_invariant_kernel(
             tl.store(ml_ptr + 2 * split_row, split_l, mask=offs_m < num_m)
             tl.store(ml_ptr + 2 * split_row + 1, split_m, mask=offs_m < num_m)
         else:
-            alpha, split_alpha, m_i = _rescale(m_i, split_m)
+            alpha, split_alpha, m_i = rescale(m_i, split_m)
             l_i = tl.fma(split_l, split_alpha, l_i * alpha)
             split_scale = tl.zeros_like(split_acc) + split_alpha[:, None]
             acc = tl.fma(split_acc, split_scale, acc * alpha[:, None])
@@ -117,7 +117,7 @@ def _batch_invariant_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "out_ptr"])
-def _combine_in_order_kernel(
+def combine_in_order_kernel(
     slots_ptr, positions_ptr, partial_out_ptr, ml_ptr, scales_ptr, out_ptr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     SPLIT_LEN: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -141,7 +141,7 @@ def _combine_in_order_kernel(
         split_row = out_row * MAX_SPLITS + split
         split_acc = tl.load(partial_out_ptr + split_row * HEAD_DIM + dims, mask=in_head, other=0.0)
         split_l = tl.load(ml_ptr + 2 * split_row + tl.arange(0, 1))
-        alpha, split_alpha, m_i = _rescale(m_i, tl.load(ml_ptr + 2 * split_row + 1 + tl.arange(0, 1)))
+        alpha, split_alpha, m_i = rescale(m_i, tl.load(ml_ptr + 2 * split_row + 1 + tl.arange(0, 1)))
         l_i = tl.fma(split_l, split_alpha, l_i * alpha)
         acc = tl.fma(split_acc, tl.zeros_like(acc) + split_alpha, acc * alpha)
     acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))
@@ -188,7 +188,7 @@ def batch_invariant_attention(
         MAX_SPLITS=max_splits, num_warps=config.warps, num_stages=config.stages, **constants,
     )  # fmt: skip
     if is_decode:
-        _combine_in_order_kernel[(rows, heads)](
+        combine_in_order_kernel[(rows, heads)](
             metadata.slots, metadata.positions, partial_out, ml, q if scales is None else scales, out,
             SCALED=scales is not None, WINDOW=window or 0, HEADS=heads, HEAD_DIM=head_dim, DIM=constants["DIM"],
             SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=1,

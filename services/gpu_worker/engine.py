@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blockyard.services.gpu_worker.attention.choice import check_latent
+from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
 from blockyard.services.gpu_worker.interfaces import Report
@@ -217,8 +217,7 @@ def check(
     """Checks tensor names, shapes and memory before weights are allocated. Returns `host_share`."""
     model = build(settings, WeightTable(dtype, torch.device("meta")))
     kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
-    for layer in model.shape.attention:
-        check_latent(device.type, layer.latent_dim)
+    check_head_sizes(device.type, model.shape.attention)
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     folder = Path(config.model_path)
     checkpoint_check.check_tensors(model.table, folder, config.load_format, config.ignore_patterns)

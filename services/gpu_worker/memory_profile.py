@@ -3,7 +3,7 @@
 import torch
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.services.gpu_worker.attention.choice import check_head_size
+from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -17,8 +17,8 @@ FEW = 2  # tokens of a small prefill
 def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
     """Returns the peak memory of the largest prefill and of sampling the most rows. Runs only on a GPU.
 
-    The length of cached context does not matter, because attention reads the pool in place. Also compiles the kernels
-    of steps with prefills.
+    Cached context counts as the longest: attention reads the pool in place, but latent layers decompress it in pieces.
+    Also compiles the kernels of steps with prefills.
     """
     pool = KVPool(model.shape, blocks_of(tokens, need.block_size), need.block_size, dtype, device, need.batch_invariant)
     held = torch.cuda.memory_allocated(device)
@@ -37,16 +37,17 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
 def _prefill(model: Model, pool: KVPool, tokens: int, max_seq_len: int) -> torch.Tensor:
     """Runs one prefill. Raises LoadError for a head size that the kernels do not support."""
     # imports Triton, which a worker on the CPU does not load
-    from blockyard.services.gpu_worker.attention import triton_attention  # noqa: PLC0415
+    from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata  # noqa: PLC0415
+    from blockyard.services.gpu_worker.attention.triton_attention import build_attention  # noqa: PLC0415
 
-    check_head_size("cuda", model.shape.head_dim)
+    check_head_sizes("cuda", model.shape.attention)
     positions = torch.arange(tokens, device=pool.device)
     slots = torch.zeros_like(positions)
     tables = torch.arange(pool.num_blocks, dtype=torch.int32, device=pool.device)[None]
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=pool.device)
     rows = PagedKVMetadata(slots, positions, tables)
-    metadata = triton_attention.AttentionMetadata(rows, starts, max_seq_len=max_seq_len)
-    attend = triton_attention.build_attention(pool, metadata)
+    metadata = AttentionMetadata(rows, starts, max_seq_len=max_seq_len, max_context_len=max_seq_len)
+    attend = build_attention(pool, metadata)
     return model.forward(Step(slots, positions, attend))
 
 

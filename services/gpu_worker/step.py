@@ -8,15 +8,45 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 
 
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """What the attention of a latent layer needs beside the query: the rows of its KV cache and its up-projections."""
+
+    rows: Tensor  # [tokens, latent + rotated], before norm and rotation; tokens may be strided
+    norm: RMSNorm  # of the latent
+    up: Tensor  # [heads, plain + value, latent], contiguous: of each head the matrices that make K, and V, of a latent
+    plain_dim: int  # numbers of a head of K that are not rotated
+
+    @property
+    def to_keys(self) -> Tensor:
+        """[heads, plain, latent]: moves queries into the latent."""
+        return self.up[:, : self.plain_dim]
+
+    @property
+    def to_values(self) -> Tensor:
+        """[heads, latent, value]."""
+        return self.up[:, self.plain_dim :].mT
+
+
 class Attend(Protocol):
     """The attention of one step, called by each layer. Implemented in `attention/`."""
 
-    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
+    ) -> Tensor:
         """Computes attention: qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim].
 
         First normalises q and k by `norm` and rotates them by rotation [tokens, 1, head_dim / 2], if given, and stores
         K and V of these tokens. A norm whose weight has rows for all heads normalises v, too. In the last layer only
         the rows of `Step.logits_indices` are returned. May write to qkv.
+
+        latent: of a latent layer, whose qkv is the query alone, [tokens, heads, plain + rotated], without a norm; the
+        rotation is that of its last part, and the result [tokens, heads * value]. May write to `latent.rows`.
         """
 
 

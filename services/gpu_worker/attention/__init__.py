@@ -2,12 +2,14 @@
 
 The interface is `step.Attend`. `execution/` builds one object for each step, which holds the attention metadata of the
 step. Each layer calls it through `Step.attend` with q, k and v. It normalises and rotates q and k, stores K and V in
-the cache, and returns the attention output.
+the cache, and returns the attention output. Latent layers pass `step.LatentRows` in place of k and v.
 
 - `choice`: the table of kernels. It does not import Triton, so the CPU uses it too.
 - `cpu_metadata.CpuMetadataBuilder`: builds `CpuAttention` or `BatchInvariantCpuAttention`.
-- `triton_attention.build_attention`: builds the attention of a step on a GPU from `AttentionMetadata`. Imported only on
-  a GPU.
+- `absorbed`: latent layers on the CPU, whose up-projections move to the query and behind the attention.
+- `metadata.AttentionMetadata`: the rows of a step on a GPU.
+- `triton_attention.build_attention`: builds the attention of a step on a GPU, `triton_latent` that of latent layers.
+  Imported only on a GPU.
 
 `execution/` and `memory_profile` call this folder. It imports `kv/`, `step`, `layers.attention` and `kernels/`.
 

@@ -11,8 +11,11 @@ from blockyard.kernels.attention.torch_sdpa import row_index, split_kv, write_kv
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.attention.absorbed import attend_absorbed
 from blockyard.services.gpu_worker.attention.cpu_attention import LayerKind
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.linear import in_groups
+from blockyard.services.gpu_worker.step import LatentRows
 
 
 class BatchInvariantCpuAttention:
@@ -27,7 +30,16 @@ class BatchInvariantCpuAttention:
         }
         self._seqs = list(zip(tables, counts.tolist(), lengths.tolist(), strict=True))
 
-    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
+    ) -> Tensor:
+        if latent is not None:
+            return attend_absorbed(self, layer, qkv, rotation, latent, in_groups)
         attention = self._shape.attention[layer]
         heads = attention.num_heads
         rotated = heads + attention.kv_heads

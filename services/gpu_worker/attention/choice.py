@@ -1,16 +1,18 @@
 """The table of attention kernels. `choose` picks one by device, kind of row, KV dtype and batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.shared.errors import LoadError
 
 FUSED_DECODE_MAX_ROWS = 1  # larger batches were not measured
 FUSED_DECODE_MAX_LEN = 8192  # keys; at 16,384 separate kernels for rotation, attention and combining are faster
 TRITON_MAX_HEAD_DIM = 512
+TRITON_MAX_LATENT = 512
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 FLOATS_AND_FP8 = FLOATS | {torch.float8_e4m3fn, torch.float8_e5m2}
 
@@ -27,6 +29,9 @@ class AttentionKernel(Enum):
     TRITON_BATCH_INVARIANT = "triton_batch_invariant"
     SPLIT_KV_DECODE = "split_kv_decode"
     PAGED_PREFILL = "paged_prefill"  # on compute capability 9.0 the Hopper version runs if it supports the case
+    LATENT_DECODE = "latent_decode"  # latent layers: absorbed up-projections, split-KV
+    LATENT_PREFILL = "latent_prefill"  # latent layers: decompressed K and V, piece by piece
+    LATENT_BATCH_INVARIANT = "latent_batch_invariant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +40,9 @@ class AttentionCase:
 
     device: str  # "cpu" or "cuda"
     kind: RowKind
-    head_dim: int
     kv_dtype: torch.dtype
     batch_invariant: bool
+    is_latent: bool = False  # of latent layers
     decodes_only: bool = False  # all rows of the step are decodes and need logits
     num_rows: int = 0
     max_seq_len: int = 0
@@ -64,7 +69,15 @@ def _is_batch_invariant(case: AttentionCase) -> bool:
 
 def _fits_fused_decode(case: AttentionCase) -> bool:
     is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= FUSED_DECODE_MAX_LEN
-    return case.decodes_only and is_short and not case.batch_invariant
+    return case.decodes_only and is_short and not case.batch_invariant and not case.is_latent
+
+
+def _is_latent(case: AttentionCase) -> bool:
+    return case.is_latent
+
+
+def _is_latent_and_invariant(case: AttentionCase) -> bool:
+    return case.is_latent and case.batch_invariant
 
 
 def _always(case: AttentionCase) -> bool:
@@ -76,6 +89,9 @@ TABLE = (
     Entry(AttentionKernel.TORCH_BATCH_INVARIANT, "cpu", BOTH, FLOATS, _is_batch_invariant),
     Entry(AttentionKernel.TORCH, "cpu", BOTH, FLOATS, _always),
     Entry(AttentionKernel.FUSED_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _fits_fused_decode),
+    Entry(AttentionKernel.LATENT_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_latent_and_invariant),
+    Entry(AttentionKernel.LATENT_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _is_latent),
+    Entry(AttentionKernel.LATENT_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _is_latent),
     Entry(AttentionKernel.TRITON_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_batch_invariant),
     Entry(AttentionKernel.SPLIT_KV_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _always),
     Entry(AttentionKernel.PAGED_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _always),
@@ -84,7 +100,6 @@ TABLE = (
 
 def choose(case: AttentionCase) -> AttentionKernel:
     """Returns the first kernel in `TABLE` that supports the case. Raises LoadError if there is none."""
-    check_head_size(case.device, case.head_dim)
     for entry in TABLE:
         is_for = entry.device == case.device and case.kind in entry.kinds and case.kv_dtype in entry.kv_dtypes
         if is_for and entry.fits(case):
@@ -92,16 +107,18 @@ def choose(case: AttentionCase) -> AttentionKernel:
     raise LoadError(f"no attention kernel for {case.kind.value} on {case.device} with a KV cache of {case.kv_dtype}")
 
 
-def check_latent(device: str, latent_dim: int | None) -> None:
-    """Raises LoadError if a model has latent attention and the device has no kernel for it."""
-    if device == "cuda" and latent_dim is not None:
-        raise LoadError("latent attention (kv_lora_rank) is not supported on a GPU; --device cpu computes it")
-
-
-def check_head_size(device: str, head_dim: int) -> None:
-    """Raises LoadError if the kernels of a device do not support the head size."""
-    if device == "cuda" and (head_dim % 2 or head_dim > TRITON_MAX_HEAD_DIM):
-        raise LoadError(
-            f"a head size of {head_dim} is not supported on a GPU, only even ones up to {TRITON_MAX_HEAD_DIM} are; "
-            "--device cpu takes others"
-        )
+def check_head_sizes(device: str, layers: Iterable[AttentionShape]) -> None:
+    """Raises LoadError if the kernels of a device do not support the head sizes of a layer."""
+    for shape in layers if device == "cuda" else ():
+        if shape.latent_dim is not None:
+            rotated = shape.head_dim - shape.latent_dim
+            if rotated % 2 or shape.latent_dim > TRITON_MAX_LATENT:
+                raise LoadError(
+                    f"latent attention with rows of {shape.latent_dim} and {rotated} numbers is not supported on a "
+                    f"GPU, only latents of up to {TRITON_MAX_LATENT} and even rotated parts; --device cpu takes others"
+                )
+        elif shape.head_dim % 2 or shape.head_dim > TRITON_MAX_HEAD_DIM:
+            raise LoadError(
+                f"a head size of {shape.head_dim} is not supported on a GPU, only even ones up to "
+                f"{TRITON_MAX_HEAD_DIM} are; --device cpu takes others"
+            )

@@ -72,7 +72,6 @@ class CpuMetadataBuilder:
         case = AttentionCase(
             device="cpu",
             kind=RowKind.DECODE if num_decodes else RowKind.PREFILL,
-            head_dim=pool.shape.head_dim,
             kv_dtype=pool.dtype,
             batch_invariant=pool.batch_invariant,
         )

@@ -19,21 +19,11 @@ from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.choice import AttentionCase, AttentionKernel, RowKind, choose
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.attention.triton_latent import LatentLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
-from blockyard.services.gpu_worker.step import Attend, LogitsIndices
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """The rows of a step: decodes first, one for each sequence, then the rows of prefills."""
-
-    rows: PagedKVMetadata
-    query_start_loc: Tensor | None = None  # [prefills + 1] int32: first row of each prefill, then the number of rows
-    num_decodes: int = 0  # where query_start_loc is None, all rows are decodes
-    max_seq_len: int | None = None  # upper bound of sequence lengths; None: the length of the block tables
-    prefill_max_seq_len: int | None = None  # the same of prefills; None: max_seq_len
-    logits_indices: LogitsIndices | None = None  # rows that the last layer computes; None: all rows
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +99,13 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
     """Builds the attention of a step. semaphores: state of the fused decode kernel; None: it must not run."""
     table_len = metadata.rows.tables.shape[1] * pool.block_size
     max_seq_len, num_rows = min(metadata.max_seq_len or table_len, table_len), len(metadata.rows.slots)
-    decodes_only = metadata.query_start_loc is None
+    decodes_only, has_latent = metadata.query_start_loc is None, pool.shape.has_latent
     case = AttentionCase(
         device="cuda",
         kind=RowKind.DECODE,
-        head_dim=pool.shape.head_dim,
         kv_dtype=pool.dtype,
         batch_invariant=pool.batch_invariant,
-        decodes_only=decodes_only and metadata.logits_indices is None and semaphores is not None,
+        decodes_only=decodes_only and metadata.logits_indices is None and semaphores is not None and not has_latent,
         num_rows=num_rows,
         max_seq_len=max_seq_len,
     )
@@ -131,7 +120,8 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
         max_seq_len=max_seq_len,
         prefill_max_seq_len=metadata.prefill_max_seq_len or max_seq_len,
     )
-    return TritonAttention(pool, bounded, KERNELS[decode], KERNELS[prefill])
+    latent = LatentLayers(pool, bounded) if has_latent else None
+    return TritonAttention(pool, bounded, KERNELS[decode], KERNELS[prefill], latent)
 
 
 class FusedDecodeAttention:
@@ -140,7 +130,15 @@ class FusedDecodeAttention:
     def __init__(self, pool: KVPool, rows: PagedKVMetadata, max_seq_len: int, semaphores: SplitSemaphores) -> None:
         self._pool, self._rows, self._max_seq_len, self._semaphores = pool, rows, max_seq_len, semaphores
 
-    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
+    ) -> Tensor:
+        assert latent is None, "no step of a model with latent layers is fused"
         pool, shape = self._pool, self._pool.shape.attention[layer]
         scales = None if pool.scales is None else pool.scales[layer]
         return fused_decode(
@@ -161,8 +159,15 @@ class FusedDecodeAttention:
 class TritonAttention:
     """Attention of any step: one kernel stores K and V, then one attends for decodes and one for prefills."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, decode: TritonKernel, prefill: TritonKernel) -> None:
-        """metadata: with both bounds of sequence lengths, and the number of decodes."""
+    def __init__(
+        self,
+        pool: KVPool,
+        metadata: AttentionMetadata,
+        decode: TritonKernel,
+        prefill: TritonKernel,
+        latent: LatentLayers | None = None,
+    ) -> None:
+        """metadata: with both bounds of sequence lengths, and the number of decodes. latent: computes latent layers."""
         assert metadata.max_seq_len is not None
         assert metadata.prefill_max_seq_len is not None
         rows, num_decodes, starts = metadata.rows, metadata.num_decodes, metadata.query_start_loc
@@ -171,11 +176,21 @@ class TritonAttention:
         decodes = PagedKVMetadata(rows.slots[:num_decodes], rows.positions[:num_decodes], rows.tables)
         self._decodes = KernelRows(decodes, None, metadata.max_seq_len)
         self._prefills = None if starts is None else KernelRows(rows, starts, metadata.prefill_max_seq_len)
-        self._decode, self._prefill = decode, prefill
+        self._decode, self._prefill, self._latent = decode, prefill, latent
         self._schedules: dict[tuple[int | None, int, int, int], SplitKVSchedule | None] = {}  # key: see `__call__`
         self._side: torch.cuda.Stream | None = None  # stream of the prefills of this layer
 
-    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
+    ) -> Tensor:
+        if latent is not None:
+            assert self._latent is not None
+            return self._latent(layer, qkv, rotation, latent)
         pool, shape, num_decodes = self._pool, self._shapes[layer], self._num_decodes
         kv = LayerKV(pool.layers[layer], self._scales(layer, qkv, rotation, norm), shape)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)

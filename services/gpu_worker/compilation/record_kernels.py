@@ -77,7 +77,8 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     """Launches each kind of step, the slowest to compile first."""
     device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
     pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device, need.batch_invariant)
-    ops = DeviceOps(config.fused_steps and not need.batch_invariant, need.batch_invariant)
+    fused = config.fused_steps and not need.batch_invariant and not model.shape.has_latent
+    ops = DeviceOps(fused, need.batch_invariant)
     settings = DecodeSettings(
         capacity=need.max_num_seqs,
         max_model_len=need.max_model_len,

@@ -15,8 +15,8 @@ from torch import Tensor
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.gather_inputs import StepInputs
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.attention.choice import check_head_size
-from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
+from blockyard.services.gpu_worker.attention.choice import check_head_sizes
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.device_masks import SlotMasks
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
@@ -86,7 +86,7 @@ class DecodeSteps:
         ring: PinnedRing | None = None,
     ) -> None:
         """Raises LoadError for a head size that the kernels do not support."""
-        check_head_size("cuda", pool.shape.head_dim)
+        check_head_sizes("cuda", pool.shape.attention)
         self.capacity, self.ops = settings.capacity, ops or DeviceOps()
         capacity, max_model_len, eos_token_ids = settings.capacity, settings.max_model_len, settings.eos_token_ids
         device, vocab = pool.device, pool.shape.vocab_size

@@ -28,7 +28,7 @@ from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import CudaGraphRecorder, PrefillGraphs
 from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES
-from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps
+from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps, max_context
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents, LayerWords, layer_groups
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -218,7 +218,9 @@ class DeviceLoop:
     ) -> tuple[StepBuffers, Sequence[StoredLayers]]:
         """Launches a step with prefill, as a CUDA graph if one fits. Returns its layers if it `sends`."""
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
-        graph = self._graphs.find(descriptor)
+        # latent layers decompress cached tokens in pieces, whose number a graph cannot follow
+        is_captured = not self.steps.pool.shape.has_latent or not max_context(slots, counts, table)
+        graph = self._graphs.find(descriptor) if is_captured else None
         if graph is not None:
             buffers = self._begin(slots, counts, graph.descriptor.num_decodes)
             graph.run(buffers, slots, counts, table, needs_processing)
@@ -413,7 +415,8 @@ def start(
         logits_edits=config.run_ahead_penalties,
         masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
     )
-    ops = DeviceOps(config.fused_steps and not pool.batch_invariant, pool.batch_invariant)
+    fused = config.fused_steps and not pool.batch_invariant and not pool.shape.has_latent
+    ops = DeviceOps(fused, pool.batch_invariant)
     steps = DecodeSteps(model, pool, settings, ops)
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)

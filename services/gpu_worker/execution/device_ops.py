@@ -14,7 +14,8 @@ from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
-from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata, build_attention
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
 

@@ -7,8 +7,11 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 from triton.errors import TritonError
 
+from blockyard.kernels.attention.latent.latent_prefill import KeyPiece, PrefillState, latent_prefill
+from blockyard.kernels.attention.latent.prefill_in_pieces import gather_rows
 from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.cores import compile_threads
@@ -38,16 +41,38 @@ def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
 
 @torch.inference_mode()
 def _run(pool: KVPool, dtype: torch.dtype, shape: AttentionShape, max_seq_len: int) -> None:
-    device = pool.device
-    heads = shape.num_heads + 2 * shape.kv_heads
-    q = torch.zeros((ROWS, heads, shape.head_dim), dtype=dtype, device=device)[:, : shape.num_heads]
-    size = (ROWS, 2, shape.kv_heads, pool.block_size, shape.head_dim)
-    layer = torch.zeros(size, device=device).to(pool.dtype)
+    device, (planes, kv_heads, head_dim) = pool.device, shape.kept
+    layer = torch.zeros((ROWS, planes, kv_heads, pool.block_size, head_dim), device=device).to(pool.dtype)
     rows = torch.arange(ROWS, device=device)
     tables = torch.arange(ROWS, dtype=torch.int32, device=device)[None]
     seqs = PagedKVMetadata(torch.zeros_like(rows), rows, tables)
     starts = torch.tensor([0, ROWS], dtype=torch.int32, device=device)
-    out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
     scales = None if pool.scales is None else torch.ones(2, device=device)
+    if shape.latent_dim is not None:
+        _run_latent(dtype, shape, layer, seqs, starts, scales)
+        return
+    heads = shape.num_heads + 2 * shape.kv_heads
+    q = torch.zeros((ROWS, heads, shape.head_dim), dtype=dtype, device=device)[:, : shape.num_heads]
+    out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
     scale, window, soft_cap = shape.scale, shape.window, shape.soft_cap
     paged_prefill(q, layer, seqs, starts, scale, window, max_seq_len, out, soft_cap, scales)
+
+
+def _run_latent(
+    dtype: torch.dtype,
+    shape: AttentionShape,
+    layer: Tensor,
+    seqs: PagedKVMetadata,
+    starts: Tensor,
+    scales: Tensor | None,
+) -> None:
+    """Runs a first piece, one that resumes, and the new tokens with and without pieces before them."""
+    assert shape.latent_dim is not None and shape.plain_dim is not None and shape.value_dim is not None
+    heads, plain, value, rotated = shape.num_heads, shape.plain_dim, shape.value_dim, shape.head_dim - shape.latent_dim
+    query = torch.zeros((ROWS, heads, plain + rotated), dtype=dtype, device=layer.device)
+    kv, out = query.new_zeros((ROWS, heads, plain + value)), query.new_empty((ROWS, heads * value))
+    piece, state = KeyPiece(0, ROWS), PrefillState.make(ROWS, heads, value, layer.device)
+    shared = gather_rows(layer, seqs, starts, piece, dtype, scales)[:, shape.latent_dim :]
+    for keys, resume in ((piece, False), (piece, True), (None, True), (None, False)):
+        sums = state if keys is not None or resume else None
+        latent_prefill(query, kv, shared, seqs, starts, shape.scale, out, keys, sums, resume)

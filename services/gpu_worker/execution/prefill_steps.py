@@ -14,7 +14,7 @@ from torch import Tensor
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.gather_inputs import NUM_INPUT_WORDS, StepInputs
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.stored_layers import LayerRecorder
@@ -104,6 +104,11 @@ def write_step(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: 
     return has_samples
 
 
+def max_context(slots: Ints, counts: Ints, table: Slots) -> int:
+    """The most tokens that a prefill of a step has in the cache before it."""
+    return int(table.num_computed[slots[counts > 1]].max(initial=0))
+
+
 class PrefillSteps:
     """Builds steps with prefill on the slots, buffers and kernels of the decode steps."""
 
@@ -131,8 +136,9 @@ class PrefillSteps:
         words = buffers.words(sum(descriptor.parts))
         has_samples = write_step(words, descriptor, slots, counts, table)
         max_seq_len = int((table.num_computed[slots] + counts).max())
+        max_context_len = max_context(slots, counts, table)
         words = words.to(self._device, non_blocking=True)
-        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers)
+        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +161,12 @@ class PrefillStep:
         has_samples: bool = True,
         max_seq_len: int | None = None,
         layers: LayerRecorder | None = None,
+        max_context_len: int = 0,
     ) -> None:
         """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
 
-        layers: records which layers are stored.
+        layers: records which layers are stored. max_context_len: of the prompts, before this step; it need not be known
+        unless a layer is latent.
         """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
@@ -166,7 +174,7 @@ class PrefillStep:
             has_samples,
             max_seq_len,
         )
-        self._layers = layers
+        self._layers, self._max_context_len = layers, max_context_len
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -206,6 +214,7 @@ class PrefillStep:
             num_decodes=self._descriptor.num_decodes,
             prefill_max_seq_len=self._max_seq_len,
             logits_indices=logits_indices,
+            max_context_len=self._max_context_len,
         )
         attend = steps.ops.attend(steps.pool, metadata)
         if self._layers is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.interfaces import StoredLayers
-from blockyard.services.gpu_worker.step import Attend
+from blockyard.services.gpu_worker.step import Attend, LatentRows
 
 GROUPS = 8  # of layers in a step; each is a copy and a message of every transfer
 
@@ -92,9 +92,13 @@ def _after_groups(attend: Attend, groups: Sequence[range], record: Callable[[int
     ends = {layers.stop - 1: i for i, layers in enumerate(groups)}
 
     def attend_and_record(
-        layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
     ) -> Tensor:
-        out = attend(layer, qkv, rotation, norm)
+        out = attend(layer, qkv, rotation, norm, latent)
         if layer in ends:
             record(ends[layer])
         return out

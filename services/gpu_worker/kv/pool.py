@@ -59,9 +59,12 @@ class KVPool:
         self.arena.restore()
 
     def set_scales(self, scales: Tensor) -> None:
-        """scales [layers, 2], of a pool in 8 bits."""
+        """scales [layers, 2], of a pool in 8 bits. Rows of latent layers take that of K."""
         assert self.scales is not None
         self.scales.copy_(scales)
+        for layer, shape in enumerate(self.shape.attention):
+            if shape.latent_dim is not None:
+                self.scales[layer, 1] = scales[layer, 0]
 
     def measure_next_prefill(self) -> None:
         """The next step with a prefill sets the scales."""
@@ -72,6 +75,15 @@ class KVPool:
         assert self.scales is not None
         self.scales[layer, 0] = keys.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
         self.scales[layer, 1] = values.abs().max().float().clamp_min(_SMALLEST) / _V_RANGE
+        self._measured(layer)
+
+    def measure_row_scale(self, layer: int, rows: Tensor) -> None:
+        """As `measure_scales`, for a latent layer: one scale for its rows."""
+        assert self.scales is not None
+        self.scales[layer] = rows.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
+        self._measured(layer)
+
+    def _measured(self, layer: int) -> None:
         if layer == self.shape.num_layers - 1:
             self.scales_pending = False
 

@@ -27,6 +27,8 @@ class AttentionShape:
     window: int | None = None  # number of last keys, its own included, that a token attends to; None: all
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap); None: not
     latent_dim: int | None = None  # V is the first so many numbers of K, and is not stored; None: V is as large as K
+    plain_dim: int | None = None  # of a latent layer, in a head of q and K before absorption: numbers not rotated
+    value_dim: int | None = None  # of a latent layer: a head of V that is made of a latent
 
     @property
     def kept(self) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from blockyard.kernels.moe.routing import Routing, choose_experts
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
+from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -29,17 +30,23 @@ class ExpertProducts(Protocol):
         """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`."""
 
 
+class _Float32Weight(UnquantizedLinear):
+    """A weight that the kernels of `linear_tuning/` do not read: they are for the dtype of the model."""
+
+    def dense_weight(self) -> DenseWeight | None:
+        return None
+
+
 class ExactRouter:
     """A router in float32, also in models of another dtype: x [rows, hidden] -> logits [rows, experts] float32."""
 
     def __init__(self, table: WeightTable, name: str, num_experts: int, hidden: int) -> None:
         weight = table.empty(num_experts, hidden, dtype=torch.float32)
         table.place(f"{name}.weight", weight, (num_experts, hidden))
-        self._linear, self._is_on_cpu = dense_linear(weight), weight.device.type == "cpu"
+        self._linear = Linear(_Float32Weight(weight), (hidden, num_experts))
 
     def linears(self) -> list[Linear]:
-        """On a GPU none: the kernels of `linear_tuning/` are for the dtype of the model."""
-        return [self._linear] if self._is_on_cpu else []
+        return [self._linear]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(x.float())
@@ -135,7 +142,7 @@ class HostExperts:
             given = x[own] * factors[mine] if self._scales_input else x[own]
             y = self._down[expert](gated(self._gate_up[expert](given), self._gate))
             pairs[mine] = y if self._scales_input else y * factors[mine]
-        total = pairs.view(len(x), -1, x.shape[1]).sum(1)
+        total = pairs.view(len(x), self._routing.top_k, x.shape[1]).sum(1)
         return total if shared is None else total.add_(shared)
 
 

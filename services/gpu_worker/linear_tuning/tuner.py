@@ -35,11 +35,13 @@ Binary = tuple[KernelConfig, int, Fusion]  # identifies a compiled kernel, see `
 class Tuner:
     """Owns the kernel configs of the linear layers of one model, for each number of rows.
 
-    A layer without a `dense_weight` keeps the product of its `LinearMethod`.
+    A layer without a `dense_weight` keeps the product of its `LinearMethod`, in a batch-invariant model in groups of
+    rows.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self._linears = [linear for linear in linears if linear.method.dense_weight() is not None]
+        self._others = [linear for linear in linears if linear.method.dense_weight() is None]
         weights = [dense_weight(linear).weight for linear in self._linears]
         self._device, self._dtype = weights[0].device, weights[0].dtype
         groups: dict[tuple[int, int], list[Linear]] = {}
@@ -139,6 +141,8 @@ class Tuner:
             for linear in group:
                 product = self.products.of(config, linear)
                 linear.use({}, in_groups(product) if config == CUBLAS else product)
+        for linear in self._others:
+            linear.make_batch_invariant()
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
     def _path(self, folder: Path | None = None) -> Path:

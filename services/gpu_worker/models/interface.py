@@ -45,6 +45,11 @@ class ModelShape:
         return tuple(found)
 
     @property
+    def has_latent(self) -> bool:
+        """Whether a layer has latent attention."""
+        return any(layer.latent_dim is not None for layer in self.attention)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer: the number of last keys that a token attends to; None: all."""
         return tuple(layer.window for layer in self.attention)

@@ -4,6 +4,9 @@ import random
 
 from torch import Tensor
 
+from blockyard.kernels.attention.latent.head_products import head_products_reference
+from blockyard.kernels.attention.latent.latent_decode import latent_decode_reference
+from blockyard.kernels.attention.latent.write_latent import write_latent_reference
 from blockyard.kernels.attention.paged_decode import PagedKVMetadata, paged_decode_reference
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
@@ -26,7 +29,7 @@ from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs_refe
 from blockyard.kernels.slots.record_step import record_step_reference
 from blockyard.kernels.slots.scatter_words import scatter_words_reference
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSettings, DecodeSteps, num_mask_slots
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_masks import share_masks
@@ -34,7 +37,7 @@ from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.step import LogitsIndices
+from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
 
 NEAR = 8  # keys
 
@@ -43,7 +46,16 @@ class ReferenceAttention:
     def __init__(self, pool: KVPool, seqs: PagedKVMetadata, logits_indices: LogitsIndices | None) -> None:
         self._pool, self._seqs, self._logits_indices = pool, seqs, logits_indices
 
-    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
+    ) -> Tensor:
+        if latent is not None:
+            return self._latent(layer, qkv, rotation, latent)
         shape, memory = self._pool.shape, self._pool.layers[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
@@ -55,6 +67,16 @@ class ReferenceAttention:
                 PagedKVMetadata(logits_indices.slots, logits_indices.positions, seqs.tables),
             )
         return paged_decode_reference(q, memory, seqs, attention.scale, attention.window, attention.soft_cap)
+
+    def _latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        shape, memory, seqs, indices = self._pool.shape, self._pool.layers[layer], self._seqs, self._logits_indices
+        write_latent_reference(query, latent.rows, memory, seqs, rotation, latent.norm.weight, latent.norm.eps)
+        if indices is not None and layer == shape.num_layers - 1:
+            query, seqs = query[indices.rows], PagedKVMetadata(indices.slots, indices.positions, seqs.tables)
+        absorbed = head_products_reference(query[..., : latent.plain_dim], latent.to_keys)
+        rotated, scale = query[..., latent.plain_dim :], shape.attention[layer].scale
+        out = latent_decode_reference(absorbed, rotated, memory, seqs, scale)
+        return head_products_reference(out, latent.to_values).flatten(1)
 
 
 class ReferenceOps(DeviceOps):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from equality import CONDITIONS, Bench, Request, requests
 from ties import Ties
-from tiny_models import BY_NAME
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,6 @@ def model(request: pytest.FixtureRequest) -> str:
 def it(
     request: pytest.FixtureRequest, batch_invariant: bool, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Bench:
-    if request.param == "cuda" and BY_NAME[model].cpu_only:
-        pytest.skip("no GPU kernel computes its attention")
     return Bench(tmp_path_factory.mktemp("tiny"), batch_invariant, request.param, model)
 
 

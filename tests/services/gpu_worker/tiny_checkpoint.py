@@ -35,7 +35,6 @@ class Tiny:
     model: Any
     fields: dict[str, Any]
     rope: dict[str, Any] | None = None
-    cpu_only: bool = False  # no GPU kernel computes its attention
     old_spelling: bool = False  # rope_scaling with "type", rope_theta beside it
     rewrite: dict[str, Any] = field(default_factory=dict)  # fields of config.json as released; None: it lacks them
 

@@ -3,7 +3,14 @@
 from typing import Any
 
 from tiny_checkpoint import LLAMA, Tiny
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
+)
 
 SIZES: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -26,7 +33,6 @@ LATENT = [
         DeepseekV2ForCausalLM,
         LLAMA | SIZES | {"q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2},
         {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
-        cpu_only=True,
         old_spelling=True,
     ),
     Tiny(
@@ -35,7 +41,6 @@ LATENT = [
         DeepseekV2ForCausalLM,
         LLAMA | SIZES | GROUPS | {"q_lora_rank": 20, "topk_method": "group_limited_greedy", "n_shared_experts": 1},
         {"rope_type": "default"},
-        cpu_only=True,
     ),
     Tiny(
         "deepseek-v3",
@@ -43,7 +48,6 @@ LATENT = [
         DeepseekV3ForCausalLM,
         LLAMA | SIZES | GROUPS | {"q_lora_rank": 20, "n_shared_experts": 1},
         {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        cpu_only=True,
     ),
     Tiny(
         "deepseek-v3-halves",
@@ -53,6 +57,13 @@ LATENT = [
         | SIZES
         | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False, "attention_bias": True},
         {"rope_type": "default"},
-        cpu_only=True,
+    ),
+    Tiny(
+        "glm4-moe-lite",
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        {key: value for key, value in (LLAMA | SIZES).items() if key != "first_k_dense_replace"}
+        | {"q_lora_rank": 20, "v_head_dim": 16, "mlp_layer_types": ["dense", "dense", "sparse"]},
+        {"rope_type": "default"},
     ),
 ]

@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434): the KV cache has one row a token for all heads.
 
 A row is the normalised latent, from which each head's K and V follow by two matrices, and one rotated part of K that
-all heads share. The matrix of K is moved into the query, and that of V behind the attention, so that attention reads
-rows as they are stored: they are the K of a single head, and their first numbers are its V.
+all heads share. The attention backend decides where these matrices are applied: to rows, or to the query and the
+result.
 """
 
 import math
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.kernels.layers.apply_rope import apply_rope_reference, interleave_pairs
+from blockyard.kernels.layers.apply_rope import interleave_pairs
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
-from blockyard.services.gpu_worker.layers.latent.head_products import HeadProducts
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
 from blockyard.services.gpu_worker.layers.rotary import Rotation
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import LatentRows, Step
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
@@ -51,7 +51,13 @@ def latent_shape(sizes: LatentSizes, rope: RopeParameters) -> AttentionShape:
     if rope.rope_type != "default" and rope.mscale_all_dim and (rope.factor or 1.0) > 1:
         scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor or 1.0) + 1) ** 2
     return AttentionShape(
-        num_heads=sizes.num_heads, kv_heads=1, head_dim=sizes.row_dim, scale=scale, latent_dim=sizes.latent_dim
+        num_heads=sizes.num_heads,
+        kv_heads=1,
+        head_dim=sizes.row_dim,
+        scale=scale,
+        latent_dim=sizes.latent_dim,
+        plain_dim=sizes.plain_dim,
+        value_dim=sizes.value_dim,
     )
 
 
@@ -81,7 +87,7 @@ class LatentAttention:
         def arrange_rows(stored: Tensor) -> Tensor:
             return _interleave_last(stored, sizes.row_dim, sizes.rotated_dim) if halves else stored
 
-        self._query_norm: Norm | None = None
+        self._query_norm: RMSNorm | None = None
         self._linears: list[Linear] = []
         name, size = f"{prefix}.q_proj", hidden
         if sizes.query_latent_dim is not None:
@@ -92,14 +98,11 @@ class LatentAttention:
         self._query = layers.make({name: query}, size, arrange={name: arrange_query})
         self._rows = layers.make(rows, hidden, bias=bias, arrange=dict.fromkeys(rows, arrange_rows))
         self._row_norm = make_rms_norm(table, f"{prefix}.kv_a_layernorm", latent, NORM_EPS)
-        stack = table.empty(heads, sizes.plain_dim + sizes.value_dim, latent)
+        self._up = table.empty(heads, sizes.plain_dim + sizes.value_dim, latent)
         both = (heads * (sizes.plain_dim + sizes.value_dim), latent)
-        table.place(f"{prefix}.kv_b_proj.weight", stack.view(both), both)
-        to_keys, to_values = stack[:, : sizes.plain_dim], stack[:, sizes.plain_dim :].mT
-        self._absorb = Linear(HeadProducts(to_keys), (heads * sizes.plain_dim, heads * latent))
-        self._values = Linear(HeadProducts(to_values), (heads * latent, heads * sizes.value_dim))
+        table.place(f"{prefix}.kv_b_proj.weight", self._up.view(both), both)
         self.out = layers.make({f"{prefix}.o_proj": hidden}, heads * sizes.value_dim, bias=bias, fusion=Fusion.ADD)
-        self._linears += [self._query, self._rows, self._absorb, self._values, self.out]
+        self._linears += [self._query, self._rows, self.out]
 
     def linears(self) -> list[Linear]:
         return self._linears
@@ -112,18 +115,11 @@ class LatentAttention:
     def attend(self, x: Tensor, rotation: Rotation, step: Step) -> Tensor:
         """Computes attention: x [tokens, hidden] -> [tokens, heads * value_dim], in the last layer only the rows of
         `step.logits_indices`."""
-        sizes, heads, latent = self._sizes, self._sizes.num_heads, self._sizes.latent_dim
+        sizes = self._sizes
         query = self._query(x if self._query_norm is None else self._query_norm(self._query_latent(x)))
-        query, rows = query.view(len(x), heads, sizes.query_dim), self._rows(x)
-        packed = x.new_empty(len(x), heads + 1, sizes.row_dim)  # absorbed queries, then the row
-        absorbed = self._absorb(query[..., : sizes.plain_dim].flatten(1))
-        packed[:, :heads, :latent] = absorbed.view(len(x), heads, latent)
-        packed[:, :heads, latent:] = query[..., sizes.plain_dim :]
-        packed[:, heads, :latent] = self._row_norm(rows[:, :latent].contiguous())
-        packed[:, heads, latent:] = rows[:, latent:]
-        if rotation.angles is not None:
-            apply_rope_reference(packed[..., latent:], rotation.angles)
-        return self._values(step.attend(self._layer, packed))
+        heads = query.view(len(x), sizes.num_heads, sizes.query_dim)
+        latent = LatentRows(self._rows(x), self._row_norm, self._up, sizes.plain_dim)
+        return step.attend(self._layer, heads, rotation.angles, latent=latent)
 
     def forward(
         self,

@@ -10,8 +10,8 @@ from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import (
-    AttentionMetadata,
     BatchInvariant,
     TritonAttention,
     build_attention,

@@ -9,8 +9,8 @@ from pathlib import Path
 from blockyard import kernels
 
 ROOT = Path(kernels.__file__).parent
-# No step launches these, so they are not compiled ahead: `kv_transfer` launches the first three, and no layer the last.
-IN_NO_STEP = {"block_checksum_triton.py", "copy_blocks.py", "move_blocks.py", "latent_decode.py"}
+# No step launches these, so they are not compiled ahead: `kv_transfer` does.
+IN_NO_STEP = {"block_checksum_triton.py", "copy_blocks.py", "move_blocks.py"}
 
 # In another process, because Triton runs its interpreter in this one.
 SCRIPT = """

@@ -12,7 +12,8 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
-from blockyard.services.gpu_worker.attention.triton_attention import AttentionMetadata, build_attention
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weights import WeightTable

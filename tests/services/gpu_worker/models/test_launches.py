@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import LatentRows, Step
 
 OPT = BASE | {"ffn_dim": 96, "max_position_embeddings": 64}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,14 @@ class Launches:
 
         linear.use({}, product, {rows: fused} if is_fused and linear.fusion is not Fusion.NONE else {})
 
-    def attend(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotation: Tensor | None = None,
+        norm: RMSNorm | None = None,
+        latent: LatentRows | None = None,
+    ) -> Tensor:
         self.names.append("attend")
         return qkv.new_zeros(len(qkv), 64)
 

@@ -44,8 +44,6 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=MODELS, ids=lambda tiny: tiny.name)
 def pair(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     tiny: Tiny = request.param
-    if device == "cuda" and tiny.cpu_only:
-        pytest.skip("no GPU kernel computes its attention")
     folder = tmp_path_factory.mktemp(tiny.name)
     theirs = tiny.save(folder).to(device)
     yield Pair(tiny, theirs, start(folder, device=device), folder)

@@ -1,0 +1,72 @@
+"""Products that have a matrix for each head, by which latent attention absorbs its up-projections; on a GPU.
+
+A program computes one tile of one head. Sums run over the input in the same order for every number of rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+
+_FEW = 32  # rows: weights are read once by tiles of 16 rows
+_FEW_ROWS, _MANY_ROWS = 16, 64  # rows of a tile
+_INNER = 64  # inputs at a time
+_OUT = 64  # outputs of a tile
+_FEW_OUT = 32  # outputs of a tile where there are few rows: more programs read the weights
+
+
+def head_products_reference(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("rhk,hkn->rhn", x, weight)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _head_products_kernel(
+    x_ptr, weight_ptr, out_ptr, rows, x_row, x_head, weight_head, weight_in, weight_out, out_row, out_head,
+    IN: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # program (i, j, k): outputs j of head i and rows k
+    head = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    x_places = x_ptr + row[:, None] * x_row + head * x_head + inner[None, :]
+    weight_places = weight_ptr + head * weight_head + inner[:, None] * weight_in + columns[None, :] * weight_out
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, IN, BLOCK_K):
+        x = tl.load(x_places + start, mask=(row < rows)[:, None] & (start + inner < IN)[None, :], other=0.0)
+        inside = (start + inner < IN)[:, None] & (columns < OUT)[None, :]
+        weight = tl.load(weight_places + start * weight_in, mask=inside, other=0.0)
+        acc = tl.dot(x, weight, acc=acc, input_precision="ieee")
+    out_places = out_ptr + row[:, None] * out_row + head * out_head + columns[None, :]
+    tl.store(out_places, acc, mask=(row < rows)[:, None] & (columns < OUT)[None, :])
+
+
+def head_products(x: Tensor, weight: Tensor, batch_invariant: bool = False, out: Tensor | None = None) -> Tensor:
+    """x [rows, heads, in], weight [heads, in, out] -> out [rows, heads, out], allocated if None.
+
+    x and weight may be strided; the numbers of a head of x must be contiguous, and either axis of weight's matrices.
+    batch_invariant: a row has the same bits whatever the number of rows. Raises ValueError for other shapes and dtypes.
+    """
+    rows, heads, size = x.shape
+    out_size = weight.shape[2]
+    if weight.shape[:2] != (heads, size) or weight.dtype != x.dtype or x.stride(2) != 1 or 1 not in weight.stride()[1:]:
+        raise ValueError(
+            f"x {list(x.shape)} {x.dtype} {x.stride()} does not fit {list(weight.shape)} {weight.dtype} "
+            f"{weight.stride()}"
+        )
+    if out is None:
+        out = x.new_empty((rows, heads, out_size))
+    if out.shape != (rows, heads, out_size) or out.dtype != x.dtype or out.stride(2) != 1:
+        raise ValueError(f"out {list(out.shape)} {out.dtype} {out.stride()} does not fit {[rows, heads, out_size]}")
+    if not out.numel():
+        return out
+    is_few = rows <= _FEW and not batch_invariant
+    block_m, block_n = (_FEW_ROWS, _FEW_OUT) if is_few else (_MANY_ROWS, _OUT)
+    _head_products_kernel[(heads, ceil_div(out_size, block_n), ceil_div(rows, block_m))](
+        x, weight, out, rows, x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
+        IN=size, OUT=out_size, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=min(_INNER, max(next_power_of_2(size), 16)), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out

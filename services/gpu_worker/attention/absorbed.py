@@ -1,0 +1,48 @@
+"""Latent attention with absorbed up-projections in plain torch: the backend attends to rows as they are stored.
+
+The matrix of K is moved into the query, and that of V behind the attention. Rows are then the K of a single head, and
+their first numbers are its V, which every backend on the CPU computes as it does other layers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.services.gpu_worker.layers.linear import Product
+from blockyard.services.gpu_worker.step import Attend, LatentRows
+
+
+def attend_absorbed(
+    attend: Attend,
+    layer: int,
+    query: Tensor,
+    rotation: Tensor | None,
+    latent: LatentRows,
+    wrap: Callable[[Product], Product] = lambda product: product,
+) -> Tensor:
+    """Computes a latent layer by `attend`, called with rows as K: see `step.Attend` for arguments and result.
+
+    wrap: changes the products by head, [rows, heads * in] -> [rows, heads * out].
+    """
+    heads, size = query.shape[1], latent.up.shape[2]
+    packed = query.new_empty(len(query), heads + 1, latent.rows.shape[1])  # absorbed queries, then the row
+    absorbed = wrap(_by_head(latent.to_keys))(query[..., : latent.plain_dim].flatten(1))
+    packed[:, :heads, :size] = absorbed.view(len(query), heads, size)
+    packed[:, :heads, size:] = query[..., latent.plain_dim :]
+    packed[:, heads, :size] = latent.norm(latent.rows[:, :size].contiguous())
+    packed[:, heads, size:] = latent.rows[:, size:]
+    if rotation is not None:
+        apply_rope_reference(packed[..., size:], rotation)
+    return wrap(_by_head(latent.to_values))(attend(layer, packed))
+
+
+def _by_head(weight: Tensor) -> Product:
+    """A product with a matrix for each head, weight [heads, in, out]."""
+
+    def product(x: Tensor) -> Tensor:
+        each = x.view(len(x), len(weight), -1).transpose(0, 1)
+        return torch.bmm(each, weight).transpose(0, 1).flatten(1)
+
+    return product

@@ -1,0 +1,54 @@
+"""GLM-4.7-Flash: DeepSeek V3's latent attention and router, with GLM's sizes; a list names layers without experts."""
+
+from typing import Any
+
+import msgspec
+
+from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.decoder import Decoder
+from blockyard.services.gpu_worker.models.moe.deepseek_v3 import DeepseekConfig, build_deepseek
+from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.shared.errors import ConfigError
+
+DEFAULTS = {  # of fields that config.json may omit
+    "n_shared_experts": 1,
+    "q_lora_rank": 768,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+}
+
+
+class LiteConfig(msgspec.Struct, frozen=True):
+    mlp_layer_types: list[str] | None = None  # "dense" or "sparse" of each layer; None: see first_k_dense_replace
+
+
+def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    fields = parse(DEFAULTS | config, DeepseekConfig)
+    kinds = parse(config, LiteConfig).mlp_layer_types
+    if kinds is not None:
+        fields = msgspec.structs.replace(fields, first_k_dense_replace=_num_dense(kinds, fields.num_hidden_layers))
+    routing = make_routing(
+        "n_routed_experts",
+        fields.n_routed_experts,
+        fields.num_experts_per_tok,
+        sigmoid=True,
+        renormalize=fields.norm_topk_prob,
+        scale=fields.routed_scaling_factor,
+        groups=fields.n_group or 1,
+        top_groups=fields.topk_group or 1,
+        sum_of_two=True,
+    )
+    return build_deepseek(config, fields, table, routing, has_choice_bias=True)
+
+
+def _num_dense(kinds: list[str], num_layers: int) -> int:
+    """The number of first layers without experts. Raises ConfigError for other lists."""
+    dense = kinds.count("dense")
+    if kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
+        raise ConfigError(
+            f"config.json: mlp_layer_types has to name {num_layers} layers, first dense ones and then sparse ones"
+        )
+    return dense

@@ -1,0 +1,133 @@
+"""The decode kernels of latent attention against their reference in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from blockyard.kernels.attention.latent import latent_decode as file
+from blockyard.kernels.attention.latent import latent_invariant as invariant_file
+from blockyard.kernels.attention.latent.latent_decode import (
+    latent_decode,
+    latent_decode_reference,
+    schedule_latent_decode,
+)
+from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
+
+
+def sequences(lengths: list[int], block_size: int, num_blocks: int) -> PagedKVMetadata:
+    """Sequences in blocks in random order; a length of 0 is a padding row."""
+    width = -(-max([*lengths, 1]) // block_size)
+    tables = torch.randperm(num_blocks)[: len(lengths) * width].view(len(lengths), width).int()
+    slots = [row if length else -1 for row, length in enumerate(lengths)]
+    positions = [max(length - 1, 0) for length in lengths]
+    return PagedKVMetadata(
+        torch.tensor(slots, dtype=torch.int64, device=DEVICE),
+        torch.tensor(positions, dtype=torch.int64, device=DEVICE),
+        tables.to(DEVICE),
+    )
+
+
+def layer_of(seqs: PagedKVMetadata, num_blocks: int, block_size: int, row_dim: int) -> Tensor:
+    """A layer of the cache with NaN where no sequence has a token."""
+    layer = torch.full((num_blocks, 1, 1, block_size, row_dim), float("nan"))
+    for slot, position in zip(seqs.slots.tolist(), seqs.positions.tolist(), strict=True):
+        for i in range(position + 1) if slot >= 0 else ():
+            layer[int(seqs.tables[slot, i // block_size]), 0, 0, i % block_size] = torch.randn(row_dim)
+    return layer.to(DEVICE)
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape and not got.isnan().any()
+    error = float((got.double() - want).norm() / want.norm().clamp_min(1e-12))
+    assert error <= ERROR[dtype], f"relative error {error}"
+
+
+def queries(rows: int, heads: int, latent_dim: int, rotated: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Heads before rows in one, and rows with other numbers between them in the other, as products leave them."""
+    q_latent = torch.randn(heads, rows, latent_dim, device=DEVICE).to(dtype).transpose(0, 1)
+    return q_latent, torch.randn(rows, heads + 1, 7 + rotated, device=DEVICE).to(dtype)[:, :heads, 7:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "latent_dim", "rotated", "block_size"),
+    [
+        ([1, 65, 0, 17], 4, 24, 8, 8),
+        ([300, 7], 16, 32, 16, 16),  # several splits
+        ([130, 20], 70, 16, 6, 5),  # several tiles of heads
+        ([70], 3, 128, 64, 16),
+        ([0, 0], 4, 24, 8, 8),
+        ([], 4, 24, 8, 8),
+    ],
+)
+def test_latent_decode(
+    lengths: list[int], heads: int, latent_dim: int, rotated: int, block_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    seqs = sequences(lengths, block_size, 60)
+    layer = layer_of(seqs, 60, block_size, latent_dim + rotated).to(dtype)
+    q = queries(len(lengths), heads, latent_dim, rotated, dtype)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.2)
+    out = torch.full((len(lengths), heads, latent_dim), float("nan"), dtype=dtype, device=DEVICE)
+    assert_close(latent_decode(*q, layer, seqs, 0.2, 400, out), want, dtype)
+    assert all(not out[row].any() for row, length in enumerate(lengths) if not length)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_multiprocessors", lambda device: 8)
+    seqs, q = sequences([260, 0, 70], 16, 60), queries(3, 20, 24, 8, dtype)
+    schedule = schedule_latent_decode(q[0], seqs, 300)
+    assert int(schedule.row_splits[1, 0]) > 1
+    for _ in range(2):
+        layer = layer_of(seqs, 60, 16, 32).to(dtype)
+        want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
+        assert_close(latent_decode(*q, layer, seqs, 0.3, 300, schedule=schedule), want, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", FP8_MAX)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_in_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    seqs, q, scales = sequences([140, 0, 20], 16, 60), queries(3, 5, 24, 8, dtype), torch.full((2,), 0.03).to(DEVICE)
+    layer = (layer_of(seqs, 60, 16, 32).nan_to_num() / 0.03).to(kv_dtype)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double() * scales[0].double(), seqs, 0.3)
+    assert_close(latent_decode(*q, layer, seqs, 0.3, 200, scales=scales), want, dtype)
+    for is_decode in (True, False):
+        assert_close(latent_invariant(*q, layer, seqs, 0.3, 200, is_decode, scales), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes, prefills, alone and among others."""
+    monkeypatch.setattr(invariant_file, "_MIN_SPLIT_LEN", 32)
+    torch.manual_seed(3)
+    seqs, q = sequences([150, 0, 64, 9], 16, 60), queries(4, 20, 24, 8, dtype)
+    layer = layer_of(seqs, 60, 16, 32).to(dtype)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
+    all_rows = latent_invariant(*q, layer, seqs, 0.3, 300, is_decode=True)
+    assert_close(all_rows, want, dtype)
+    assert torch.equal(latent_invariant(*q, layer, seqs, 0.3, 300, is_decode=False), all_rows)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = PagedKVMetadata(seqs.slots[one], seqs.positions[one], seqs.tables)
+        got = latent_invariant(q[0][one], q[1][one], layer, alone, 0.3, 300, is_decode=row % 2 == 0)
+        assert torch.equal(got[0], all_rows[row])
+
+
+def test_inputs_that_do_not_fit() -> None:
+    seqs, q = sequences([3], 8, 4), queries(1, 4, 24, 8, torch.float32)
+    layer = layer_of(seqs, 4, 8, 32)
+    with pytest.raises(ValueError, match="do not fit a layer"):
+        latent_decode(*q, layer.expand(4, 2, 1, 8, 32), seqs, 1.0, 8)
+    with pytest.raises(ValueError, match="q_rotated"):
+        latent_decode(q[0], q[1][:, :2], layer, seqs, 1.0, 8)
+    with pytest.raises(ValueError, match="expected q of the pool's dtype"):
+        latent_decode(*q, layer.half(), seqs, 1.0, 8)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        latent_decode(q[0].mT.contiguous().mT, q[1], layer, seqs, 1.0, 8)
