@@ -8,15 +8,15 @@ import torch
 from blockyard.services.gpu_worker.bench.row import Row, ceilings
 from blockyard.shared.process import pipes
 
-FAMILIES = ("attention", "experts", "linear", "sampling", "small")  # one module for each
+FAMILIES = ("attention", "experts", "latent", "linear", "sampling", "small")  # one module for each
 
 
 def measurements() -> dict[str, Callable[[], list[Row]]]:
     """Returns the `measure` function of each family, by name."""
     # these import Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.bench import attention, experts, linear, sampling, small  # noqa: PLC0415
+    from blockyard.services.gpu_worker.bench import attention, experts, latent, linear, sampling, small  # noqa: PLC0415
 
-    modules = (attention, experts, linear, sampling, small)
+    modules = (attention, experts, latent, linear, sampling, small)
     return {name: module.measure for name, module in zip(FAMILIES, modules, strict=True)}
 
 

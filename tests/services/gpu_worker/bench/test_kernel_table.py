@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from blockyard.services.gpu_worker.bench import latent, sampling, small, timing
 from blockyard.services.gpu_worker.bench import row as row_file
-from blockyard.services.gpu_worker.bench import sampling, small, timing
 from blockyard.services.gpu_worker.bench.row import Ceilings, Row, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e-5
 
     monkeypatch.setattr(row_file, "ceilings", lambda: Ceilings(4e12, 4e12, 800e12, 1e-6))
-    for file in (small, sampling):
+    for file in (small, sampling, latent):
         monkeypatch.setattr(file, "graph_seconds", graph_seconds)
         monkeypatch.setattr(file, "copies", lambda num_bytes: 1)
         monkeypatch.setattr(file, "ROWS", (2,))
@@ -48,6 +48,18 @@ def test_all_sampling_kernels_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert len({one.name for one in rows}) == len(rows) == 10
     assert all(one.us == pytest.approx(10) for one in rows)
     assert rows[0].rate == f"{2 * 260 * 2 / 1e-5 / 1e9:,.0f} GB/s"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_kernels_of_latent_attention_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"LATENT": 16, "ROTATED": 4, "PLAIN": 8, "VALUE": 8, "PRODUCT_ROWS": (2,), "LONGEST": 64}
+    cases = {"DECODES": ((2, 20, 3),), "PREFILLS": ((0, 9, 3),), "PIECES": ((20, 9, 3),)}
+    for name, value in (sizes | cases).items():
+        monkeypatch.setattr(latent, name, value)
+    monkeypatch.setattr(latent, "DTYPE", torch.float16)
+    rows = latent.measure()
+    assert len({(one.name, one.shape) for one in rows}) == len(rows) == 8
+    assert rows[0].rate == f"{2 * 20 * 20 * 2 / 1e-5 / 1e9:,.0f} GB/s"
 
 
 def test_inputs_rotate_over_more_memory_than_the_cache() -> None:
