@@ -50,7 +50,7 @@ STEP_LEXER_FUEL = 200_000
 STEP_MAX_ITEMS = 20_000
 MAX_ITEMS_IN_ROW = 2_000
 MAX_LEXER_STATES = 100_000  # 1 to 2 KB each
-MOST_THREADS = 8  # of `advance_many`
+MOST_THREADS = 2  # of `advance_many`: masks take so little time that more would mostly wait for each other
 SHARING = 8  # matchers at a time that share a lexer, unless there are more than MOST_THREADS lexers
 QUICK_S = 0.02  # a grammar that takes longer to be read again gets no more lexers
 # So llguidance says that it does not know a keyword, or not there; its other errors mean that the source is wrong.

@@ -1,8 +1,8 @@
 """Masks of structured output: a matcher process beside the worker fills them, the worker applies them to logits.
 
-1. `matcher_processes.MatcherProcesses` (worker) opens each constrained slot at the matcher process of its grammar's
-   engine, and starts that process if there is none. There is one process for each engine, so a slow engine delays its
-   own slots alone. `matcher_client` starts it, `matcher_frames` are the messages.
+1. `matcher_processes.MatcherProcesses` (worker) opens each constrained slot at a matcher process of its grammar's
+   engine, and starts that process if there is none. Each engine has processes of its own, so a slow engine delays its
+   own slots alone: one, or several if a device samples. `matcher_client` starts one, `matcher_frames` are the messages.
 2. `matcher_process` (its main loop) gives the slot to `slot_matchers.SlotMatchers`, which compiles the grammar in a
    thread and keeps a `mask_program.MaskProgram` for the slot.
 3. Sampled tokens and masks pass through shared memory: `mask_memory` describes every word of it.

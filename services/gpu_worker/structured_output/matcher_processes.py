@@ -6,9 +6,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
+from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output import matcher_client
 from blockyard.services.gpu_worker.structured_output.mask_memory import OWNER_BITS, MaskMemory
@@ -35,12 +37,21 @@ START_S = 60.0  # a process that has not loaded its engine by then has failed
 OVERDUE_S = 10.0  # a choice whose mask takes longer fails, and its process is killed
 MOST_STRIKES = 2  # a choice fails if its process ended so many times while it made the same mask
 MOST_DEATHS = 3  # an engine whose process ended so many times in a row without a mask has failed
+MOST_PROCESSES = 4  # of an engine, if a device samples ...
+CORES_OF_PROCESS = 4  # ... and the machine has so many cores for each
+
+
+class MatcherKey(NamedTuple):
+    """Names a matcher process."""
+
+    engine: GrammarEngine
+    number: int  # among the processes of this engine
 
 
 @dataclass(slots=True, eq=False)
 class ConstrainedSlot:
     owner: int
-    engine: GrammarEngine
+    process: MatcherKey
     rules: OutputRules
     num_prompt_tokens: int
     is_in_time: bool = False  # its last mask was there when a step needed it
@@ -49,7 +60,7 @@ class ConstrainedSlot:
     lost_s: float | None = None  # its process has ended then, and it is not open again
     strikes: int = 0
     struck_tag: int = 0  # of the mask that was made at the last strike
-    is_deferred: bool = False  # it is opened when another engine's process has closed the slot
+    is_deferred: bool = False  # it is opened when another process has closed the slot
     problem: str = ""  # the reason that it gets no more masks
 
 
@@ -73,11 +84,12 @@ class MatcherProcesses:
         self._command, self._engines = command or matcher_client.COMMAND, engines
         self._least_slots = num_slots
         self._device_samples = False
+        self._num_processes = 1  # of an engine; slots are spread over them
         self._owners = itertools.count()
         self._slots: dict[int, ConstrainedSlot] = {}
-        self._clients: dict[GrammarEngine, MatcherClient] = {}
-        self._closing: dict[int, tuple[GrammarEngine, int]] = {}  # ended slots whose process may still write a mask
-        self._deaths: dict[GrammarEngine, int] = {}  # in a row
+        self._clients: dict[MatcherKey, MatcherClient] = {}
+        self._closing: dict[int, tuple[MatcherKey, int]] = {}  # ended slots whose process may still write a mask
+        self._deaths: dict[MatcherKey, int] = {}  # in a row
         self._memory: MaskMemory | None = None
         self._table: Slots | None = None
         self.num_masks = self.num_waits = self.num_restarts = 0
@@ -87,12 +99,13 @@ class MatcherProcesses:
     def share_memory(self, num_slots: int) -> MaskMemory:
         """A device takes masks and writes tokens from now on, in the memory of `num_slots` slots. No process may run.
 
-        The processes look for tokens, where they otherwise wait for `sampled`. The memory is kept until `close`. Later
-        calls return the same.
+        The processes look for tokens, where they otherwise wait for `sampled`, and there are several of an engine,
+        because masks must be made within a step. The memory is kept until `close`. Later calls return the same.
         """
         if not self._device_samples:
             assert not self._clients and self._memory is None, "masks are in use already"
             self._device_samples, self._least_slots = True, max(self._least_slots, num_slots)
+            self._num_processes = min(max(usable_cores() // CORES_OF_PROCESS, 1), MOST_PROCESSES)
         return self.memory
 
     def reset(self, table: Slots) -> None:
@@ -102,8 +115,8 @@ class MatcherProcesses:
         self._table = table
         if not self._device_samples and self._memory is not None and self._memory.num_slots < len(table.live):
             self.close()
-        for engine in self._engines if len(table.live) else ():
-            self._client(engine)
+        for engine, number in itertools.product(self._engines if len(table.live) else (), range(self._num_processes)):
+            self._client(MatcherKey(engine, number))
 
     def close(self) -> None:
         """Ends all processes."""
@@ -125,8 +138,8 @@ class MatcherProcesses:
         return self._memory
 
     @property
-    def process_ids(self) -> dict[GrammarEngine, int]:
-        return {engine: client.process.pid for engine, client in self._clients.items()}
+    def process_ids(self) -> dict[MatcherKey, int]:
+        return {key: client.process.pid for key, client in self._clients.items()}
 
     def start(self, start: SlotStart) -> None:
         """A slot that has started in the table, with a constraint."""
@@ -137,22 +150,23 @@ class MatcherProcesses:
             engine = GrammarEngine.GUIDANCE
         rules = rules_of(start.sampling)
         owner = next(self._owners) % ((1 << OWNER_BITS) - 1) + 1
-        slot = self._slots[start.slot] = ConstrainedSlot(owner, engine, rules, start.num_prompt_tokens)
+        process = MatcherKey(engine, start.slot % self._num_processes)
+        slot = self._slots[start.slot] = ConstrainedSlot(owner, process, rules, start.num_prompt_tokens)
         if start.slot >= self.memory.num_slots:
             slot.problem = f"slot {start.slot} has no mask: this worker has masks for {self.memory.num_slots} slots"
             return
         self.memory.clear(start.slot)
         closing = self._closing.get(start.slot)
-        slot.is_deferred = closing is not None and closing[0] is not engine
+        slot.is_deferred = closing is not None and closing[0] != process
         if not slot.is_deferred:
             self._open(start.slot, slot)
 
     def end(self, slot: int) -> None:
         """Slots without a constraint are ignored."""
         state = self._slots.pop(slot, None)
-        if state is not None and not state.is_deferred and state.engine in self._clients:
-            self._closing[slot] = state.engine, state.owner
-            self._clients[state.engine].send(SlotClose(slot, state.owner))
+        if state is not None and not state.is_deferred and state.process in self._clients:
+            self._closing[slot] = state.process, state.owner
+            self._clients[state.process].send(SlotClose(slot, state.owner))
 
     def owner_of(self, slot: int) -> int:
         """The owner of a constrained slot in the shared memory; 0 for other slots."""
@@ -207,14 +221,14 @@ class MatcherProcesses:
 
     def sampled(self, tokens: Iterable[tuple[int, int, int]]) -> None:
         """The host has sampled tokens: slot, index and token of each."""
-        engines = set()
+        processes = set()
         for slot, index, token in tokens:
             state = self._slots[slot]
             self.memory.write_token(slot, state.owner, index, token)
-            engines.add(state.engine)
-        for engine in engines:
-            if engine in self._clients:
-                self._clients[engine].send(TokensSampled())
+            processes.add(state.process)
+        for process in processes:
+            if process in self._clients:
+                self._clients[process].send(TokensSampled())
 
     def count(self, stats: Stats) -> Stats:
         """Returns the worker's counters with those of masks."""
@@ -244,24 +258,24 @@ class MatcherProcesses:
         for slot, index in missing.items():
             state = self._slots[slot]
             state.is_in_time = False
-            client = self._clients.get(state.engine)
+            client, engine = self._clients.get(state.process), state.process.engine
             if client is not None and not client.is_ready:
                 state.late_index = 0
                 if now - client.started_s > START_S:
-                    self._fail(slot, f"the grammar engine {state.engine} took more than {START_S:.0f} s to load")
+                    self._fail(slot, f"the grammar engine {engine} took more than {START_S:.0f} s to load")
             elif state.late_index != index:
                 state.late_index, state.late_since_s = index, now
             elif now - state.late_since_s > OVERDUE_S and not state.problem:
-                self._fail(slot, f"the grammar engine {state.engine} took more than {OVERDUE_S:.0f} s for a mask")
-                self._restart(state.engine)
+                self._fail(slot, f"the grammar engine {engine} took more than {OVERDUE_S:.0f} s for a mask")
+                self._restart(state.process)
 
     def _hear(self) -> None:
         """Reads what the processes say, and starts those again that have ended and are needed."""
-        for engine, client in list(self._clients.items()):
+        for key, client in list(self._clients.items()):
             for frame in client.receive():
                 state = self._slots.get(frame.slot)
                 if isinstance(frame, FirstMask):
-                    self._deaths.pop(engine, None)
+                    self._deaths.pop(key, None)
                     self._first_masks[bisect_left(FIRST_MASK_S, frame.seconds)] += 1
                     self._first_mask_s += frame.seconds
                 elif isinstance(frame, SlotClosed):
@@ -269,7 +283,7 @@ class MatcherProcesses:
                 elif state is not None and state.owner == frame.owner:
                     state.problem = frame.cause
             if not client.is_alive:
-                self._on_death(engine, client)
+                self._on_death(key, client)
 
     def _on_closed(self, slot: int, owner: int) -> None:
         if self._closing.get(slot, (None, 0))[1] != owner:
@@ -280,24 +294,24 @@ class MatcherProcesses:
             state.is_deferred = False
             self._open(slot, state)
 
-    def _on_death(self, engine: GrammarEngine, client: MatcherClient) -> None:
-        open_slots = [slot for slot, state in self._slots.items() if state.engine is engine and not state.problem]
+    def _on_death(self, key: MatcherKey, client: MatcherClient) -> None:
+        open_slots = [slot for slot, state in self._slots.items() if state.process == key and not state.problem]
         client.kill()
-        log.error("the matcher process of %s ended with %d slots open", engine, len(open_slots))
+        log.error("the matcher process of %s ended with %d slots open", key.engine, len(open_slots))
         for slot in open_slots if client.failure else ():
             self._slots[slot].problem = client.failure
-        deaths = self._deaths[engine] = self._deaths.get(engine, 0) + 1
+        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
         for slot in open_slots:
             state = self._slots[slot]
             tag = int(self.memory.working[slot])
             if deaths >= MOST_DEATHS:
-                state.problem = f"the process of the grammar engine {engine} ended {deaths} times"
+                state.problem = f"the process of the grammar engine {key.engine} ended {deaths} times"
             elif tag >> 32 == state.owner:
                 state.strikes = state.strikes + 1 if tag == state.struck_tag else 1
                 state.struck_tag = tag
                 if state.strikes >= MOST_STRIKES:
-                    self._fail(slot, f"the grammar engine {engine} ended while it made a mask")
-        self._restart(engine)
+                    self._fail(slot, f"the grammar engine {key.engine} ended while it made a mask")
+        self._restart(key)
 
     def _fail(self, slot: int, cause: str) -> None:
         state = self._slots[slot]
@@ -305,21 +319,21 @@ class MatcherProcesses:
         place = int(self._table.num_known[slot]) - state.num_prompt_tokens + 1
         state.problem = f"{cause}, at output token {place}"
 
-    def _restart(self, engine: GrammarEngine) -> None:
-        """Ends the process of an engine, and starts another one if slots need it."""
-        if (client := self._clients.pop(engine, None)) is not None:
+    def _restart(self, key: MatcherKey) -> None:
+        """Ends a process, and starts another one in its place if slots need it."""
+        if (client := self._clients.pop(key, None)) is not None:
             client.kill()
             for slot, (other, owner) in list(self._closing.items()):
-                if other is engine:
+                if other == key:
                     self._on_closed(slot, owner)
         self.num_restarts += 1
         for slot, state in self._slots.items():
-            if state.engine is engine and not state.problem and not state.is_deferred:
+            if state.process == key and not state.problem and not state.is_deferred:
                 state.is_in_time = False
                 if self._device_samples:
                     # steps in flight may find masks and sample; once a later one finds none, no step does
                     state.lost_s = time.perf_counter()
-                    self._client(engine)
+                    self._client(key)
                 else:
                     self._open(slot, state)
 
@@ -334,7 +348,7 @@ class MatcherProcesses:
         state.lost_s = None
         self.memory.clear_tags(slot)
         output_ids = self._known_outputs(slot, state)
-        self._client(state.engine).send(SlotOpen(slot, state.owner, state.num_prompt_tokens, output_ids, state.rules))
+        self._client(state.process).send(SlotOpen(slot, state.owner, state.num_prompt_tokens, output_ids, state.rules))
 
     def _known_outputs(self, slot: int, state: ConstrainedSlot) -> bytes:
         """The output so far. Tokens that were sampled for this owner must be in the table."""
@@ -342,16 +356,16 @@ class MatcherProcesses:
         ids = self._table.token_ids[slot, state.num_prompt_tokens : int(self._table.num_known[slot])]
         return ids.astype("<u4").tobytes()
 
-    def _client(self, engine: GrammarEngine) -> MatcherClient:
-        """The process of an engine. It is started if there is none."""
-        if engine not in self._clients:
+    def _client(self, key: MatcherKey) -> MatcherClient:
+        """A process. It is started if there is none."""
+        if key not in self._clients:
             memory = self.memory
             poll_s = POLL_S if self._device_samples else 0.0
             settings = MatcherSettings(
-                engine, self._tokenizer_path, self._vocab_size, self._eos, memory.num_slots, poll_s
+                key.engine, self._tokenizer_path, self._vocab_size, self._eos, memory.num_slots, poll_s
             )
-            self._clients[engine] = MatcherClient(settings, memory.fd, self._command)
-        return self._clients[engine]
+            self._clients[key] = MatcherClient(settings, memory.fd, self._command)
+        return self._clients[key]
 
 
 def rules_of(sampling: Sampling) -> OutputRules:

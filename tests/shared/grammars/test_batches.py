@@ -66,7 +66,7 @@ def test_many_matchers_of_one_grammar_are_copies_of_several_instances(engine: Gu
     compiled, rng = engine.compile(source), random.Random(1)
     matchers = [compiled.matcher() for _ in range(40)]
     instances = {matcher.state.instance for matcher in matchers if isinstance(matcher.state, guidance.GuidanceState)}
-    assert instances == set(range(40 // guidance.SHARING))
+    assert instances == set(range(guidance.MOST_THREADS))
     masks, expected = np.zeros((40, NUM_WORDS), np.int32), np.zeros(NUM_WORDS, np.int32)
     first = matchers[0].copy()
     for _ in range(12):

@@ -17,7 +17,7 @@ from tiny_models import BY_NAME, VOCAB, start
 
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output import matcher_client
-from blockyard.shared.messages import FinishReason, GrammarEngine, Sampling, Stats
+from blockyard.shared.messages import FinishReason, Sampling, Stats
 
 EOS, LENGTH = 1, 24
 
@@ -78,11 +78,15 @@ def test_every_way_of_scheduling_gives_the_output_of_each_choice_alone(it: Bench
     assert not ties.ties
 
 
-def test_killing_the_matcher_process_changes_no_text(it: Bench) -> None:
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_killing_the_matcher_processes_changes_no_text(
+    it: Bench, num_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = constrained(requests(6, max_tokens=30))
     expected = it.alone(asked)
     matchers = it.roomy.batch.matchers
     assert matchers is not None
+    monkeypatch.setattr(matchers, "_num_processes", num_processes)
     before = matchers.num_restarts
     loop = CoreLoop(it.roomy, depth=1, prefix_caching=False)
     for request in asked:
@@ -92,10 +96,12 @@ def test_killing_the_matcher_process_changes_no_text(it: Bench) -> None:
         if not loop.plans:
             break
         if step in (8, 20):
-            os.kill(matchers.process_ids[GrammarEngine.GUIDANCE], signal.SIGKILL)
+            assert len(matchers.process_ids) == num_processes
+            for pid in matchers.process_ids.values():
+                os.kill(pid, signal.SIGKILL)
         loop.step()
     assert loop.outputs == expected
-    assert matchers.num_restarts - before == 2
+    assert matchers.num_restarts - before == 2 * num_processes
     assert matchers.num_waits > 0
 
 
@@ -162,7 +168,8 @@ def test_rows_of_steps_that_run_ahead(masks: bool, fake_engine: None, tmp_path_f
             driver.step()
         if not killed and len(streams[0].output) >= 7 and streams[0].slot is not None:
             killed = True
-            os.kill(matchers.process_ids[GrammarEngine.GUIDANCE], signal.SIGKILL)
+            for pid in matchers.process_ids.values():
+                os.kill(pid, signal.SIGKILL)
             streams[0].preempt_at.add(12)
     assert matchers.num_restarts >= 1
     for stream in streams:

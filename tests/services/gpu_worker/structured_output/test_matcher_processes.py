@@ -16,7 +16,7 @@ from fake_grammar_engine import allowed_ids, constraint
 
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output import matcher_processes
-from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
+from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherKey, MatcherProcesses
 from blockyard.shared.messages import (
     Grammar,
     GrammarEngine,
@@ -145,7 +145,7 @@ def test_many_slots_of_two_engines_side_by_side(bench: Bench) -> None:
             token = (slot % 30 + 2, 3, slot % 20 + 4)[place]
             assert bench.mask(slot) == [token]
             bench.sample(slot, token)
-    assert bench.matchers.process_ids.keys() == {GUIDANCE, XGRAMMAR}
+    assert bench.matchers.process_ids.keys() == {(GUIDANCE, 0), (XGRAMMAR, 0)}
 
 
 def grammar_with(grammar: Grammar, engine: GrammarEngine) -> Grammar:
@@ -208,7 +208,7 @@ def test_a_killed_process_is_started_again_with_the_tokens_so_far(bench: Bench) 
     output = [9, 0, 4, 2, 3, 7, 5]  # 1 ends a sequence
     for place, token in enumerate(output):
         if place in (0, 3, 6):
-            os.kill(bench.matchers.process_ids[GUIDANCE], signal.SIGKILL)
+            os.kill(bench.matchers.process_ids[MatcherKey(GUIDANCE, 0)], signal.SIGKILL)
         mask = bench.mask(5)
         assert mask == [t for t in range(VOCAB) if t not in EOS] if not place else token in mask
         assert place == 0 or all(one % 3 == (place - 1) % 3 for one in mask)
