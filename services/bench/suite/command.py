@@ -18,6 +18,7 @@ from blockyard.services.bench.suite import shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import serve
+from blockyard.shared.architectures import find_architecture
 from blockyard.shared.errors import BlockyardError, ConfigError
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class SuiteRow(msgspec.Struct, frozen=True):
     floor: float | None
     measured: Measurement | None
     failure: str = ""
+    skipped: str = ""  # why it was not measured
 
 
 class SuiteReport(msgspec.Struct, frozen=True, tag_field="kind", tag="suite"):
@@ -65,6 +67,8 @@ def main(args: Sequence[str]) -> int:
 def row(line: SuiteRow) -> str:
     """Returns an item's row of the table."""
     floor = "" if line.floor is None else f"{line.floor:,g}"
+    if line.skipped:
+        return f"| {line.name} | {line.what} | skipped: {line.skipped} | {line.target:,g} | {floor} | |"
     if line.measured is None:
         return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.target:,g} | {floor} | |"
     item = next(item for item in ITEMS if item.name == line.name)
@@ -85,7 +89,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("items", nargs="*", metavar="ITEM", help="what to measure (all)")
+    add("items", nargs="*", metavar="ITEM", help="what to measure: items, or all items of a model (all)")
     add("--list", action="store_true", help="list the items")
     add("--worker-flags", default="", help="more flags for each server and LLM, as one argument: '--flag value ...'")
     add("--output", metavar="FILE", help="write the full report as JSON")
@@ -93,19 +97,27 @@ def _parser() -> Parser:
 
 
 def _choose(names: Sequence[str]) -> list[SuiteItem]:
-    known = {item.name: item for item in ITEMS}
-    unknown = [name for name in names if name not in known]
+    """Returns the items of these names or models, in the order of the table."""
+    known, models = {item.name for item in ITEMS}, {item.model for item in ITEMS}
+    unknown = [name for name in names if name not in known | models]
     if unknown:
-        raise ConfigError(f"{unknown[0]}: no such item; the items are {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names)] if names else list(ITEMS)
+        listed = f"the items are {', '.join(item.name for item in ITEMS)}"
+        raise ConfigError(f"{unknown[0]}: no such item; {listed}; the models are {', '.join(sorted(models))}")
+    return [item for item in ITEMS if not names or item.name in names or item.model in names]
 
 
 def _measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
     """Consecutive items with the same model and flags share a server."""
     for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
         together = list(group)
+        named = shapes.architectures(model)
+        if find_architecture(named) is None:
+            yield from (_row(item, None, skipped=f"no architecture {', '.join(named)} here") for item in together)
+            continue
         context = SuiteContext(shapes.write(model, folder), flags + more, folder)
-        yield from _on_one_server([item for item in together if item.measure_server is not None], context)
+        on_server = [item for item in together if item.measure_server is not None]
+        yield from _on_one_server(on_server, context)
+        context = msgspec.structs.replace(context, has_started=bool(on_server))
         for item in together:
             if item.measure_alone is not None:
                 yield _line(item, item.measure_alone, context)
@@ -140,6 +152,6 @@ def _failed(item: SuiteItem, e: Exception) -> SuiteRow:
     return _row(item, None, str(e) or type(e).__name__)
 
 
-def _row(item: SuiteItem, measured: Measurement | None, failure: str = "") -> SuiteRow:
+def _row(item: SuiteItem, measured: Measurement | None, failure: str = "", skipped: str = "") -> SuiteRow:
     figures = (item.unit, item.model, item.flags, item.target, item.floor)
-    return SuiteRow(item.name, item.what, *figures, measured, failure)
+    return SuiteRow(item.name, item.what, *figures, measured, failure, skipped)

@@ -10,6 +10,8 @@ from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests
 
 B8, B1, Q06 = "llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b"
+Q30, MIXTRAL, V2_LITE = "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite"
+OSS, GEMMA_3, GEMMA_4 = "gpt-oss-20b", "gemma-3-4b", "gemma-4-26b-a4b"
 UNCACHED = ("--no-enable-prefix-caching",)
 SHORT, LONG = ("--max-model-len", "8192"), ("--max-model-len", "40000")
 MANY = ("--max-num-seqs", "1024", "--max-queue-len", "4096")
@@ -50,7 +52,52 @@ def _high(name: str, what: str, model: str, flags: tuple[str, ...], target: floa
     return SuiteItem(name, what, "tokens/s", model, flags, target, floor, True, measure_server=measure_server)
 
 
+def _stream(name: str, model: str, title: str, target: float, floor: float, flags: tuple[str, ...]) -> SuiteItem:
+    return _low(f"itl-{name}", f"{title}, one stream, 128 in / 256 out, ITL", "ms", model, flags, target, floor,
+                measures.inter_token(1, 128, 256))  # fmt: skip
+
+
+def _batch(name: str, model: str, title: str, target: float, floor: float, flags: tuple[str, ...]) -> SuiteItem:
+    return _low(f"decode-64-{name}", f"{title}, 64 running at context 1,024, ITL", "ms", model, flags, target, floor,
+                measures.inter_token(64, 960, 128))  # fmt: skip
+
+
+def _ttft(
+    num: int, name: str, model: str, title: str, target: float, floor: float, flags: tuple[str, ...]
+) -> SuiteItem:
+    return _low(f"ttft-{name}-{num}", f"{title}, first token of a prompt of {num:,}", "ms", model, flags, target, floor,
+                measures.first_token(num))  # fmt: skip
+
+
 ONE = UNCACHED + SHORT
+TO_9K = (*UNCACHED, "--max-model-len", "9216")  # for all items of a model, so that they share a server
+FALLBACK = (*ONE, "--model-impl", "transformers")
+FAMILIES = (
+    _stream("30b", Q30, "Qwen3-30B-A3B", 2.3, 1.46, TO_9K),
+    _low("streams-8-30b", "Qwen3-30B-A3B, 8 streams, 128 in / 256 out, ITL", "ms", Q30, TO_9K, 8.0, 6.2,
+          measures.inter_token(8, 128, 256)),
+    _batch("30b", Q30, "Qwen3-30B-A3B", 17.5, 15.7, TO_9K),
+    _high("decode-256-30b", "Qwen3-30B-A3B, 256 running at context 1,024", Q30, TO_9K, 10500, 12400,
+          measures.rate_while_all_run(256, 928, 192)),
+    _ttft(2048, "30b", Q30, "Qwen3-30B-A3B", 38, 16.3, TO_9K),
+    _ttft(8192, "30b", Q30, "Qwen3-30B-A3B", 140, 90, TO_9K),
+    SuiteItem("offline-30b", "Qwen3-30B-A3B, offline, 256 requests of 1024 in / 1024 out", "tokens/s", Q30, TO_9K,
+         7000, 10000, True, measure_alone=measures.offline_rate(lambda: random_requests(256, 1024, 1024, seed=0))),
+    SuiteItem("start-30b", "Qwen3-30B-A3B, launch to first token, not the first start", "s", Q30, TO_9K, 20, None,
+         False, measure_alone=measures.launch_to_first_token),
+    _stream("mixtral", MIXTRAL, "Mixtral-8x7B", 7.0, 6.09, ONE),
+    _batch("mixtral", MIXTRAL, "Mixtral-8x7B", 27, 24.3, ONE),
+    _stream("v2-lite", V2_LITE, "DeepSeek-V2-Lite", 2.1, 1.17, TO_9K),
+    _batch("v2-lite", V2_LITE, "DeepSeek-V2-Lite", 10.5, 7.9, TO_9K),
+    _ttft(8192, "v2-lite", V2_LITE, "DeepSeek-V2-Lite", 115, 58, TO_9K),
+    _stream("gpt-oss", OSS, "gpt-oss-20b in bfloat16", 2.5, 1.72, ONE),
+    _batch("gpt-oss", OSS, "gpt-oss-20b in bfloat16", 12.5, 10.5, ONE),
+    _stream("gemma-4", GEMMA_4, "Gemma-4-26B-A4B", 2.8, 1.84, ONE),
+    _batch("gemma-4", GEMMA_4, "Gemma-4-26B-A4B", 18, 15.4, ONE),
+    _stream("gemma-3", GEMMA_3, "Gemma-3-4B", 2.4, 1.85, ONE),
+    _stream("fallback", B8, "8B by transformers", 5.0, 3.58, FALLBACK),
+    _batch("fallback", B8, "8B by transformers", 8.3, 5.6, FALLBACK),
+)  # fmt: skip
 ITEMS = (
     _low("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
           measures.inter_token(1, 128, 256)),
@@ -85,4 +132,5 @@ ITEMS = (
          measure_alone=measures.launch_to_first_token),
     SuiteItem("ring-cost", "8B, 64 streams, server by offline loop", "of 1", B8, ONE, 0.97, 1.0, True,
          measure_alone=measures.cost_of_the_ring(64, 512, 256)),
+    *FAMILIES,
 )  # fmt: skip

@@ -33,6 +33,7 @@ class SuiteContext(msgspec.Struct, frozen=True):
     model: Path
     flags: tuple[str, ...]
     logs: Path
+    has_started: bool = False  # whether a server of the model has filled the caches that outlive a start
 
 
 def median_of(runs: Sequence[float], **spreads: Percentiles | None) -> Measurement:
@@ -142,13 +143,13 @@ def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[SuiteS
 
 
 def launch_to_first_token(context: SuiteContext) -> Measurement:
-    """Seconds of several starts; an unmeasured one before them fills the caches that outlive a start."""
-    runs = []
-    for run in range(1 + RUNS):
+    """Seconds of several starts; the caches that outlive a start are filled by an unmeasured one, if need be."""
+    runs, unmeasured = [], 0 if context.has_started else 1
+    for run in range(unmeasured + RUNS):
         with serve(context.model, context.flags, context.logs / f"start-{run}.log") as served:
             result = served.stream(random_requests(1, 32, 2, seed=run))[0]
             runs.append(result.tokens_s[0] - served.launched_s)
-    return median_of(runs[1:])
+    return median_of(runs[unmeasured:])
 
 
 def launch_to_full_graphs(served: SuiteServer) -> Measurement:

@@ -1,5 +1,6 @@
 """The suite's measures on a server with a mock worker, its table, and failing items."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import SuiteServer, random_requests
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config import parsed_flags
+from blockyard.shared.config.text_part import text_part
+from blockyard.shared.errors import ConfigError
 
 MOCK = ("--worker-cls", "mock", "--mock-step-ms", "4")
 
@@ -129,8 +132,51 @@ def test_every_item_has_flags_that_exist_and_a_model(tmp_path: Path) -> None:
     for item in ITEMS:
         parsed_flags.from_command_line(list(item.flags))  # raises for an unknown one
         assert (item.measure_server is None) != (item.measure_alone is None)
-        config = msgspec.json.decode((shapes.write(item.model, tmp_path) / "config.json").read_bytes())
+        assert item.model in shapes.SHAPES
+
+
+def test_every_model_has_a_config_and_a_tokenizer(tmp_path: Path) -> None:
+    for name in ("llama-3.1-8b", "gemma-3-4b", "opt-125m"):
+        config = text_part(msgspec.json.decode((shapes.write(name, tmp_path) / "config.json").read_bytes()))
         assert config["vocab_size"] > served.VOCAB[1]
+    assert {*shapes.SHAPES} >= {item.model for item in ITEMS}
+    assert shapes.architectures("gemma-3-4b") == ["Gemma3ForConditionalGeneration"]
+
+
+def test_items_are_chosen_by_name_and_by_model() -> None:
+    names = [item.name for item in command._choose(["gemma-3-4b", "itl-8b"])]
+    assert names == ["itl-8b", "itl-gemma-3"]
+    assert command._choose([]) == list(ITEMS)
+    with pytest.raises(ConfigError, match=r"gemma: no such item; the items are itl-8b, .*; the models are deepseek"):
+        command._choose(["gemma"])
+
+
+def test_a_models_items_share_one_server() -> None:
+    for model in ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "gpt-oss-20b", "gemma-4-26b-a4b"):
+        assert len({item.flags for item in ITEMS if item.model == model}) == 1
+
+
+def test_items_of_an_unknown_architecture_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "architectures", lambda name: ["NewForCausalLM"])
+    item = next(one for one in ITEMS if one.name == "itl-gpt-oss")
+    (line,) = command._measure([item], tmp_path, ())
+    assert line.skipped == "no architecture NewForCausalLM here" and not line.failure
+    assert "| skipped: no architecture NewForCausalLM here | 2.5 | 1.72 | |" in command.row(line)
+
+
+def test_starts_are_all_measured_if_a_server_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = iter(range(100))
+
+    class Server:
+        launched_s = 0.0
+
+        def stream(self, requests: list[SampleRequest]) -> list[RequestResult]:
+            return [RequestResult(0, 1, tokens_s=[float(next(launches))], num_input=1, num_output=1)]
+
+    monkeypatch.setattr(measures, "serve", lambda *_: contextlib.nullcontext(Server()))
+    cold = SuiteContext(tmp_path, (), tmp_path)
+    assert measures.launch_to_first_token(cold).runs == [1.0, 2.0]
+    assert measures.launch_to_first_token(msgspec.structs.replace(cold, has_started=True)).runs == [3.0, 4.0]
 
 
 def test_every_token_has_text(tmp_path: Path) -> None:
