@@ -134,6 +134,12 @@ class StepRunner(Protocol):
     def collect(self) -> list[CompletedPlan]:
         """Returns the completed plans, oldest first, each once. Does not wait."""
 
+    def sample_rows(self) -> None:
+        """Samples rows of collected plans that only the host can sample. The results are those of later plans.
+
+        Called once collected plans are answered, because it may take longer than a step.
+        """
+
     def count(self, stats: Stats) -> Stats:
         """Returns the worker's counters with those of the runner."""
 

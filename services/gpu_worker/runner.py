@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
@@ -34,6 +35,8 @@ class RunAhead(DeviceSteps, Protocol):
         self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints
     ) -> Sequence[StoredLayers]: ...
     def collect(self) -> CompletedPlan | None: ...
+    def sample_rows(self) -> None: ...
+    def take_results(self, plan: StepPlan) -> list[SlotResult]: ...
     def wait(self) -> CompletedPlan: ...
     def sync_from_host(self, slots: Ints) -> None: ...
 
@@ -132,6 +135,7 @@ class Runner:
     def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         start = time.perf_counter()
+        self.sample_rows()
         results = self.batch.apply(plan)
         slots, counts = self.batch.slots.scheduled(plan.runs)
         with torch.inference_mode():
@@ -140,7 +144,12 @@ class Runner:
                 if self.ahead.runs_ahead(slots, counts):
                     return self.ahead.launch(plan, results, slots, counts)
                 self._wait_for_steps()
+                self.sample_rows()
                 slots, counts = self.batch.slots.scheduled(plan.runs)  # slots may have ended
+                if earlier := self.ahead.take_results(plan):
+                    results += earlier
+                    runs = ~np.isin(slots, [result.slot for result in earlier])  # a slot has one result in a plan
+                    slots, counts = slots[runs], counts[runs]
             if len(slots):
                 results.extend(self.host.run(slots, counts))
                 if self.ahead is not None:
@@ -155,6 +164,12 @@ class Runner:
         while self.ahead is not None and (one := self.ahead.collect()) is not None:
             done.append(one)
         return done
+
+    def sample_rows(self) -> None:
+        """Samples rows of collected plans that wait for the host. Later plans have the results."""
+        if self.ahead is not None:
+            with torch.inference_mode():
+                self.ahead.sample_rows()
 
     def count(self, stats: Stats) -> Stats:
         """Returns the worker's counters with those of structured output."""

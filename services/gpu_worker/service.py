@@ -84,6 +84,7 @@ class Worker:
             return
         for done in self._runner.collect():
             self._answer(done)
+        self._runner.sample_rows()
 
     def _move_blocks(self, transfers: KVTransfers) -> bool:
         """Polls KV transfers. Returns whether some are open, or one has just landed: the runner does no background work

@@ -244,6 +244,14 @@ class DeviceLoop:
         flight.buffers.done.synchronize()
         return self._finish(flight)
 
+    def sample_rows(self) -> None:
+        """Samples rows of collected plans that wait for the host. Later plans have the results."""
+        self._host_sampling.sample()
+
+    def take_results(self, plan: StepPlan) -> list[SlotResult]:
+        """Results of `sample_rows` for slots of a plan that is not launched here."""
+        return self._host_sampling.take_results(plan, [])
+
     def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
         """Hidden rows of a step that the host samples; logits too, where every count is one.
 
@@ -317,6 +325,7 @@ class DeviceLoop:
             self._take_waiting(flight, np.flatnonzero(waiting), held)
         if flight.num_logprobs:
             self._add_logprobs(flight)
+        results += self._host_sampling.take_results(flight.plan, results)
         if flight.has_mask is not None and self._batch.matchers is not None:
             self._batch.matchers.num_masks += int((flight.has_mask & np.isin(outcomes, WITH_TOKEN)).sum())
         self._batch.complete(flight.plan, results)
@@ -334,11 +343,11 @@ class DeviceLoop:
                 self._batch.slots.finish(slot)
 
     def _take_waiting(self, flight: InFlightStep, rows: Ints, held: Bools) -> None:
-        """Samples the rows whose logits the step copied. The slots of the others compute the same token again.
+        """Rows whose logits the step copied are sampled by `sample_rows`. The others compute the same token again.
 
         A slot that gets no more masks fails.
         """
-        table, slots, logits = self._batch.slots, flight.slots, flight.host_logits
+        table, slots = self._batch.slots, flight.slots
         active = rows[held[rows] & table.live[slots[rows]]]
         on_device = self.steps.slots.samples_on_device[slots[active]]
         for slot in slots[active[on_device]].tolist():
@@ -349,11 +358,12 @@ class DeviceLoop:
         flight.results += [
             SlotResult(int(slots[row]), [], int(flight.buffers.results[2, row]))
             for row in rows.tolist()
-            if row >= flight.num_decodes and row not in sampled and row not in failed
+            if row >= flight.num_decodes and row not in failed
         ]
         if sampled:
-            assert logits is not None
-            flight.results += self._host_sampling.sample(logits, [places[row] for row in sampled], slots[sampled])
+            assert flight.host_logits is not None
+            chosen = [places[row] for row in sampled]
+            self._host_sampling.add(flight.host_logits, chosen, slots[sampled], flight.owners[sampled])
 
     def _fail_unmasked(self, flight: InFlightStep, rows: Ints) -> set[int]:
         """Tells the matchers which rows lacked their mask. Returns those whose slot has failed for lack of it."""

@@ -1,11 +1,13 @@
 """Samples tokens on the host while later steps run, for slots with parameters that no kernel supports.
 
 On the device such a slot waits: each step computes its last known token again and writes the same KV. One of these
-steps copies its logits. When that step is done, the host samples the token, and the next launch writes it to the slot.
-So the slot gets a token in every second step or so, and the others do not wait for it.
+steps copies its logits. When that step is done and its plan is answered, the host samples the token: the next launch
+writes it to the slot, and the answer of the slot's next plan has it. So the slot gets a token in every second step or
+so, and the others do not wait for it.
 """
 
 import contextlib
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +16,17 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
-from blockyard.shared.messages import SlotResult
+from blockyard.shared.messages import SlotResult, StepPlan
+
+
+@dataclass(slots=True)
+class _CopiedRows:
+    """Rows of a step that is done, not sampled yet."""
+
+    logits: Tensor  # [any, vocab], from `copied_logits`
+    places: list[int]  # the row of each slot in them
+    slots: Ints
+    owners: Ints
 
 
 class HostSampling:
@@ -25,6 +37,8 @@ class HostSampling:
         self._pending: dict[int, int] = {}  # owner by slot, of slots whose logits a step in flight copies
         self._copied_at = np.zeros(slots.num_slots, np.int64)  # number of the last copy of each slot
         self._num_copies = 0
+        self._copied: list[_CopiedRows] = []
+        self._sampled: dict[int, tuple[int, SlotResult]] = {}  # by slot: its owner, and a result no plan has had yet
         device = slots.state.arena.device
         # steps in flight fill the GPU: with a high priority the few small kernels of the sampler start between theirs
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -32,6 +46,8 @@ class HostSampling:
     def reset(self) -> None:
         """No step is in flight."""
         self._pending.clear()
+        self._copied.clear()
+        self._sampled.clear()
 
     def choose(self, slots: Ints, counts: Ints) -> list[int]:
         """Rows of the next step whose logits it is to copy. Slots beyond the buffer's rows get a later step."""
@@ -60,16 +76,46 @@ class HostSampling:
             if self._pending.get(slot) == owner:
                 del self._pending[slot]
 
-    def sample(self, logits: Tensor, places: list[int], slots: Ints) -> list[SlotResult]:
-        """Samples a token of each slot, and sends it to the device with the next step.
+    def add(self, logits: Tensor, places: list[int], slots: Ints, owners: Ints) -> None:
+        """Has a token of each slot sampled by the next `sample`.
 
         logits [any, vocab] are from `copied_logits`, of a step that is done; places: the row of each slot in them.
         """
-        table = self._batch.slots
+        self._copied.append(_CopiedRows(logits, places, slots, owners))
+
+    def sample(self) -> None:
+        """Samples all rows that were added, and sends the tokens to the device with the next step.
+
+        To be called before the next plan is applied.
+        """
+        copied, self._copied = self._copied, []
+        for rows in copied:
+            results = self._sample(rows)
+            for owner, result in zip(rows.owners.tolist(), results, strict=True):
+                if result.token_ids or result.finish is not None:  # a row that waits for its mask has neither
+                    self._sampled[result.slot] = owner, result
+
+    def take_results(self, plan: StepPlan, results: list[SlotResult]) -> list[SlotResult]:
+        """The results of slots that run in this plan and were sampled for an earlier one, each once.
+
+        `results` are the plan's others: a slot has one in each plan.
+        """
+        if not self._sampled:
+            return []
+        table, has_result, taken = self._batch.slots, {result.slot for result in results}, list[SlotResult]()
+        for run in plan.runs:
+            if run.slot in self._sampled and run.slot not in has_result:
+                owner, result = self._sampled.pop(run.slot)
+                if table.owners[run.slot] == owner:
+                    taken.append(result)
+        return taken
+
+    def _sample(self, rows: _CopiedRows) -> list[SlotResult]:
+        table, logits, slots = self._batch.slots, rows.logits, rows.slots
         with torch.inference_mode(), self._on_stream():
             if self._stream is not None:
                 logits.record_stream(self._stream)
-            logits = logits if places == [*range(len(logits))] else logits[places]
+            logits = logits if rows.places == [*range(len(logits))] else logits[rows.places]
             sampled = self._batch.sampler.sample(logits, slots, table)
         table.advance(slots, np.ones_like(slots))
         with torch.inference_mode():

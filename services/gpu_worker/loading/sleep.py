@@ -67,6 +67,10 @@ class SleepingRunner:
     def collect(self) -> list[CompletedPlan]:
         return [] if self._runner is None else self._runner.collect()
 
+    def sample_rows(self) -> None:
+        if self._runner is not None:
+            self._runner.sample_rows()
+
     def count(self, stats: Stats) -> Stats:
         return stats if self._runner is None else self._runner.count(stats)
 

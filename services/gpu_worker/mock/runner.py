@@ -62,6 +62,9 @@ class MockRunner:
         done, self._done = self._done, []
         return done
 
+    def sample_rows(self) -> None:
+        """No row waits for the host."""
+
     def count(self, stats: Stats) -> Stats:
         return stats
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from fake_links import FakeLinks
@@ -50,6 +51,7 @@ class StubRunner:
         self.flight: list[StepPlan] = []
         self.held = False
         self.chores = 0
+        self.on_sample: Callable[[], None] = lambda: None
 
     @property
     def in_flight(self) -> int:
@@ -73,6 +75,9 @@ class StubRunner:
         self.log.append(("plan", plan.number))
         self.flight.append(plan)
 
+    def sample_rows(self) -> None:
+        self.on_sample()
+
     def collect(self) -> list[CompletedPlan]:
         done = [] if self.held else self.flight[:]
         self.flight = self.flight[len(done) :]
@@ -94,6 +99,16 @@ def test_attach_answers_with_geometry_and_block_hashes() -> None:
     it.session.handle(OLD, Attach(OLD, num_slots=9, depth=1))
     assert links.answered == [(OLD, Attached(ME, OLD, runner.geometry, [3], b"n" * 16, [5], b"h" * 16))]
     assert runner.log == [("reset", 9)]
+
+
+def test_plans_are_answered_before_rows_are_sampled_on_the_host() -> None:
+    it, links, runner = worker()
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+    answers: list[int] = []
+    runner.on_sample = lambda: answers.append(sum(isinstance(frame, StepResult) for _, frame in links.answered))
+    it.step()
+    assert answers == [1]
 
 
 def test_plans_run_in_order_and_each_is_answered() -> None:

@@ -81,6 +81,9 @@ class Runner:
     def launch(self, plan: StepPlan) -> None:
         self.flight.append(plan)
 
+    def sample_rows(self) -> None:
+        pass
+
     def collect(self) -> list[CompletedPlan]:
         done, self.flight = self.flight, []
         return [CompletedPlan(p, [SlotResult(r.slot, [5], 1) for r in p.runs], 1.0, 0.001, []) for p in done]

@@ -18,10 +18,13 @@ from reference_ops import run_ahead
 from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.sampling.sampler import Sampled
+from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.shared.messages import FinishReason, FullBlock, KVSend, Sampling, SlotRun, SlotStart, StepPlan
 
@@ -368,13 +371,70 @@ def test_a_slot_that_the_host_samples_waits_and_the_others_run_ahead(ahead: Runn
         ahead.launch(plan(number, 0, 1, starts=starts if number == 1 else []))
     first = collected(ahead)
     assert [first[n][0].token_ids for n in (1, 2, 3)] == plain_tokens
-    assert first[1][1].token_ids == host_tokens[0]
-    assert 1 not in first[2] and 1 not in first[3], "it computed the same token again and waited"
+    assert not any(1 in first[n] for n in (1, 2, 3)), "it computed the same token again and waited"
     ahead.launch(plan(4, 0, 1))
     ahead.launch(plan(5, 0, 1))
     second = collected(ahead)
-    assert (second[4][1].token_ids, second[4][1].num_computed) == (host_tokens[1], 2)
+    assert (second[4][1].token_ids, second[4][1].num_computed) == (host_tokens[0], 1)
     assert 1 not in second[5]
+    ahead.launch(plan(6, 0, 1))
+    third = collected(ahead)
+    assert (third[6][1].token_ids, third[6][1].num_computed) == (host_tokens[1], 2)
+
+
+def test_a_plan_is_answered_before_the_host_samples_its_rows(ahead: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled: list[list[int]] = []
+    sample = ahead.batch.sampler.sample
+
+    def watched(logits: torch.Tensor, slots: Ints, table: Slots) -> Sampled:
+        sampled.append(slots.tolist())
+        return sample(logits, slots, table)
+
+    monkeypatch.setattr(ahead.batch.sampler, "sample", watched)
+    ahead.reset(4)
+    starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(4, 3), host_sampled(), [4])]
+    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 1), SlotRun(1, 4)]))
+    first = collected(ahead)[1]
+    assert first[0].token_ids and (first[1].token_ids, first[1].num_computed) == ([], 3) and sampled == []
+    ahead.sample_rows()
+    ahead.sample_rows()
+    assert sampled == [[1]]
+    ahead.launch(plan(2, 0))
+    assert collected(ahead)[2].keys() == {0}, "the token waits for a plan that runs its slot"
+    ahead.launch(plan(3, 0, 1))
+    third = collected(ahead)[3]
+    assert len(third[1].token_ids) == 1 and third[1].num_computed == 4
+    ahead.launch(plan(4, 0, 1))
+    assert collected(ahead)[4][1].num_computed == 5
+
+
+@pytest.mark.parametrize("in_lockstep", [False, True])
+def test_a_token_of_a_slot_that_has_another_owner_is_dropped(ahead: Runner, in_lockstep: bool) -> None:
+    ahead.reset(4)
+    ahead.launch(plan(1, 1, starts=[started(1, prompt_of(1, 3), host_sampled(), [4])]))
+    collected(ahead)
+    ahead.sample_rows()
+    wanted = greedy(num_prompt_logprobs=1) if in_lockstep else greedy()
+    new = started(1, prompt_of(2, 5), wanted, [5])
+    ahead.launch(StepPlan(1, 2, [1], [new], [], [SlotRun(1, 2)]))
+    (result,) = collected(ahead)[2].values()
+    assert result.num_computed == 2
+
+
+def test_a_token_that_was_sampled_is_a_result_of_a_plan_in_lockstep(ahead: Runner) -> None:
+    ahead.reset(4)
+    starts = [started(1, prompt_of(1, 3), host_sampled(), [4])]
+    ahead.launch(plan(1, 1, starts=starts))
+    asked = started(2, prompt_of(4, 3), greedy(num_prompt_logprobs=1), [5])
+    ahead.launch(StepPlan(1, 2, [], [asked], [], [SlotRun(1, 1), SlotRun(2, 4)]))
+    results = collected(ahead)
+    assert (len(results[2][1].token_ids), results[2][1].num_computed) == (1, 1)
+    ahead.launch(plan(3, 1, 2))
+    ahead.launch(plan(4, 1, 2))
+    results = collected(ahead)
+    assert 1 not in results[3], "its second token was not sampled before"
+    ahead.launch(plan(5, 1, 2))
+    assert collected(ahead)[5][1].num_computed == 2
 
 
 def test_the_host_reads_the_logits_of_a_few_slots_a_step_and_each_gets_its_turn(
@@ -409,13 +469,16 @@ def test_a_slot_that_the_host_samples_fails_alone(ahead: Runner) -> None:
     for number in (2, 3, 4):
         ahead.launch(plan(number, 0, 1))
     results = collected(ahead)
-    failed = results[2][0]
-    assert (failed.finish, failed.detail) == (FinishReason.FAILED, "the model's logits are not finite")
-    assert 0 not in results[3] and 0 not in results[4]
-    assert results[2][1].finish is None and results[2][1].token_ids
-    assert bool(ahead.pool.runs[0][:, 6].isfinite().all()), "also what the steps in flight wrote"
+    assert results[2][0].token_ids and results[2][1].token_ids, "of the prompts' logits"
+    assert not any(slot in results[n] for n in (3, 4) for slot in (0, 1))
     ahead.launch(plan(5, 0, 1))
-    assert collected(ahead)[5].keys() == {1}
+    assert bool(ahead.pool.runs[0][:, 6].isfinite().all()), "also what the steps in flight wrote"
+    results = collected(ahead)
+    failed = results[5][0]
+    assert (failed.finish, failed.detail) == (FinishReason.FAILED, "the model's logits are not finite")
+    assert results[5][1].finish is None and results[5][1].token_ids
+    ahead.launch(plan(6, 0, 1))
+    assert collected(ahead)[6].keys() == {1}
 
 
 @pytest.mark.parametrize("logits_edits", [True, False])
