@@ -109,10 +109,10 @@ class PostNormLayer:
     ) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
         x = ops.add_norm(residual, delta, self._before[0])
-        delta = ops.add_norm(self._attention.apply(x, rotation, step), None, self._after[0])
+        attended = self._attention.apply(x, rotation, step)
         if rows is not None:
             residual = residual.index_select(0, rows)
-        x = ops.add_norm(residual, delta, self._before[1])
+        [x] = ops.add_normed(residual, attended, self._after[0], self._before[1:])
         return residual, ops.add_norm(self._mlp.apply(ops, x), None, self._after[1])
 
 

@@ -1,5 +1,6 @@
 """The operations between the matrix products of a decoder: an interface, and its implementation in torch."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +19,22 @@ class FusedOps(Protocol):
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Computes linear(add_norm(residual, delta, norm))."""
+
+    def add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm,
+        then: Sequence[Norm] = (),
+        *,
+        beside: tuple[Norm, Tensor, Norm] | None = None,
+        factor: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Makes residual [rows, hidden] (residual + norm(x)) * factor [1], in place.
+
+        Returns the new residual's norm by each of `then`. beside: (own, y, of_y): `norm` reads own(x) + of_y(y) instead
+        of x. May write to x.
+        """
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """Computes activation(gate) * up of gate and up side by side. May write to gate_up."""
@@ -42,6 +59,24 @@ class TorchOps:
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         return linear(self.add_norm(residual, delta, norm))
+
+    def add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm,
+        then: Sequence[Norm] = (),
+        *,
+        beside: tuple[Norm, Tensor, Norm] | None = None,
+        factor: Tensor | None = None,
+    ) -> list[Tensor]:
+        if beside is not None:
+            own, y, of_y = beside
+            x = own(x).add_(of_y(y))
+        residual.add_(norm(x))
+        if factor is not None:
+            residual.mul_(factor)
+        return [one(residual) for one in then]
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         return gate(gate_up, activation)

@@ -16,8 +16,10 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
 from blockyard.kernels.layers import act_mul as act_file
 from blockyard.kernels.layers import add_rms_norm as norm_file
+from blockyard.kernels.layers import norm_add_norm as chain_file
 from blockyard.kernels.layers.act_mul import ACTIVATIONS, act_mul, act_mul_reference
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from blockyard.kernels.layers.norm_add_norm import norm_add_norm, norm_add_norm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # norm of the difference over the norm
@@ -37,7 +39,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return empty if name == "empty" else getattr(torch, name)
 
-    for file in (norm_file, cut_file, decode_file, act_file):
+    for file in (norm_file, chain_file, cut_file, decode_file, act_file):
         monkeypatch.setattr(file, "torch", Torch())
 
 
@@ -80,6 +82,28 @@ def test_norm_with_a_weight_in_float32(dtype: torch.dtype) -> None:
     residual, weight = rows_of(3, 100, dtype), 1 + torch.randn(100, device=DEVICE) / 512  # dtype would round it
     want = add_rms_norm_reference(residual.double(), None, weight.double(), 1e-5)
     assert_close(add_rms_norm(residual, None, weight, 1e-5), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (5, 257), (0, 8)])
+@pytest.mark.parametrize(("then", "beside", "factor"), [(0, True, True), (1, False, False), (3, True, False)])
+def test_norm_add_norm(then: int, beside: bool, factor: bool, rows: int, size: int, dtype: torch.dtype) -> None:
+    residual, x, y = (rows_of(rows, size, dtype, gap) for gap in (3, 5, 7))
+    weights = [torch.randn(size, device=DEVICE).to(torch.float32 if i % 2 else dtype) for i in range(3 + then)]
+    both = (weights[1], y, weights[2]) if beside else None
+    by = torch.full((1,), 0.7, device=DEVICE, dtype=dtype) if factor else None
+    total = residual.double()
+    exact = (weights[1].double(), y.double(), weights[2].double()) if beside else None
+    norm_add_norm_reference(total, x, weights[0], 0.1, beside=exact, factor=by)
+    before = x.clone()
+    out = norm_add_norm(residual, x, weights[0], 0.1, weights[3:], beside=both, factor=by)
+    assert torch.equal(x, before)
+    assert_close(residual, total, dtype)
+    want = [add_rms_norm_reference(residual.double(), None, one.double(), 0.1) for one in weights[3:]]
+    assert len(out) == then
+    for got, one in zip(out, want, strict=True):
+        assert got.is_contiguous()
+        assert_close(got, one, dtype)
 
 
 def sequences(lengths: list[int], block_size: int, num_blocks: int) -> PagedKVMetadata:
@@ -270,6 +294,16 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="longer than"):
         wide = torch.zeros(1, norm_file.LONGEST_ROW + 1, device=DEVICE)
         add_rms_norm(wide, None, wide[0], 1e-5)
+    for given, message in (
+        ({"x": x[:1]}, "does not fit"),
+        ({"x": x.half()}, "does not fit"),
+        ({"weight": x[0, :4]}, "8 elements"),
+        ({"then": [x[0]] * 4}, "more than 3"),
+        ({"factor": x[0]}, "factor"),
+        ({"x": x.t(), "residual": x.t(), "weight": x[0, :2]}, "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            norm_add_norm(**{"residual": x, "x": x, "weight": x[0], "eps": 0.1} | given)
     with pytest.raises(ValueError, match="2 \\* inner"):
         act_mul(x[:, :3])
     with pytest.raises(ValueError, match="contiguous"):

@@ -118,12 +118,6 @@ class ExpertsBeside:
         for norm in (self.router_norm, self.before, self.after, self.after_dense):
             norm.prepare()
 
-    def apply(self, ops: FusedOps, residual: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of the dense MLP and of the experts, to be added: all [rows, hidden]."""
-        router_input = ops.add_norm(residual, None, self.router_norm)
-        routed = self.experts.apply_routed(ops.add_norm(residual, None, self.before), router_input)
-        return ops.add_norm(dense, None, self.after_dense), ops.add_norm(routed, None, self.after)
-
 
 class Gemma4Layer:
     """Norms before and after each sublayer, and a factor of the residual behind them. Implements `DecoderLayer`."""
@@ -159,14 +153,20 @@ class Gemma4Layer:
         """Implements `DecoderLayer`."""
         norms = self._norms
         x = ops.add_norm(residual, delta, norms.before_attention)
-        delta = ops.add_norm(self._attention.apply(x, rotation, step), None, norms.after_attention)
+        attended, beside = self._attention.apply(x, rotation, step), self._beside
         if rows is not None:
             residual = residual.index_select(0, rows)
-        out = self._mlp.apply(ops, ops.add_norm(residual, delta, norms.before_mlp))
-        routed = None
-        if self._beside is not None:
-            out, routed = self._beside.apply(ops, residual, out)
-        return residual.add_(ops.add_norm(out, routed, norms.after_mlp)).mul_(self._factor), None
+        if beside is None:
+            [x] = ops.add_normed(residual, attended, norms.after_attention, [norms.before_mlp])
+            ops.add_normed(residual, self._mlp.apply(ops, x), norms.after_mlp, factor=self._factor)
+            return residual, None
+        then = (norms.before_mlp, beside.before, beside.router_norm)
+        x, experts_input, router_input = ops.add_normed(residual, attended, norms.after_attention, then)
+        dense = self._mlp.apply(ops, x)
+        routed = beside.experts.apply_routed(experts_input, router_input)
+        both = (beside.after_dense, routed, beside.after)
+        ops.add_normed(residual, dense, norms.after_mlp, beside=both, factor=self._factor)
+        return residual, None
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:

@@ -26,9 +26,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": LLAMA,
     "SmolLM3ForCausalLM": LLAMA,
     "OPTForCausalLM": OPT,
+    "Gemma4ForCausalLM": LLAMA | {"head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0},
 }
 PLAIN = ["add_norm", "linear 128", "attend", "linear 64", "add_norm", "linear 192", "silu", "linear 64"]
 FUSED = ["norm+linear 128", "attend", "linear 64+add", "norm+linear 192", "silu+linear 64+add"]
+ATTENTION = ["add_norm", "linear 128", "attend", "linear 64", "norm_add_norm"]
+GEMMA4_LAYER = [*ATTENTION, "linear 192", "gelu_tanh", "linear 64", "norm_add_norm"]
 OPT_LAYER = ["linear 192", "attend", "linear 64", "linear 96", "linear 64"]
 
 
@@ -38,6 +41,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         monkeypatch.setattr(triton_ops, "add_rms_norm", self._add_rms_norm)
+        monkeypatch.setattr(triton_ops, "norm_add_norm", self._norm_add_norm)
         monkeypatch.setattr(triton_ops, "act_mul", self._act_mul)
         monkeypatch.setattr(decoder, "find_ops", lambda device: triton_ops.TritonOps())
 
@@ -70,6 +74,12 @@ class Launches:
         self.names.append("add_norm")
         return residual
 
+    def _norm_add_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, then: list[Tensor], **_: Any
+    ) -> list[Tensor]:
+        self.names.append("norm_add_norm")
+        return [residual] * len(then)
+
     def _act_mul(self, x: Tensor, activation: str) -> Tensor:
         self.names.append(activation)
         return x[:, : x.shape[1] // 2]
@@ -90,6 +100,8 @@ def test_launches_of_a_step(name: str, is_fused: bool, monkeypatch: pytest.Monke
     layers = config["num_hidden_layers"]
     if name == "OPTForCausalLM":
         expected = OPT_LAYER * layers
+    elif name == "Gemma4ForCausalLM":
+        expected = [*GEMMA4_LAYER * layers, "add_norm"]
     else:
         expected = (FUSED if is_fused else PLAIN) * layers + ["add_norm"]
     assert launches.names == [*expected, "linear 211"]
