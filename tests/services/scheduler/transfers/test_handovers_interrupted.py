@@ -1,5 +1,7 @@
 """Handovers that are interrupted between two steps: nothing is sent, counted or computed twice, and none is stuck."""
 
+import math
+
 import pytest
 
 from blockyard.services.scheduler.sequences.requests import Phase
@@ -163,4 +165,14 @@ def test_late_notices_of_the_target_seat_nothing_twice() -> None:
     it.finish()
     stats = it.world.core.stats()
     assert (stats.transfer_notices_dropped_total, stats.transfers_landed_total) == (1, 1)
+    assert len(it.starts(it.target)) == 1
+
+
+def test_a_sequence_whose_blocks_land_last_gets_a_plan_at_once() -> None:
+    """It does not wait for the check of all groups."""
+    it = Pair()
+    it.submit("a", NUM_PROMPT)
+    it.prefill()
+    it.world.core._groups._check_all_at = math.inf
+    it.finish()
     assert len(it.starts(it.target)) == 1
