@@ -151,8 +151,17 @@ LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
 LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host", "cli")
-LAYERS["services/offline"] = ("outputs", "prompts", "sampling_params", "inflight", "batch", "progress", "session")
-LAYERS["services/offline"] += ("engine_args", "metrics", "operations", "tokenizer", "beam_search", "llm", "tune")
+LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
+LAYERS["services/offline"] += (
+    "session",
+    "engine_args",
+    "metrics",
+    "operations",
+    "tokenizer",
+    "beam_search",
+    "llm",
+    "tune",
+)
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from blockyard.services.offline.answers import CompletionToolCall
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.offline.engine_args import EngineArgs
     from blockyard.services.offline.llm import LLM
@@ -24,6 +25,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "CompletionToolCall",
     "EngineArgs",
     "GenerationError",
     "GuidedDecodingParams",
@@ -42,7 +44,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'blockyard' has no attribute {name!r}")
     # services import this package too: they must not load the client of the offline API
-    from blockyard.services.offline import beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
+    from blockyard.services.offline import answers, beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
 
-    modules = (llm, outputs, prompts, beam_search, engine_args, sampling_params)
+    modules = (llm, outputs, prompts, beam_search, engine_args, sampling_params, answers)
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -2,7 +2,8 @@
 
 `LLM` reads its keywords (`engine_args`), prompts (`prompts`) and `SamplingParams`. `Session` runs the ring and its
 client on an event loop in a thread. Each call becomes a `RequestBatch`; `inflight` sends its requests as the queue has
-room, and `outputs` builds the `RequestOutput`s. The command `tune` runs a ring without requests.
+room, `answers` reads calls and reasoning, and `outputs` builds the `RequestOutput`s. The command `tune` runs a ring
+without requests.
 
 Imports: `shared`, and from `launcher` its supervision, models and flag sources. `bench` imports this package.
 """

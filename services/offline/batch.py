@@ -4,19 +4,24 @@ import asyncio
 import hashlib
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
+from blockyard.services.offline.answers import AnswerReading
 from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import ArrivalTimes, OutputCollector, RequestOutput, RingLost, request_output
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams
+from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
+
+NO_PARSERS = ToolDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,17 @@ class RequestBatch:
     """Owns the journal entries of one call. Runs on the ring's event loop."""
 
     def __init__(
-        self, name: str, requests: list[OfflineRequest], card: ModelCard, client: RingClient, limiter: InflightLimiter
+        self,
+        name: str,
+        requests: list[OfflineRequest],
+        card: ModelCard,
+        client: RingClient,
+        limiter: InflightLimiter,
+        tools: ToolDefaults = NO_PARSERS,
     ) -> None:
+        """`tools`: of the deployment, with the markers of reasoning."""
         self._name, self._requests, self._card, self._client, self._limiter = name, requests, card, client, limiter
+        self._tools = tools
         self.progress = BatchProgress()
         self._arrival = ArrivalTimes(time.time(), client.clock())
         self._queued_s: dict[str, float] = {}  # request id -> when the scheduler accepted it
@@ -102,12 +115,15 @@ class RequestBatch:
         self._limiter.send_pending()
 
     def finished(self, entry: JournalEntry) -> None:
+        if entry.request_id not in self._open:  # its text could not be read
+            return
         index = self._indexes[entry.request_id]
         request, prompt = self._requests[index], self._prompts[index]
+        reading = self._reading(request)
         text = request.prompt.text if request.prompt.text is not None else prompt.text or None
         params, queued_s = request.params, self._queued_s[entry.request_id]
         self.outputs[index] = request_output(
-            entry, text, params.choices.returned, params.num_logprobs, self._arrival, queued_s
+            entry, text, params.choices.returned, params.num_logprobs, self._arrival, queued_s, reading
         )
         self.progress.add_prompt_tokens(entry.num_prompt_tokens)
         self._ended(entry)
@@ -133,18 +149,19 @@ class RequestBatch:
         if not self._open:
             self._done.set()
 
+    def _reading(self, request: OfflineRequest) -> AnswerReading | None:
+        return request.prompt.reading if request.params.detokenize else None
+
+    def _unreadable(self, request_id: str, error: RequestError) -> None:
+        """A format of a user's file raised: this prompt fails, and its sequences end."""
+        entry = self._open.get(request_id)
+        if entry is not None:
+            self._client.dispatch.close(entry)
+            self.failed(entry, error)
+
     async def _tokenize(self) -> list[Tokenized]:
         """Tokenizes all prompts. Raises RequestError for the first one that is refused."""
-        works = [
-            msgspec.structs.replace(
-                request.prompt.work,
-                request_id=f"{self._name}-{i}",
-                bad_words=request.params.bad_words,
-                grammar=request.params.grammar,
-                max_tokens=self._card.max_model_len if request.params.truncate is None else 0,
-            )
-            for i, request in enumerate(self._requests)
-        ]
+        works = [self._work(f"{self._name}-{i}", request) for i, request in enumerate(self._requests)]
         done = await self._tokenize_all(works)
         cut = [
             kept_end(work, whole, request.params.truncate, work.want_text)
@@ -153,6 +170,21 @@ class RequestBatch:
         ]
         again = {answer.request_id: answer for answer in await self._tokenize_all(cut)}
         return [again.get(whole.request_id, whole) for whole in done]
+
+    def _work(self, request_id: str, request: OfflineRequest) -> Tokenize:
+        params, reading = request.params, request.prompt.reading
+        calls = None if reading is None or params.grammar is not None else reading.grammar
+        grammar = params.grammar if calls is None else calls.grammar
+        reasons_first = grammar is not None and not (calls is not None and calls.allows_reasoning)
+        return msgspec.structs.replace(
+            request.prompt.work,
+            request_id=request_id,
+            bad_words=params.bad_words,
+            grammar=grammar,
+            reasoning_end=self._tools.reasoning_end if reasons_first else "",
+            reasoning_start=self._tools.reasoning_start if reasons_first else "",
+            max_tokens=self._card.max_model_len if params.truncate is None else 0,
+        )
 
     async def _tokenize_all(self, works: list[Tokenize]) -> list[Tokenized]:
         tokenizer_client: TokenizerClient = self._client.tokenizer_client
@@ -176,6 +208,7 @@ class RequestBatch:
     def _entry(self, index: int) -> JournalEntry:
         request, prompt = self._requests[index], self._prompts[index]
         params, where, add_tokens = request.params, request.prompt.where, self.progress.add_output_tokens
+        reading = self._reading(request)
         sampling = finalize_sampling(
             params.sampling,
             prompt,
@@ -191,13 +224,17 @@ class RequestBatch:
             prompt_ids=prompt.token_ids,
             block_hashes=prompt.block_hashes,
             sampling=sampling,
-            text=params.text,
+            text=params.text if reading is None else reading.text_options(params.text),
             choices=[],
             priority=request.priority,
             cache_salt=request.prompt.work.cache_salt,
             beam=params.choices.beam,
         )
-        sinks = [OutputCollector(add_tokens, params.detokenize) for _ in range(params.choices.computed)]
+        sinks = []
+        for _ in range(params.choices.computed):
+            failed = partial(self._unreadable, prompt.request_id)
+            reader = None if reading is None else reading.open(prompt.reasoning_opened, failed)
+            sinks.append(OutputCollector(add_tokens, params.detokenize, reader))
         logs = [ChoiceLog(i, sink) for i, sink in enumerate(sinks)]
         return JournalEntry(frame, logs, self, self._arrival.clock_s, params.choices.returned)
 

@@ -96,7 +96,9 @@ class LLM(RingOperations):
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or a list of conversations. Otherwise like `generate`.
 
-        The chat template shows `tools`, as in requests. The text of the answer is not parsed for calls.
+        The chat template shows `tools`, as in requests, and the model decides whether to call them. With a
+        `tool_call_parser` or `reasoning_parser` of the LLM the outputs have `tool_calls`, `reasoning` and `content`;
+        `text` stays the whole text, with the markers of the formats. Calls of `strict` tools are valid by their schema.
         """
         _refuse("lora_request", lora_request)
         if chat_template_content_format not in get_args(ContentFormat):
@@ -112,6 +114,8 @@ class LLM(RingOperations):
             chat_template_kwargs,
             "" if chat_template_content_format == "auto" else chat_template_content_format,
             tools,
+            self._session.formats,
+            self._session.config.grammars,
         )
         return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, None)
 

@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from blockyard.services.offline.answers import AnswerReading, CompletionToolCall, ParsedAnswer
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
+from blockyard.shared.output_parsing.parts import Part
+from blockyard.shared.ring_client.choice_reader import ChoiceReader
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
@@ -35,6 +38,10 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | str | None = None  # the stop id or string; None for end-of-sequence
+    # as --tool-call-parser and --reasoning-parser read the text of a chat's answer, which stays whole in `text`
+    content: str | None = None  # without a parser all text
+    reasoning: str | None = None
+    tool_calls: list[CompletionToolCall] = field(default_factory=list)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -99,18 +106,21 @@ class OutputCollector:
     __slots__ = (
         "_add_tokens",
         "_detokenize",
+        "_reader",
         "finish",
         "first_s",
         "last_s",
         "logprobs",
         "num_tokens",
+        "parts",
         "stop_reason",
         "text",
     )
 
-    def __init__(self, add_tokens: Callable[[int], None], detokenize: bool) -> None:
+    def __init__(self, add_tokens: Callable[[int], None], detokenize: bool, reader: ChoiceReader | None = None) -> None:
         """`add_tokens` is called with the number of new tokens, for the progress bar."""
-        self._add_tokens, self._detokenize = add_tokens, detokenize
+        self._add_tokens, self._detokenize, self._reader = add_tokens, detokenize, reader
+        self.parts: list[Part] = []  # with a reader
         self.first_s = self.last_s = 0.0  # when its first and last tokens arrived; 0 before the first
         self.num_tokens = 0
         self.text: list[str] = []
@@ -125,6 +135,8 @@ class OutputCollector:
             self.first_s, self.last_s = self.first_s or now, now
         if self._detokenize:
             self.text.append(delta.text)
+        if self._reader is not None:
+            self.parts += self._reader.push(delta)
         self.logprobs.extend(delta.logprobs)
         if delta.finish is not None:
             self.finish, self.stop_reason = delta.finish, delta.stop_reason
@@ -145,6 +157,7 @@ def request_output(
     num_logprobs: int | None,
     arrival: ArrivalTimes,
     queued_s: float,
+    reading: AnswerReading | None = None,
 ) -> RequestOutput:
     """Builds the output of a finished entry from its `count` best choices. Their sinks are OutputCollectors."""
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
@@ -157,7 +170,7 @@ def request_output(
         request_id=entry.request_id,
         prompt=prompt,
         prompt_token_ids=unpack(entry.request.prompt_ids),
-        outputs=[_completion_output(i, choice, sink, num_logprobs) for i, (choice, sink) in enumerate(chosen)],
+        outputs=[_completion_output(i, choice, sink, num_logprobs, reading) for i, (choice, sink) in enumerate(chosen)],
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,
         finished=True,
@@ -179,17 +192,21 @@ def _metrics(sinks: list[OutputCollector], arrival: ArrivalTimes, queued_s: floa
 
 
 def _completion_output(
-    index: int, choice: ChoiceLog, sink: OutputCollector, num_logprobs: int | None
+    index: int, choice: ChoiceLog, sink: OutputCollector, num_logprobs: int | None, reading: AnswerReading | None
 ) -> CompletionOutput:
-    params = num_logprobs is not None
+    params, text = num_logprobs is not None, "".join(sink.text)
+    answer = ParsedAnswer(text) if reading is None else reading.answer(sink.parts)
     return CompletionOutput(
         index=index,
-        text="".join(sink.text),
+        text=text,
         token_ids=choice.output_ids.tolist(),
         cumulative_logprob=sum(t.logprob for t in sink.logprobs) if params else None,
         logprobs=[_position_logprobs(t, num_logprobs) for t in sink.logprobs] if num_logprobs is not None else None,
         finish_reason=REASONS.get(sink.finish) if sink.finish is not None else None,
         stop_reason=sink.stop_reason,
+        content=answer.content,
+        reasoning=answer.reasoning,
+        tool_calls=answer.tool_calls,
     )
 
 

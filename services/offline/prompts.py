@@ -7,12 +7,16 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 
+from blockyard.services.offline.answers import NO_FORMATS, AnswerReading, answer_reading
+from blockyard.services.offline.sampling_params import DEFAULT_GRAMMARS
+from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import Tokenize
 from blockyard.shared.ring_client.request_fields.chat_messages import Message, read_messages
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known
+from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 from blockyard.shared.ring_client.request_fields.sampling_fields import read_salt
-from blockyard.shared.ring_client.request_fields.tools import read_template_tools
+from blockyard.shared.ring_client.request_fields.tools import read_offered_tools
 from blockyard.shared.token_ids import pack
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -39,6 +43,7 @@ class Prompt:
     where: str  # its name in error messages
     work: Tokenize  # without request id and bad words
     text: str | None = None  # shown in outputs; None: the tokenizer's text, if it returns one
+    reading: AnswerReading | None = None  # None: the answer's text is not parsed
 
 
 def read_prompts(prompts: object, model: str) -> list[Prompt]:
@@ -63,6 +68,8 @@ class ChatOptions:
     template_kwargs: Mapping[str, Any] | None = None
     content_format: str = ""  # string or openai; "": the value of --chat-template-content-format
     tools: Sequence[Any] | None = None
+    formats: OutputFormats = NO_FORMATS  # that read the answers
+    grammars: GrammarDefaults = DEFAULT_GRAMMARS
 
 
 def with_token_ids(prompts: object, ids: object) -> object:
@@ -157,12 +164,13 @@ def _conversation(messages: object, where: str, options: ChatOptions, model: str
     except RequestError as e:
         field = e.field.replace("messages", where, 1)
         raise RequestError(f"{field}: {e}", field, code=e.code) from e
-    tools = read_template_tools(_listed(options.tools))
+    use = read_offered_tools(_listed(options.tools))
+    reading = answer_reading(use, options.formats, options.grammars)
     work = Tokenize(
         "",
         model,
         messages=data,
-        tools=tools,
+        tools=b"" if use is None else use.template_tools,
         template_kwargs=kwargs,
         chat_template=options.chat_template,
         add_generation_prompt=options.add_generation_prompt,
@@ -170,7 +178,7 @@ def _conversation(messages: object, where: str, options: ChatOptions, model: str
         content_format=options.content_format,
         want_text=True,
     )
-    return Prompt(where, work)
+    return Prompt(where, work if reading is None else reading.prompt_work(work), reading=reading)
 
 
 def _listed(tools: Sequence[Any] | None) -> object:

@@ -28,6 +28,7 @@ from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import GatewayIn, ModelCard, QueueCapacityChanged, Role, Stats
 from blockyard.shared.ring_client.client import RingClient
+from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 
 T = TypeVar("T")
 NAME = "llm"
@@ -43,6 +44,7 @@ class Session:
             run_dir = undo.enter_context(RunDir(values.maybe("run-dir", str)))
             whole = resolve(values, model_files.find(values), local_bus(run_dir.path))
             self.config: GatewayConfig = whole.gateways[0]
+            self.formats = OutputFormats.load(self.config.tools)
             self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
             gpus.check(whole.workers, os.environ)
             # `LLM.chat` passes templates of the calling script, which is trusted
@@ -85,7 +87,8 @@ class Session:
         if self._end_reason:
             raise RingLost(self._end_reason)
         self._num_batches += 1
-        batch = RequestBatch(f"llm{self._num_batches}", requests, self.card, self._client, self._limiter)
+        name, tools = f"llm{self._num_batches}", self.config.tools
+        batch = RequestBatch(name, requests, self.card, self._client, self._limiter, tools)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
 
     def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:

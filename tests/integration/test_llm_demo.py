@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -149,3 +150,25 @@ def test_beam_search(llm: LLM) -> None:
     assert [found.text for found in by_text.sequences] == texts
     with pytest.raises(ValueError, match="beam_width"):
         llm.beam_search(CODE, BeamSearchParams(beam_width=0, max_tokens=4))
+
+
+def test_calls_of_a_chat_are_read() -> None:
+    """A grammar makes the demo model write a call."""
+    call = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "get_time", "parameters": {"type": "object"}}}]
+    messages: list[dict[str, object]] = [{"role": "user", "content": "What time is it?"}]
+    with LLM("demo", tool_call_parser="hermes", log_level="error") as llm:
+        params = SamplingParams(max_tokens=80, structured_outputs={"choice": [f"Let me see.{call}"]})
+        one = first(llm.chat(messages, params, use_tqdm=False, tools=tools))
+        assert (one.text, one.content, one.reasoning) == (f"Let me see.{call}", "Let me see.", None)
+        (read,) = one.tool_calls
+        assert read.function is not None
+        assert (read.function.name, read.function.arguments) == ("get_time", '{"zone": "UTC"}')
+        messages += [
+            {"role": "assistant", "content": one.content, "tool_calls": [asdict(read)]},
+            {"role": "tool", "tool_call_id": read.id, "content": "noon"},
+        ]
+        (again,) = llm.chat(messages, SamplingParams(max_tokens=2), use_tqdm=False, tools=tools)
+        assert again.prompt is not None and '"zone": "UTC"' in again.prompt and "noon" in again.prompt
+        plain = first(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False))
+        assert plain.content == plain.text

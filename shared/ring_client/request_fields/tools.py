@@ -113,6 +113,12 @@ def read_template_tools(tools: object) -> bytes:
     return _shown(read, "tools") if read else b""
 
 
+def read_offered_tools(tools: object) -> ToolUse | None:
+    """Tools of which the model decides whether to call them. None without tools. Raises RequestError."""
+    read = _read_list(tools, "tools", False)
+    return ToolUse(ToolMode.AUTO, [tool for tool, _ in read], _shown(read, "tools")) if read else None
+
+
 def _read_list(given: object, field: str, is_older: bool) -> list[tuple[Tool, dict[str, Any]]]:
     if given is None:
         return []
