@@ -42,6 +42,10 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(
         "llama_style.llama", "Llama 2, 3 and 3.x, and releases of its shape: LongChat, Vicuna, Yi, SmolLM 2"
     ),
+    "Llama4ForCausalLM": Architecture("moe.llama4", "Llama 4, text"),
+    "Llama4ForConditionalGeneration": Architecture(
+        "moe.llama4", "Llama 4 Scout and Maverick: their text part, without pictures"
+    ),
     "GraniteMoeForCausalLM": Architecture("moe.granite_moe", "Granite 3, mixtures of experts"),
     "LLaMAForCausalLM": Architecture("llama_style.llama", "Llama 1 in early conversions"),
     "MiniMaxM2ForCausalLM": Architecture("moe.minimax_m2", "MiniMax-M2"),

@@ -19,6 +19,7 @@ def launch_arguments(
     query_start_loc: Tensor,
     scale: float,
     window: int | None,
+    chunked: bool,
     soft_cap: float | None,
     scales: Tensor | None,
     out: Tensor,
@@ -35,11 +36,22 @@ def launch_arguments(
         scale if soft_cap is not None else scale * LOG2E,
     )  # fmt: skip
     constants = {
-        "SCALED": scales is not None, "WINDOW": window or 0, "CAP": soft_cap or 0.0,
+        "SCALED": scales is not None, "WINDOW": window or 0, "CHUNKED": chunked, "CAP": soft_cap or 0.0,
         "GROUP": q.shape[1] // layer.shape[2], "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim,
         "DIM": max(next_power_of_2(head_dim), 16), "BLOCK_SIZE": layer.shape[3],
     }  # fmt: skip
     return arguments, constants
+
+
+@triton.jit
+def oldest_key(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first key that a query at `position`, not negative, attends to in a layer with a window.
+
+    CHUNKED: positions are in chunks of WINDOW, and a query attends to its own chunk. Otherwise the window slides.
+    """
+    if CHUNKED:
+        return position // WINDOW * WINDOW
+    return tl.maximum(position - WINDOW + 1, 0)
 
 
 @triton.jit
@@ -56,8 +68,8 @@ def apply_soft_cap(scores, scale, CAP: tl.constexpr):
 @triton.jit
 def attention_inner_loop(
     q, acc, l_i, m_i, positions, begin, stop, end, table_ptr, layer_ptr, head, scale,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (FlashAttention-2) over the key tiles from `begin` to `stop`: updates acc, l_i and m_i.
 
@@ -70,7 +82,7 @@ def attention_inner_loop(
         keys = start + tl.arange(0, BLOCK_N)
         valid = keys < end
         if WINDOW > 0:  # blocks behind the window may belong to another sequence
-            valid = valid & (keys > tl.min(positions, 0) - WINDOW)
+            valid = valid & (keys >= oldest_key(tl.min(positions, 0), WINDOW, CHUNKED))
         if MASK:
             blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         else:
@@ -93,7 +105,7 @@ def attention_inner_loop(
         if MASK:
             visible = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
-                visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
+                visible = visible & (keys[None, :] >= oldest_key(positions, WINDOW, CHUNKED)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(scores, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row may see none of these keys

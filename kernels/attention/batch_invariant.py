@@ -18,6 +18,7 @@ from blockyard.kernels.attention.attention_tiles import (
     find_query_tile,
     launch_arguments,
     load_queries,
+    oldest_key,
     query_positions,
 )
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
@@ -65,9 +66,10 @@ def rescale(m_i, other_m):
 def _batch_invariant_kernel(
     q_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, ml_ptr, scales_ptr, q_stride,
     table_stride, num_seqs, scale,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, SPLIT_KV: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_LEN: tl.constexpr, SPLIT_KV: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     # program (i, j, k): K/V head i of query tile j from the end; if SPLIT_KV splits k, k + programs, ..., else all
     head = tl.program_id(0)
@@ -81,7 +83,7 @@ def _batch_invariant_kernel(
     )
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(context_len + start_m // GROUP - WINDOW + 1, 0)
+        begin = oldest_key(context_len + start_m // GROUP, WINDOW, CHUNKED)
     v_scale = 1.0
     if SCALED:
         scale *= tl.load(scales_ptr)
@@ -99,7 +101,8 @@ def _batch_invariant_kernel(
         split_acc = tl.zeros([BLOCK_M, DIM], tl.float32)
         split_acc, split_l, split_m = attention_inner_loop(
             q, split_acc, split_l, split_m, positions, split * SPLIT_LEN, tl.minimum((split + 1) * SPLIT_LEN, end),
-            end, table, layer_ptr, head, scale, True, WINDOW, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+            end, table, layer_ptr, head, scale, True, WINDOW, CHUNKED, CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE,
+            BLOCK_N,
         )  # fmt: skip
         if SPLIT_KV:
             split_row = out_row * MAX_SPLITS + split
@@ -119,8 +122,8 @@ def _batch_invariant_kernel(
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "out_ptr"])
 def combine_in_order_kernel(
     slots_ptr, positions_ptr, partial_out_ptr, ml_ptr, scales_ptr, out_ptr,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    SPLIT_LEN: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr, SPLIT_LEN: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     # program (i, j): head j of row i, its sequence's only row
     row = tl.program_id(0).to(tl.int64)
@@ -128,7 +131,7 @@ def combine_in_order_kernel(
     end = tl.where(tl.load(slots_ptr + row) < 0, 0, tl.load(positions_ptr + row).to(tl.int32) + 1)
     begin = end * 0
     if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0)
+        begin = oldest_key(tl.maximum(end - 1, 0), WINDOW, CHUNKED)
     v_scale = 1.0
     if SCALED:
         v_scale = tl.load(scales_ptr + 1)
@@ -160,6 +163,7 @@ def batch_invariant_attention(
     is_decode: bool,
     soft_cap: float | None = None,
     scales: Tensor | None = None,
+    chunked: bool = False,
 ) -> None:
     """As `paged_prefill`, except that `max_seq_len` must be the same in all steps.
 
@@ -179,7 +183,7 @@ def batch_invariant_attention(
         partial_out = torch.empty((rows, heads, max_splits, head_dim), dtype=torch.float32, device=q.device)
         ml = torch.empty((rows, heads, max_splits, 2), dtype=torch.float32, device=q.device)
     arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, ml
+        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, ml
     )
     config = choose_config(head_dim, q.dtype)
     num_tiles = len(out) * (heads // kv_heads) // config.block_m + num_seqs
@@ -190,6 +194,6 @@ def batch_invariant_attention(
     if is_decode:
         combine_in_order_kernel[(rows, heads)](
             metadata.slots, metadata.positions, partial_out, ml, q if scales is None else scales, out,
-            SCALED=scales is not None, WINDOW=window or 0, HEADS=heads, HEAD_DIM=head_dim, DIM=constants["DIM"],
-            SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=1,
+            SCALED=scales is not None, WINDOW=window or 0, CHUNKED=chunked, HEADS=heads, HEAD_DIM=head_dim,
+            DIM=constants["DIM"], SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=1,
         )  # fmt: skip

@@ -48,10 +48,11 @@ def fused_decode_reference(
     scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight.to(qkv.dtype), norm.eps)
     rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps)
-    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap)
+    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap, chunked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,9 @@ class SplitSemaphores:
 def _fused_decode_kernel(
     qkv_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, rotation_ptr, norm_weight_ptr, scales_ptr,
     partial_out_ptr, lse_ptr, semaphores_ptr, out_ptr, row_stride, table_stride, scale, eps,
-    FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr,
-    NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
+    FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
+    NORM: tl.constexpr, NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
     MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (s, j, i): split s of the keys of row i for query head j; lanes are combined at the end
@@ -91,7 +92,7 @@ def _fused_decode_kernel(
     head = q_head // GROUP
     slot = tl.load(slots_ptr + row)
     position = tl.where(slot >= 0, tl.load(positions_ptr + row), 0).to(tl.int32)
-    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(0), WINDOW, MIN_KEYS)
+    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(0), WINDOW, CHUNKED, MIN_KEYS)
     table = tables_ptr + slot * table_stride
     k, v = load_kv_tile(begin, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
     lanes, dims = tl.arange(0, LANES)[:, None], tl.arange(0, DIM)
@@ -167,6 +168,7 @@ def fused_decode(
     soft_cap: float | None = None,
     scales: Tensor | None = None,
     config: FusedDecodeConfig | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """As `rope_write_kv` and then `paged_decode`, one row a sequence -> [rows, heads * head_dim].
 
@@ -196,9 +198,9 @@ def fused_decode(
         *arguments, partial_out, lse, semaphores.counts, out, qkv.stride(0), metadata.tables.stride(0),
         scale if soft_cap is not None else scale * LOG2E,
         0.0 if norm is None else norm.eps,
-        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None, NORM=norm is not None,
-        NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, CHUNKED=chunked, GROUP=group,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None,
+        NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes, MAX_SPLITS=next_power_of_2(max_splits),
         SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,
         num_warps=config.warps, num_stages=2, **pdl_options(pdl),

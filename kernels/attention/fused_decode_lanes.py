@@ -8,7 +8,7 @@ lanes are combined.
 import triton
 import triton.language as tl
 
-from blockyard.kernels.attention.attention_tiles import apply_soft_cap
+from blockyard.kernels.attention.attention_tiles import apply_soft_cap, oldest_key
 from blockyard.kernels.attention.combine import is_last_split
 
 
@@ -80,11 +80,13 @@ def combine_head_splits(
 
 
 @triton.jit
-def split_key_range(position, split, max_splits, WINDOW: tl.constexpr, MIN_KEYS: tl.constexpr):
+def split_key_range(
+    position, split, max_splits, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MIN_KEYS: tl.constexpr
+):  # fmt: skip
     """First and end key of a split, all older than the new key, and the number of splits, at most `max_splits`."""
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(position + 1 - WINDOW, 0)
+        first = oldest_key(position, WINDOW, CHUNKED)
     keys = position - first
     num_splits = tl.minimum(tl.maximum(tl.cdiv(keys, MIN_KEYS), 1), max_splits)
     keys_per_split = tl.cdiv(tl.cdiv(keys, num_splits), 16) * 16

@@ -31,10 +31,16 @@ _COMBINE_IN_KERNEL_ROWS = 48  # from so many rows on the last program combines: 
 
 
 def paged_decode_reference(
-    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, scale: float, window: int | None, soft_cap: float | None = None
+    q: Tensor,
+    layer: Tensor,
+    metadata: PagedKVMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     starts = torch.arange(len(q) + 1, device=q.device)  # each row is a prefill of one token
-    return paged_prefill_reference(q, layer, metadata, starts, scale, window, soft_cap)
+    return paged_prefill_reference(q, layer, metadata, starts, scale, window, soft_cap, chunked)
 
 
 @triton.jit
@@ -122,11 +128,13 @@ def _paged_decode_kernel(
 
 
 def schedule_decode(
-    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, window: int | None, max_seq_len: int
+    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, window: int | None, max_seq_len: int, chunked: bool = False
 ) -> SplitKVSchedule:
     """The schedule of a step for `paged_decode`, for all layers of this shape and window."""
     _, heads, head_dim = q.shape
-    return schedule_split_kv(metadata, heads, layer.shape[2], head_dim, window, max_seq_len, _num_programs(layer))
+    return schedule_split_kv(
+        metadata, heads, layer.shape[2], head_dim, window, max_seq_len, _num_programs(layer), chunked
+    )
 
 
 def paged_decode(
@@ -140,14 +148,15 @@ def paged_decode(
     soft_cap: float | None = None,
     schedule: SplitKVSchedule | None = None,
     scales: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim] -> out
     [rows, heads * head_dim], contiguous, allocated if None; zeros in padding rows.
 
-    window: a row sees this many of its last keys, None all. max_seq_len: a bound of positions, which only sizes
-    buffers. soft_cap: scores become soft_cap * tanh(score / soft_cap). schedule: of `schedule_decode`, made here if
-    None. scales: of an 8-bit cache, see `check_kv_dtype`. Blocks and positions are not checked on device. Raises
-    ValueError for other shapes and dtypes.
+    window: a row sees this many of its last keys, None all; chunked: of its chunk of `window` positions.
+    max_seq_len: a bound of positions, which only sizes buffers. soft_cap: scores become soft_cap * tanh(score /
+    soft_cap). schedule: of `schedule_decode`, made here if None. scales: of an 8-bit cache, see `check_kv_dtype`.
+    Blocks and positions are not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
@@ -159,7 +168,7 @@ def paged_decode(
     if rows == 0:
         return out
     if schedule is None:
-        schedule = schedule_decode(q, layer, metadata, window, max_seq_len)
+        schedule = schedule_decode(q, layer, metadata, window, max_seq_len, chunked)
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, head_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)

@@ -20,6 +20,7 @@ from blockyard.kernels.attention.attention_tiles import (
     find_query_tile,
     launch_arguments,
     load_queries,
+    oldest_key,
     query_positions,
 )
 from blockyard.kernels.attention.combine import combine_prefill_kernel
@@ -64,6 +65,7 @@ def paged_prefill_reference(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    chunked: bool = False,
 ) -> Tensor:
     kv_heads, block_size, head_dim = layer.shape[2:]
     out = torch.zeros_like(q)
@@ -83,7 +85,7 @@ def paged_prefill_reference(
         key = torch.arange(length, device=q.device)
         visible = key <= position
         if window is not None:
-            visible &= key > position - window
+            visible &= key >= (position // window * window if chunked else position - window + 1)
         p = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         hidden = torch.where(visible.any(0)[:, None], values, 0)  # values that no row sees may be NaN
         out[start:end] = (p @ hidden[:, None]).permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
@@ -97,9 +99,9 @@ def paged_prefill_reference(
 def _paged_prefill_kernel(
     q_ptr, layer_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, lse_ptr, scales_ptr, q_stride,
     table_stride, num_seqs, scale,
-    SCALED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_KV: tl.constexpr,
+    SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_KV: tl.constexpr,
 ):  # fmt: skip
     # program (i, j, k): split k of the keys of K/V head i of query tile j from the end: the longest come first
     head = tl.program_id(0)
@@ -114,8 +116,8 @@ def _paged_prefill_kernel(
     first_position = context_len + start_m // GROUP
     begin, unmasked_from = 0, 0
     if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        unmasked_from = tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        begin = oldest_key(first_position, WINDOW, CHUNKED) // BLOCK_N * BLOCK_N
+        unmasked_from = tl.cdiv(oldest_key(tl.maximum(end - 1, 0), WINDOW, CHUNKED), BLOCK_N) * BLOCK_N
     stop = end
     if SPLIT_KV:
         split_keys = tl.cdiv(tl.cdiv(end - begin, BLOCK_N), tl.num_programs(2)) * BLOCK_N
@@ -136,17 +138,17 @@ def _paged_prefill_kernel(
     if WINDOW > 0:
         masked_to = tl.maximum(tl.minimum(unmasked_from, unmasked_to), begin)
         acc, l_i, m_i = attention_inner_loop(
-            q, acc, l_i, m_i, positions, begin, masked_to, end, table, layer_ptr, head, scale, True, WINDOW, CAP,
-            KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+            q, acc, l_i, m_i, positions, begin, masked_to, end, table, layer_ptr, head, scale, True, WINDOW, CHUNKED,
+            CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
         begin = masked_to
     acc, l_i, m_i = attention_inner_loop(
-        q, acc, l_i, m_i, positions, begin, unmasked_to, end, table, layer_ptr, head, scale, False, WINDOW, CAP,
-        KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+        q, acc, l_i, m_i, positions, begin, unmasked_to, end, table, layer_ptr, head, scale, False, WINDOW, CHUNKED,
+        CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     acc, l_i, m_i = attention_inner_loop(
-        q, acc, l_i, m_i, positions, unmasked_to, stop, end, table, layer_ptr, head, scale, True, WINDOW, CAP,
-        KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
+        q, acc, l_i, m_i, positions, unmasked_to, stop, end, table, layer_ptr, head, scale, True, WINDOW, CHUNKED,
+        CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros where a row sees no key
     out_row = (row - tl.load(query_start_ptr)) * (KV_HEADS * GROUP) + heads
@@ -167,15 +169,17 @@ def paged_prefill(
     out: Tensor,
     soft_cap: float | None = None,
     scales: Tensor | None = None,
+    chunked: bool = False,
 ) -> None:
     """Causal attention of the rows from query_start_loc[0] on, whose K and V are all in the cache already.
 
     q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim].
     query_start_loc [num_seqs + 1] int32: first row of each sequence, then `rows`; rows of a sequence are adjacent, in
-    the order of their positions. window: a token sees this many of its last keys, None all. soft_cap: scores become
-    soft_cap * tanh(score / soft_cap). max_seq_len: a bound of positions, which only decides how work is shared. scales:
-    of an 8-bit cache, see `check_kv_dtype`. out [rows - query_start_loc[0], heads * head_dim], contiguous, is written
-    whole, with zeros for padding sequences. Blocks, positions and query_start_loc are not checked on device. Raises
+    the order of their positions. window: a token sees this many of its last keys, None all; chunked: positions are
+    in chunks of `window`, and a token sees its own. soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    max_seq_len: a bound of positions, which only decides how work is shared. scales: of an 8-bit cache, see
+    `check_kv_dtype`. out [rows - query_start_loc[0], heads * head_dim], contiguous, is written whole, with zeros for
+    padding sequences. Blocks, positions and query_start_loc are not checked on device. Raises
     ValueError for other shapes and dtypes.
     """
     _, heads, head_dim = q.shape
@@ -200,7 +204,7 @@ def paged_prefill(
         partial_out = torch.empty((len(out), heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((len(out), heads, num_splits), dtype=torch.float32, device=q.device)
     arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, soft_cap, scales, partial_out, lse
+        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, lse
     )
     if hopper:
         prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockyard.kernels.attention.attention_tiles import oldest_key
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
@@ -40,13 +41,13 @@ class SplitKVSchedule:
 
 
 @triton.jit
-def _key_range(row, slots_ptr, positions_ptr, rows, WINDOW: tl.constexpr):
+def _key_range(row, slots_ptr, positions_ptr, rows, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """Returns the slot, first key and end of keys of a row."""
     slot = tl.load(slots_ptr + row, mask=row < rows, other=-1).to(tl.int32)
     end = tl.load(positions_ptr + row, mask=slot >= 0, other=-1).to(tl.int32) + 1
     first = tl.zeros_like(end)
     if WINDOW > 0:
-        first = tl.maximum(end - WINDOW, 0)
+        first = oldest_key(tl.maximum(end - 1, 0), WINDOW, CHUNKED)
     return slot, first, end
 
 
@@ -64,13 +65,13 @@ def _put_in_line(tiles, exists, rows, programs, SLACK: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
 def _split_kv_kernel(
     slots_ptr, positions_ptr, work_ptr, starts_ptr, row_splits_ptr, semaphores_ptr, rows, max_splits, programs,
-    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLACK: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,
+    BLOCK_N: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     # program i: splits, and starts of programs, i * ITEMS to (i + 1) * ITEMS - 1; every program reads all rows
     row = tl.arange(0, ROWS)
     exists = row < rows
-    slot, first, end = _key_range(row, slots_ptr, positions_ptr, rows, WINDOW)
+    slot, first, end = _key_range(row, slots_ptr, positions_ptr, rows, WINDOW, CHUNKED)
     tiles = tl.cdiv(end - first, BLOCK_N)
     place, share = _put_in_line(tiles, exists, rows, programs, SLACK)
     first_program = place // share
@@ -109,10 +110,12 @@ def schedule_split_kv(
     window: int | None,
     max_seq_len: int,
     programs: int,
+    chunked: bool = False,
 ) -> SplitKVSchedule:
     """Schedules attention to the last `window` keys, None all, for `programs` programs of all K/V heads together.
 
-    `max_seq_len` bounds the rows' positions and only sizes buffers. Raises ValueError for other shapes and dtypes.
+    chunked: to the keys of the row's chunk of `window` positions instead. `max_seq_len` bounds the rows'
+    positions and only sizes buffers. Raises ValueError for other shapes and dtypes.
     """
     rows, device = len(metadata.slots), metadata.slots.device
     metadata.check(rows)
@@ -132,7 +135,7 @@ def schedule_split_kv(
     _split_kv_kernel[(ceil_div(max(max_splits, of_head + 1), _ITEMS),)](
         metadata.slots, metadata.positions, schedule.work, schedule.starts, schedule.row_splits, schedule.semaphores,
         rows, max_splits, of_head,
-        WINDOW=window or 0, KV_HEADS=kv_heads, ROWS=width, ITEMS=_ITEMS, BLOCK_N=BLOCK_N, SLACK=SLACK,
-        num_warps=8 if width <= 256 else 16,
+        WINDOW=window or 0, CHUNKED=chunked, KV_HEADS=kv_heads, ROWS=width, ITEMS=_ITEMS, BLOCK_N=BLOCK_N,
+        SLACK=SLACK, num_warps=8 if width <= 256 else 16,
     )  # fmt: skip
     return schedule

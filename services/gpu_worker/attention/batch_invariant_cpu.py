@@ -51,16 +51,17 @@ class BatchInvariantCpuAttention:
                 values = normed[:, rotated:]
         if rotation is not None:
             apply_rope_reference(qk, rotation)
-        rows = self._rows[LayerKind.of(attention).kept_heads]
+        kind = LayerKind.of(attention)
+        rows = self._rows[kind.kept_heads]
         write_kv_reference(self._pool.rows[layer], rows, torch.cat((qk[:, heads:], values), 1))
         out = qkv.new_empty((len(qkv), heads, attention.latent_dim or attention.head_dim))
-        row, window = 0, attention.window
+        row = 0
         for table, count, length in self._seqs:
             blocks = torch.from_numpy(table[: -(-length // self._pool.block_size)])
             # [planes, kv_heads, tokens, dim]
             known = self._pool.layers[layer][blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)
             for end in range(length - count + 1, length + 1):
-                first = 0 if window is None else max(end - window, 0)
+                first = max(kind.oldest_keys(end - 1), 0)
                 both = split_kv(known[None, :, :, first:end].contiguous(), attention.latent_dim)
                 keys, values = both[0][0], both[1][0]
                 q = qk[row, :heads].reshape(attention.kv_heads, -1, attention.head_dim)

@@ -1,7 +1,7 @@
 """Attention of one step on the CPU: gathers K and V from the paged cache and multiplies with torch."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from blockyard.services.gpu_worker.attention.absorbed import attend_absorbed
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.step import LatentRows
+
+Positions = TypeVar("Positions", int, Ints, Tensor)
 
 EXTRA_TOKENS = 64  # capacity beyond the longest sequence, for the next decode steps
 MAX_BYTES = 256 << 20  # limit of gathered K and V, a second copy; above it, each step gathers again
@@ -109,12 +111,19 @@ class LayerKind(NamedTuple):
     """Layers whose attention metadata are equal."""
 
     window: int | None
+    chunked: bool  # see `AttentionShape`
     kept_heads: int  # of K and of V together
 
     @staticmethod
     def of(shape: AttentionShape) -> "LayerKind":
         planes, heads, _ = shape.kept
-        return LayerKind(shape.window, planes * heads)
+        return LayerKind(shape.window, shape.chunked, planes * heads)
+
+    def oldest_keys(self, positions: Positions) -> Positions:
+        """The first key that each of these positions attends to; negative or 0: all, as where there is no window."""
+        if self.window is None:
+            return positions - positions
+        return positions - positions % self.window if self.chunked else positions - self.window + 1
 
 
 class CpuAttention:

@@ -89,7 +89,7 @@ class CpuMetadataBuilder:
                 if kind.window is None:
                     decodes = self._full_decodes(kind, *part, owners[:num_decodes])
                 else:
-                    decodes = [self._windowed_decodes(kind, kind.window, *part)]
+                    decodes = [self._windowed_decodes(kind, *part)]
             prefills = self._prefills(kind, tables, counts, lengths, num_decodes)
             metadata[kind] = KindMetadata(rows[kind.kept_heads], decodes, prefills)
         return CpuAttention(pool, metadata)
@@ -125,10 +125,10 @@ class CpuMetadataBuilder:
             gathered, num = None, -(-length // size)
         return Decodes(start, count, length, self._chunks(kind, tables[:, :num]), mask, gathered)
 
-    def _windowed_decodes(self, kind: LayerKind, window: int, tables: Ints, lengths: Ints) -> Decodes:
+    def _windowed_decodes(self, kind: LayerKind, tables: Ints, lengths: Ints) -> Decodes:
         """Builds the decodes of layers with a window. Blocks before the window are not read."""
         size = self._pool.block_size
-        first = np.maximum(lengths - window, 0)
+        first = np.maximum(kind.oldest_keys(lengths - 1), 0)
         skipped = first // size
         end, begin = lengths - skipped * size, first - skipped * size
         length = int(end.max())
@@ -148,16 +148,16 @@ class CpuMetadataBuilder:
 
     def _prefill(self, kind: LayerKind, table: Ints, count: int, length: int, start: int) -> Prefill:
         size, window = self._pool.block_size, kind.window
-        oldest = 0 if window is None else max(length - count - window + 1, 0)
-        skipped = oldest // size
-        length -= skipped * size
+        skipped = max(kind.oldest_keys(length - count), 0) // size
+        passed = skipped * size
+        length -= passed
         mask = None
         if count != length or (window is not None and window < length):
             queries = torch.arange(length - count, length, device=self._pool.device)[:, None]
             keys = torch.arange(length, device=self._pool.device)
             seen = keys <= queries
             if window is not None:
-                seen &= keys > queries - window
+                seen &= keys >= kind.oldest_keys(queries + passed) - passed
             mask = self._mask(seen)
         return Prefill(start, count, length, self._chunks(kind, table[:, skipped : skipped + -(-length // size)]), mask)
 

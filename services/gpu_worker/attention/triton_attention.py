@@ -57,12 +57,12 @@ class TritonKernel(Protocol):
 
 class SplitKVDecode(TritonKernel):
     def schedule(self, q: Tensor, kv: LayerKV, rows: KernelRows) -> SplitKVSchedule:
-        return schedule_decode(q, kv.memory, rows.metadata, kv.shape.window, rows.max_seq_len)
+        return schedule_decode(q, kv.memory, rows.metadata, kv.shape.window, rows.max_seq_len, kv.shape.chunked)
 
     def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
         scale, window, cap = kv.shape.scale, kv.shape.window, kv.shape.soft_cap
         most = rows.max_seq_len
-        paged_decode(q, kv.memory, rows.metadata, scale, window, most, out, cap, schedule, kv.scales)
+        paged_decode(q, kv.memory, rows.metadata, scale, window, most, out, cap, schedule, kv.scales, kv.shape.chunked)
 
 
 class PagedPrefill(TritonKernel):
@@ -70,7 +70,7 @@ class PagedPrefill(TritonKernel):
         assert rows.query_start_loc is not None
         scale, window, cap = kv.shape.scale, kv.shape.window, kv.shape.soft_cap
         starts, most = rows.query_start_loc, rows.max_seq_len
-        paged_prefill(q, kv.memory, rows.metadata, starts, scale, window, most, out, cap, kv.scales)
+        paged_prefill(q, kv.memory, rows.metadata, starts, scale, window, most, out, cap, kv.scales, kv.shape.chunked)
 
 
 class BatchInvariant(TritonKernel):
@@ -84,7 +84,18 @@ class BatchInvariant(TritonKernel):
             starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
         scale, window, cap = kv.shape.scale, kv.shape.window, kv.shape.soft_cap
         batch_invariant_attention(
-            q, kv.memory, rows.metadata, starts, scale, window, most, out, is_decode, cap, kv.scales
+            q,
+            kv.memory,
+            rows.metadata,
+            starts,
+            scale,
+            window,
+            most,
+            out,
+            is_decode,
+            cap,
+            kv.scales,
+            kv.shape.chunked,
         )
 
 
@@ -153,6 +164,7 @@ class FusedDecodeAttention:
             self._semaphores,
             shape.soft_cap,
             scales,
+            chunked=shape.chunked,
         )
 
 
@@ -177,7 +189,8 @@ class TritonAttention:
         self._decodes = KernelRows(decodes, None, metadata.max_seq_len)
         self._prefills = None if starts is None else KernelRows(rows, starts, metadata.prefill_max_seq_len)
         self._decode, self._prefill, self._latent = decode, prefill, latent
-        self._schedules: dict[tuple[int | None, int, int, int], SplitKVSchedule | None] = {}  # key: see `__call__`
+        # by window, its kind, and the numbers of heads and their size
+        self._schedules: dict[tuple[int | None, bool, int, int, int], SplitKVSchedule | None] = {}
         self._side: torch.cuda.Stream | None = None  # stream of the prefills of this layer
 
     def __call__(
@@ -201,7 +214,7 @@ class TritonAttention:
         if self._logits_indices is not None and layer == len(self._shapes) - 1:
             return self._last(q, kv, self._logits_indices)
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
-        key, schedule = (shape.window, shape.num_heads, shape.kv_heads, shape.head_dim), None
+        key, schedule = (shape.window, shape.chunked, shape.num_heads, shape.kv_heads, shape.head_dim), None
         if num_decodes:
             if key not in self._schedules:  # all layers with this key share one schedule
                 self._schedules[key] = self._decode.schedule(q[:num_decodes], kv, self._decodes)

@@ -25,6 +25,7 @@ class AttentionShape:
     head_dim: int  # of q and K
     scale: float  # factor of q @ k before the softmax
     window: int | None = None  # number of last keys, its own included, that a token attends to; None: all
+    chunked: bool = False  # positions are in chunks of `window`, and a token attends to its own; otherwise it slides
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap); None: not
     latent_dim: int | None = None  # V is the first so many numbers of K, and is not stored; None: V is as large as K
     plain_dim: int | None = None  # of a latent layer, in a head of q and K before absorption: numbers not rotated

@@ -37,12 +37,29 @@ def separate_experts(
 
 
 def stacked_experts(
-    table: WeightTable, gate_up_name: str, down_name: str, num_experts: int, hidden: int, inner: int
+    table: WeightTable,
+    gate_up_name: str,
+    down_name: str,
+    num_experts: int,
+    hidden: int,
+    inner: int,
+    *,
+    transposed: bool = False,
 ) -> ExpertWeights:
-    """Weights of which the checkpoint has two: [experts, 2 * inner, hidden] and [experts, hidden, inner]."""
+    """Weights of which the checkpoint has two: [experts, 2 * inner, hidden] and [experts, hidden, inner].
+
+    transposed: the checkpoint has them as [experts, hidden, 2 * inner] and [experts, inner, hidden].
+    """
     weights = ExpertWeights(
         gate_up=table.empty(num_experts, 2 * inner, hidden), down=table.empty(num_experts, hidden, inner)
     )
-    table.place(gate_up_name, weights.gate_up, tuple(weights.gate_up.shape))
-    table.place(down_name, weights.down, tuple(weights.down.shape))
+    for name, target in ((gate_up_name, weights.gate_up), (down_name, weights.down)):
+        if transposed:
+            table.place(name, target, tuple(target.mT.shape), _transpose)
+        else:
+            table.place(name, target, tuple(target.shape))
     return weights
+
+
+def _transpose(stored: Tensor) -> Tensor:
+    return stored.mT

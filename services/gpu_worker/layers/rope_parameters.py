@@ -11,7 +11,7 @@ from blockyard.shared.errors import ConfigError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 DEFAULT_THETA = 10000.0
-FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in `layer_types`
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"  # in `layer_types`
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -114,8 +114,6 @@ def _check(rope: RopeParameters) -> None:
         raise ConfigError(f"config.json: rope type {rope.rope_type!r} needs `factor`")
     if rope.rope_type == "llama3" and (rope.low_freq_factor is None or rope.high_freq_factor is None):
         raise ConfigError("config.json: rope type 'llama3' needs `low_freq_factor` and `high_freq_factor`")
-    if rope.rope_type == "llama3" and rope.low_freq_factor == rope.high_freq_factor:
-        raise ConfigError(f"config.json: low_freq_factor and high_freq_factor are both {rope.low_freq_factor:g}")
     if rope.rope_type == "longrope" and (rope.short_factor is None or rope.long_factor is None):
         raise ConfigError("config.json: rope type 'longrope' needs `short_factor` and `long_factor`")
     if rope.llama_4_scaling_beta is not None and rope.original_max_position_embeddings is None:

@@ -62,10 +62,34 @@ class RotaryEmbedding:
         )
 
 
+class QueryScales:
+    """Queries that grow with the logarithm of their position, in layers that do not rotate
+    (https://arxiv.org/abs/2501.19399)."""
+
+    rotary_dim = 0
+
+    def __init__(self, floor_scale: int, factor: float, max_positions: int) -> None:
+        """floor_scale: positions that have the same scale. factor: of the logarithm."""
+        self.max_positions = max_positions
+        self._floor_scale, self._factor = floor_scale, factor
+        self._scales: Tensor | None = None  # [positions, 1, 1]
+
+    def prepare(self, max_model_len: int, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Computes the scales for sequences of up to this length."""
+        counted = torch.arange(1, max_model_len + 1).div(self._floor_scale, rounding_mode="floor")
+        self._scales = (1 + self._factor * torch.log1p(counted)).to(device, dtype)[:, None, None]
+        return []
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """Looks up the scales of positions [tokens]."""
+        assert self._scales is not None
+        return Rotation(query_scale=self._scales.index_select(0, positions))
+
+
 class LayerRotations:
     """The rotations of each layer of a model. Layers of one kind share theirs."""
 
-    def __init__(self, layers: Sequence[RotaryEmbedding | None]) -> None:
+    def __init__(self, layers: Sequence[RotaryEmbedding | QueryScales | None]) -> None:
         """layers: of each layer; None: its q and k are not rotated."""
         self._layers = layers
         self._kinds = list({id(rotary): rotary for rotary in layers if rotary is not None}.values())
@@ -177,6 +201,8 @@ def _llama3(rope: RopeParameters, inverse: Tensor) -> Tensor:
     low, high, trained = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
     scaled = torch.where(wavelength > trained / low, inverse / _factor(rope), inverse)
+    if low == high:  # as in Llama 4: nothing is in between
+        return scaled
     smooth = (trained / wavelength - low) / (high - low)
     between = (1 - smooth) * scaled / _factor(rope) + smooth * scaled
     is_between = ~(wavelength < trained / high) & ~(wavelength > trained / low)

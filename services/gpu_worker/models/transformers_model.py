@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
+from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.step import Step
@@ -28,7 +30,10 @@ from blockyard.shared.errors import ConfigError
 NAME = "blockyard"  # of our attention among those of transformers
 PROBE_TOKENS = 3
 # what a module may raise that our way of running does not fit
-PROBLEMS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError)
+PROBLEMS = (
+    *(RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, ImportError),
+    StrictDataclassError,  # a config that contradicts itself
+)
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
@@ -192,6 +197,8 @@ def make_on_meta(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
         names = config["architectures"]
         known = find_architecture(names) is not None
         raise ConfigError(cause if known else f"{describe_unsupported(names)}; {cause}") from e
+    if CHUNKED in (getattr(causal.config, "layer_types", None) or ()):
+        raise ConfigError(f"--model-impl transformers: layers with {CHUNKED} are not supported")
     if not hasattr(causal, causal.base_model_prefix):
         raise ConfigError(f"--model-impl transformers: {type(causal).__name__} has no decoder apart from its head")
     return causal.eval(), hf_config

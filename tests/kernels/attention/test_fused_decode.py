@@ -71,6 +71,7 @@ class Case:
         soft_cap: float | None,
         *,
         with_values: bool = False,
+        chunked: bool = False,
     ) -> None:
         wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
@@ -80,11 +81,13 @@ class Case:
         weight = torch.cat((self.norm_weight, self.values_weight)) if with_values else self.norm_weight
         norm = None if plain else RMSNorm(weight.to(weight_dtype), 1e-6)
         want_layer = layer.double()
-        want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap)
+        want = fused_decode_reference(
+            qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap, chunked
+        )
         semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
         for _ in range(2):  # the counters that the first call leaves serve the second
             got = fused_decode(
-                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap=soft_cap
+                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap, chunked=chunked
             )
             assert_close(got, want, dtype)
             assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
@@ -141,6 +144,13 @@ def test_fused_decode(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_are_normalised(dtype: torch.dtype) -> None:
     Case([20, 1, 70], 4, 2, 16, 8).check(dtype, False, None, None, with_values=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [20, 64, 100])
+def test_rows_attend_within_their_chunk(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    Case([64, 65, 0, 90], 2, 1, 16, 8).check(dtype, False, chunk, None, chunked=True)
 
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)

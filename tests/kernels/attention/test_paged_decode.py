@@ -162,6 +162,17 @@ def test_paged_decode(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [64, 20, 500])
+def test_decodes_attend_within_their_chunk(chunk: int, dtype: torch.dtype) -> None:
+    """Last keys of a chunk, first ones, rows of no slot, and chunks of several splits."""
+    seqs = sequences([64, 65, 0, 130, 300], 8, 190)
+    layer = pool_layer(seqs, 190, 2, 8, 16).to(DEVICE, dtype)
+    q = torch.randn(5, 4, 16, device=DEVICE).to(dtype)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, chunk, chunked=True)
+    assert_close(paged_decode(q, layer, seqs, 0.2, chunk, max_seq_len=400, chunked=True), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("reduce_rows", [0, 99])
 def test_splits_are_combined_layer_by_layer(

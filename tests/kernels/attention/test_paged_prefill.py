@@ -74,14 +74,23 @@ class Case:
         self.q = torch.randn(int(counts.sum()), (heads + 3) * head_dim + 2, device=DEVICE)
         self.shape = (heads, head_dim)
 
-    def run(self, dtype: torch.dtype, window: int | None, soft_cap: float | None = None, longest: int = 400) -> None:
+    def run(
+        self,
+        dtype: torch.dtype,
+        window: int | None,
+        soft_cap: float | None = None,
+        longest: int = 400,
+        chunked: bool = False,
+    ) -> None:
         heads, head_dim = self.shape
         rows, layer = len(self.q), self.layer.to(dtype)
         q = self.q.to(dtype)[:, : (heads + 3) * head_dim].view(rows, heads + 3, head_dim)[:, :heads]
         prefills = rows - int(self.starts[0])
         out = torch.full((prefills, heads * head_dim), float("nan"), dtype=dtype, device=DEVICE)
-        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out, soft_cap)
-        want = paged_prefill_reference(q.double(), layer.double(), self.seqs, self.starts, 0.2, window, soft_cap)
+        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out, soft_cap, None, chunked)
+        want = paged_prefill_reference(
+            q.double(), layer.double(), self.seqs, self.starts, 0.2, window, soft_cap, chunked
+        )
         assert not out.isnan().any()
         error = float((out.double() - want).norm() / want.norm().clamp_min(1e-12))
         assert error <= ERROR[dtype], f"relative error {error}"
@@ -114,6 +123,37 @@ def test_paged_prefill(
     Case(seqs, heads, kv_heads, head_dim, block_size).run(dtype, window)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("seqs", "chunk"),
+    [
+        ([(0, 150), (30, 40)], 64),  # query tiles on both sides of a border, and chunks of whole key tiles
+        ([(63, 3), (64, 2), (0, 7), (130, 5)], 64),
+        ([(100, 30), (10, 60), (-1, 3)], 20),  # borders inside of key tiles
+        ([(0, 90)], 200),
+    ],
+)
+def test_tokens_attend_within_their_chunk(seqs: list[tuple[int, int]], chunk: int, dtype: torch.dtype) -> None:
+    Case(seqs, 4, 2, 16, 8).run(dtype, chunk, chunked=True)
+
+
+def test_the_reference_of_chunks() -> None:
+    """A token's output is that of a sequence which begins at its chunk."""
+    case = Case([(0, 30)], 2, 1, 16, 4)
+    q, layer, scale = case.q[:, :32].view(30, 2, 16), case.layer.nan_to_num(), 0.2
+    got = paged_prefill_reference(q, layer, case.seqs, case.starts, scale, 12, None, chunked=True)
+    table = case.seqs.tables[case.seqs.slots[0]]
+    for begin, end in ((0, 12), (12, 24), (24, 30)):
+        shifted = PagedKVMetadata(
+            torch.zeros(end - begin, dtype=torch.int64, device=DEVICE),
+            torch.arange(end - begin, device=DEVICE),
+            table[None, begin // 4 :],
+        )
+        starts = torch.tensor([0, end - begin], device=DEVICE)
+        alone = paged_prefill_reference(q[begin:end], layer, shifted, starts, scale, None, None)
+        torch.testing.assert_close(got[begin:end], alone)
+
+
 def test_rows_of_decodes_come_first_and_are_left_alone() -> None:
     Case([(20, 7), (0, 90)], 4, 2, 16, 8, decodes=5).run(torch.float32, None)
 
@@ -125,8 +165,10 @@ def test_scores_are_capped(window: int | None, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 60])
-def test_tiles_are_shared(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (60, False), (90, True)])
+def test_tiles_are_shared(
+    window: int | None, chunked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran = []
     kernel = file.combine_prefill_kernel
 
@@ -139,7 +181,7 @@ def test_tiles_are_shared(window: int | None, dtype: torch.dtype, monkeypatch: p
     monkeypatch.setattr(file, "_MAX_SPLITS", 4)
     monkeypatch.setattr(file, "_SPLIT_MIN_LEN", 60)
     monkeypatch.setattr(file, "_COMBINE_US", 0.0)
-    Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window)
+    Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window, chunked=chunked)
     assert ran == [(32,)]
 
 

@@ -15,6 +15,10 @@ from transformers import (
     Glm4MoeForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
+    Llama4Config,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MiniMaxM2Config,
@@ -50,6 +54,14 @@ __all__ = ["BASE", "BY_NAME", "LLAMA", "MODELS", "VOCAB", "Tiny", "greedy_score"
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 16}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA4 = LLAMA | {
+    "head_dim": 16,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "attention_chunk_size": 20,
+    "floor_scale": 16,
+    "rms_norm_eps": 0.01,
+}
 
 
 def _llama(name: str, rope: dict[str, Any], old: bool = False, **fields: Any) -> Tiny:
@@ -111,6 +123,26 @@ MODELS = [
         MiniMaxM2ForCausalLM,
         LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 32},
         {"rope_type": "default", "partial_rotary_factor": 0.5},
+    ),
+    Tiny(  # without norms of q and k, as Maverick, and with dense layers
+        "llama4",
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        LLAMA4 | {"use_qk_norm": False, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2},
+        {"rope_type": "default"},
+    ),
+    Tiny(  # as Scout, within a model that also sees
+        "llama4-sees",
+        Llama4Config,
+        Llama4ForConditionalGeneration,
+        {
+            "text_config": LLAMA4
+            | {"no_rope_layers": [1, 1, 0], "num_experts_per_tok": 2, "attention_bias": True}
+            | {"rope_parameters": LLAMA3 | {"rope_type": "llama3", "rope_theta": 5000.0, "high_freq_factor": 1.0}},
+            "vision_config": {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "vision_output_dim": 16, "image_size": 28}
+            | {"projector_input_dim": 16, "projector_output_dim": 16},
+        },
     ),
     Tiny(
         "olmoe", OlmoeConfig, OlmoeForCausalLM, LLAMA | EXPERTS | {"num_key_value_heads": 4}, {"rope_type": "default"}

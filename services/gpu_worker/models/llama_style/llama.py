@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import read_rope
-from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding
+from blockyard.services.gpu_worker.layers.rotary import LayerRotations, QueryScales, RotaryEmbedding
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
@@ -62,10 +62,14 @@ class LlamaVariant:
     """How a family differs from Llama. The defaults are Llama's."""
 
     attention: AttentionOptions = LLAMA
+    attentions: Sequence[AttentionOptions] | None = None  # of each layer; None: `attention` in all
     windows: Sequence[int | None] | None = None  # sliding window of each layer, see `AttentionShape`; None: no layer's
+    chunked: bool = False  # of layers with a window, see `AttentionShape`
     scale: float | None = None  # of scores; None: 1 / sqrt(head size)
     soft_cap: float | None = None  # of scores, see `AttentionShape`
-    rotations: Sequence[RotaryEmbedding | None] | None = None  # of each layer; None: of config.json, in all layers
+    rotations: Sequence[RotaryEmbedding | QueryScales | None] | None = (
+        None  # of each layer; None: of config.json, in all layers
+    )
     max_positions: int | None = None  # longest sequence; None: the shortest that a layer's rotation supports
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
@@ -103,6 +107,8 @@ def build_llama(
 
     def make_layer(index: int) -> DecoderLayer:
         prefix, rotary, options = f"model.layers.{index}", rotations[index], variant.attention
+        if variant.attentions is not None:
+            options = variant.attentions[index]
         if rotary is not None and options.halves_dim is None:
             options = replace(options, halves_dim=rotary.rotary_dim)
         attention = Attention(layers, f"{prefix}.self_attn", index, hidden, shapes[index], options)
@@ -168,4 +174,4 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant) -> tuple[AttentionShape,
     scale = size**-0.5 if variant.scale is None else variant.scale
     shape = AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, scale=scale, soft_cap=variant.soft_cap)
     windows = variant.windows or (None,) * fields.num_hidden_layers
-    return tuple(replace(shape, window=window) for window in windows)
+    return tuple(replace(shape, window=window, chunked=variant.chunked and window is not None) for window in windows)

@@ -1,6 +1,6 @@
 """SmolLM3: Llama with every fourth layer without rotation."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -8,7 +8,7 @@ from blockyard.services.gpu_worker.layers.rope_parameters import FULL, SLIDING
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.layer_types import read_layer_types
+from blockyard.services.gpu_worker.models.layer_types import read_layer_types, read_rotating_layers
 from blockyard.services.gpu_worker.models.llama_style.llama import (
     LlamaConfig,
     LlamaVariant,
@@ -17,7 +17,6 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     read_rotary,
 )
 from blockyard.shared.config import model_bounds as bounds
-from blockyard.shared.errors import ConfigError
 
 THETA = 2000000.0
 DEFAULTS = {  # of fields that config.json may omit
@@ -28,18 +27,14 @@ DEFAULTS = {  # of fields that config.json may omit
 
 
 class SmolLM3Config(msgspec.Struct, frozen=True):
-    no_rope_layers: list[int] | None = None  # of each layer: 1 if it rotates, otherwise 0
-    no_rope_layer_interval: Annotated[int, msgspec.Meta(ge=1)] = 4  # every so many layers do not
     use_sliding_window: bool = False
     sliding_window: bounds.Window | None = None  # 0 or null: no window
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields, own = parse(DEFAULTS | config, LlamaConfig), parse(config, SmolLM3Config)
-    num_layers, period = fields.num_hidden_layers, own.no_rope_layer_interval
-    rotates = own.no_rope_layers or [int((layer + 1) % period != 0) for layer in range(num_layers)]
-    if len(rotates) != num_layers:
-        raise ConfigError(f"config.json: no_rope_layers has {len(rotates)} entries for {num_layers} layers")
+    num_layers = fields.num_hidden_layers
+    rotates = read_rotating_layers(config, num_layers)
     rotary = read_rotary(config, fields, default_theta=THETA)
     kinds = read_layer_types(config, num_layers, lambda layer: FULL if rotates[layer] else SLIDING)
     window = (own.sliding_window or None) if own.use_sliding_window else None

@@ -17,7 +17,12 @@ HEADS, SIZE, BLOCKS = 4, 4, 200
 
 
 def layer_of(
-    kv_heads: int, dim: int, window: int | None = None, soft_cap: float | None = None, latent_dim: int | None = None
+    kv_heads: int,
+    dim: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    latent_dim: int | None = None,
+    chunked: bool = False,
 ) -> AttentionShape:
     return AttentionShape(
         num_heads=HEADS,
@@ -27,6 +32,7 @@ def layer_of(
         window=window,
         soft_cap=soft_cap,
         latent_dim=latent_dim,
+        chunked=chunked,
     )
 
 
@@ -37,6 +43,7 @@ LAYERS = (  # they differ in what they keep
     layer_of(1, 10, window=1, latent_dim=6),
     layer_of(2, 8, window=6, soft_cap=0.5),
     layer_of(1, 12, latent_dim=8),
+    layer_of(2, 8, window=6, chunked=True),
 )
 
 
@@ -60,6 +67,8 @@ def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tenso
     for i in range(len(q)):
         position = begin + i
         first = 0 if it.window is None else max(position - it.window + 1, 0)
+        if it.chunked and it.window is not None:
+            first = position - position % it.window
         heads = []
         for h in range(HEADS):
             keys = seq.kv[layer][h * it.kv_heads // HEADS, first : position + 1]

@@ -45,6 +45,7 @@ GEMMA4 = {  # the text part of the 26B-A4B model as released
     "use_bidirectional_attention": "vision",
     "vocab_size": 262144,
 }
+LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "num_local_experts": 16}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
@@ -94,6 +95,12 @@ def build(config: dict[str, Any]) -> Any:
             LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
             "no_rope_layers has 1 entries for 3",
         ),
+        (LLAMA4 | {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
+        (LLAMA4 | {"layer_types": ["sliding_attention"] * 3}, "must name 3 of full_attention, chunked_attention"),
+        (LLAMA4 | {"num_experts_per_tok": 17}, "num_experts_per_tok 17 is more than num_local_experts 16"),
+        (LLAMA4 | {"moe_layers": [-1]}, "moe_layers"),
+        (LLAMA4 | {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step"),
+        (LLAMA4 | {"hidden_act": "gelu"}, "hidden_act 'gelu' of experts"),
         (LLAMA | {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0}, "residual_multiplier"),
         (LLAMA | {"architectures": ["Starcoder2ForCausalLM"], "hidden_act": "tanh"}, "hidden_act 'tanh'"),
         (
@@ -125,6 +132,9 @@ def test_refused_configs(config: dict[str, Any], words: str) -> None:
             (None, 5, None),
         ),
         ("Starcoder2ForCausalLM", {"sliding_window": 5}, (5, 5, 5)),
+        ("Llama4ForCausalLM", {"num_hidden_layers": 4}, (8192, 8192, 8192, None)),
+        ("Llama4ForCausalLM", {"no_rope_layers": [0, 1, 1], "attention_chunk_size": 7}, (None, 7, 7)),
+        ("Llama4ForCausalLM", {"attention_chunk_size": None}, (None, None, None)),
     ],
 )
 def test_windows_of_layers(name: str, fields: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -168,3 +178,9 @@ def test_embedding_factors_are_rounded_as_the_model() -> None:
     """The root of 2560 is 50.596; as bfloat16, in which Gemma was trained, it is 50.5."""
     model = build({**LLAMA, "architectures": ["Gemma3ForCausalLM"], "hidden_size": 2560})
     assert model._embedding._factor == 50.5
+
+
+def test_windows_of_llama4_are_chunks() -> None:
+    shapes = build({**LLAMA4, "no_rope_layers": [0, 1, 1]}).shape.attention
+    assert [shape.chunked for shape in shapes] == [False, True, True]
+    assert not any(shape.chunked for shape in build({**LLAMA4, "attention_chunk_size": 0}).shape.attention)
