@@ -13,7 +13,8 @@ from blockyard.shared.errors import ConfigError
 
 T = TypeVar("T")
 
-PER_LAYER = ("layer_types", "no_rope_layers")  # lists with one entry for each layer
+# lists with one entry for each layer
+PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attn_type_list", "moe_layer_freq")
 
 
 def read_config(folder: Path, overrides: str = "{}", note: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -101,11 +102,17 @@ def _override_rope(config: dict[str, Any], patch: dict[str, Any], note: Callable
 def _cut_layers(config: dict[str, Any], patch: dict[str, Any], note: Callable[[str], None]) -> None:
     """Cuts the lists with one entry for each layer, where an override lowers the number of layers."""
     count = config.get("num_hidden_layers")
-    for key in PER_LAYER:
-        found = config.get(key)
-        if key not in patch and isinstance(count, int) and isinstance(found, list) and len(found) > count:
-            config[key] = found[:count]
-            note(f"config.json: {key} is cut to the first {count} layers")
+    if not isinstance(count, int) or count < 0:
+        return
+    cut = [
+        key
+        for key in PER_LAYER
+        if key not in patch and isinstance(found := config.get(key), list) and len(found) > count
+    ]
+    for key in cut:
+        config[key] = config[key][:count]
+    if cut:
+        note(f"config.json: {', '.join(cut)} {'are' if len(cut) > 1 else 'is'} cut to the first {count} layers")
 
 
 def _merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:

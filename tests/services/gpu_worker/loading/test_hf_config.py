@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eo
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.shared.architectures import find_architecture
 from blockyard.shared.config.checkpoint import config_overrides
 from blockyard.shared.config.parsed_flags import Values, from_command_line
 from blockyard.shared.errors import ConfigError
@@ -157,6 +158,38 @@ def test_the_text_part_of_a_model_with_several(tmp_path: Path) -> None:
     assert config["layer_types"] == ["full_attention"] * 2
     assert notes == ["config.json: layer_types is cut to the first 2 layers"]
     assert "text_config" not in config
+
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LISTS: list[tuple[str, dict[str, Any], str]] = [
+    ("GptOssForCausalLM", {"layer_types": [SLIDING, FULL] * 3}, "layer_types is"),
+    ("Gemma3ForCausalLM", {"layer_types": [SLIDING] * 5 + [FULL]}, "layer_types is"),
+    ("Cohere2ForCausalLM", {"layer_types": [SLIDING, SLIDING, FULL] * 2}, "layer_types is"),
+    (
+        "Llama4ForCausalLM",
+        {"layer_types": [CHUNKED, FULL] * 3, "no_rope_layers": [1, 0] * 3, "moe_layers": [1, 3, 5]},
+        "layer_types, no_rope_layers are",
+    ),
+    ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0] * 3}, "no_rope_layers is"),
+]
+
+
+@pytest.mark.parametrize(("name", "lists", "cut"), LISTS, ids=[name for name, _, _ in LISTS])
+def test_fewer_layers_cut_the_lists_of_layers(tmp_path: Path, name: str, lists: dict[str, Any], cut: str) -> None:
+    """And families build what is left."""
+    write(tmp_path, architectures=[name], num_hidden_layers=6, **lists)
+    notes: list[str] = []
+    config = read_config(tmp_path, '{"num_hidden_layers": 3}', notes.append)
+    assert notes == [f"config.json: {cut} cut to the first 3 layers"]
+    for key in lists.keys() - {"moe_layers"}:
+        assert config[key] == lists[key][:3]
+    if find_architecture([name]) is not None:
+        assert build(tmp_path, '{"num_hidden_layers": 3}').shape.num_layers == 3
+        assert build(tmp_path).shape.num_layers == 6
+    notes.clear()
+    given = {"num_hidden_layers": 2, **{key: value[:2] for key, value in lists.items()}}
+    assert read_config(tmp_path, json.dumps(given), notes.append)["num_hidden_layers"] == 2
+    assert notes == []  # the user's own lists are as they are
 
 
 def test_refused_configs(tmp_path: Path) -> None:
