@@ -41,9 +41,10 @@ class WeightTable:
         self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
         self.size_bytes = 0
         self._ignored: set[str] = set()
-        self._ignored_suffixes: tuple[str, ...] = ()
         self._aliases: dict[str, str] = {}
-        self._unused: dict[str, set[str]] = {}  # names in the checkpoint by prefix, of parts that are not used
+        self._unused: dict[str, set[str]] = {}  # names in the checkpoint, of parts that are not used, by prefix
+        self._unused_last: dict[str, set[str]] = {}  # the same by suffix
+        self._unused_alone: set[str] = set()  # the same, of `_ignored`
         self._loaded: set[str] = set()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -123,10 +124,12 @@ class WeightTable:
         return weight, vector
 
     def ignore(self, name: str) -> None:
+        """The checkpoint may have a weight `name`, which the model does not use."""
         self._ignored.add(name)
 
     def ignore_suffix(self, suffix: str) -> None:
-        self._ignored_suffixes = (*self._ignored_suffixes, suffix)
+        """Names that end so are of weights that the model does not use."""
+        self._unused_last[suffix] = set()
 
     def alias(self, other: str, name: str) -> None:
         """Some checkpoints call the weight `name` by another name."""
@@ -139,7 +142,14 @@ class WeightTable:
 
     def describe_unused(self) -> list[str]:
         """Returns a line that names the parts of the checkpoint that are not used, if there are any."""
-        found = [f"{len(names)} tensors of {prefix.rstrip('.')}" for prefix, names in self._unused.items() if names]
+        parts = self._unused | self._unused_last
+        for name in sorted(self._unused_alone):
+            parts.setdefault(".".join(name.split(".")[-2:]), set()).add(name)  # of all layers together
+        found = [
+            f"{len(names)} tensor{'s' * (len(names) > 1)} of {part.strip('.')}"
+            for part, names in parts.items()
+            if names
+        ]
         return [f"not used: {', '.join(found)}"] if found else []
 
     def wants(self, name: str) -> bool:
@@ -147,8 +157,13 @@ class WeightTable:
         known = self._known(name)
         if known in self.places or known in self.scalars:
             return True
-        if name.replace(TEXT_PART, "") in self._ignored or name.endswith(self._ignored_suffixes):
+        if name.replace(TEXT_PART, "") in self._ignored:
+            self._unused_alone.add(name)
             return False
+        for suffix, names in self._unused_last.items():
+            if name.endswith(suffix):
+                names.add(name)
+                return False
         for prefix, names in self._unused.items():
             if name.startswith((prefix, f"model.{prefix}")):
                 names.add(name)

@@ -25,7 +25,7 @@ from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.interface import ModelShape
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, leave_out_draft_layers, make_routing
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
@@ -54,7 +54,6 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
     routed_scaling_factor: float = 1.0
     first_k_dense_replace: Annotated[int, msgspec.Meta(ge=0)] = 0  # layers without experts
     moe_layer_freq: int = 1
-    num_nextn_predict_layers: Annotated[int, msgspec.Meta(ge=0, le=16)] = 0  # draft layers behind the others
     max_position_embeddings: bounds.Positions = 4096
     rms_norm_eps: bounds.Epsilon = 1e-6
     hidden_act: str = "silu"
@@ -122,8 +121,7 @@ def build_deepseek(
     embedding = TokenEmbedding(layers, "model.embed_tokens", fields.vocab_size, hidden)
     made = [make_layer(layer) for layer in range(num_layers)]
     rotary = RotaryEmbedding(rope, sizes.rotated_dim, fields.max_position_embeddings)
-    draft = range(num_layers, num_layers + fields.num_nextn_predict_layers)
-    table.leave_out(*(f"model.layers.{layer}." for layer in draft))
+    leave_out_draft_layers(config, table, num_layers)
     return Decoder(
         table,
         ModelShape(
@@ -142,8 +140,7 @@ def build_deepseek(
 def _make_experts(
     layers: LinearLayers, fields: DeepseekConfig, routing: Routing, prefix: str, activation: str, has_choice_bias: bool
 ) -> RoutedExperts:
-    if activation != "silu":
-        raise ConfigError(f"config.json: hidden_act {fields.hidden_act} of experts is not supported, only silu is")
+    check_silu(activation)
     table, hidden, inner, num_experts = (
         layers.table, fields.hidden_size, fields.moe_intermediate_size, routing.num_experts,
     )  # fmt: skip

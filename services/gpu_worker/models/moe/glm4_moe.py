@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     llama_mlp,
     read_rotary,
 )
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, leave_out_draft_layers, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}  # of fields that config.json may omit
@@ -48,6 +48,8 @@ class GlmMoeConfig(msgspec.Struct, frozen=True):
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields, moe = parse(DEFAULTS | config, LlamaConfig), parse(config, GlmMoeConfig)
     hidden = fields.hidden_size
+    check_silu(fields.hidden_act)
+    leave_out_draft_layers(config, table, fields.num_hidden_layers)
     routing = make_routing(
         "n_routed_experts",
         moe.n_routed_experts or moe.num_local_experts,

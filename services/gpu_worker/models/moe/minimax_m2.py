@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     head_size,
     read_rotary,
 )
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, leave_out_draft_layers, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
 DEFAULT_THETA = 5e6
@@ -36,6 +36,8 @@ class MiniMaxM2Config(msgspec.Struct, frozen=True):
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields, moe = parse(config, LlamaConfig), parse(config, MiniMaxM2Config)
     hidden, inner = fields.hidden_size, fields.intermediate_size
+    check_silu(fields.hidden_act)
+    leave_out_draft_layers(config, table, fields.num_hidden_layers)
     routing = make_routing("num_local_experts", moe.num_local_experts, moe.num_experts_per_tok, sigmoid=True)
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:
