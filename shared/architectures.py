@@ -111,3 +111,18 @@ def describe_unsupported(names: Iterable[object]) -> str:
     named = ", ".join(listed)
     near = [close for name in listed for close in difflib.get_close_matches(name, ARCHITECTURES, n=1, cutoff=0.0)]
     return f"architecture {named} is not supported; the nearest that is: {near[0]}; `blockyard models` lists all"
+
+
+def describe_refusal(config: Mapping[str, object]) -> str:
+    """Returns `describe_unsupported`, and what --model-impl transformers would say.
+
+    config: config.json with a list of architectures that neither the table nor, by `may_be_in_transformers`,
+    transformers has.
+    """
+    names = config["architectures"]
+    assert isinstance(names, list)
+    if any(str(name) in REFUSED for name in names):
+        return f"{describe_unsupported(names)}; --model-impl transformers does not run it either"
+    return (
+        f"{describe_unsupported(names)}; --model-impl transformers needs `model_type` in config.json, which is missing"
+    )

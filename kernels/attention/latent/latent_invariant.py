@@ -114,7 +114,7 @@ def latent_invariant(
         # it reads the scale of V behind that of K: both are the row's
         combine_in_order_kernel[(rows, heads)](
             metadata.slots, metadata.positions, target, ml, q_latent if scales is None else scales, out,
-            SCALED=scales is not None, WINDOW=0, CHUNKED=False, HEADS=heads, HEAD_DIM=latent_dim, DIM=dim, SPLIT_LEN=split,
-            MAX_SPLITS=max_splits, num_warps=4,
+            SCALED=scales is not None, WINDOW=0, CHUNKED=False, HEADS=heads, HEAD_DIM=latent_dim, DIM=dim,
+            SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=4,
         )  # fmt: skip
     return out

@@ -115,10 +115,11 @@ def check_head_sizes(device: str, layers: Iterable[AttentionShape]) -> None:
             if rotated % 2 or shape.latent_dim > TRITON_MAX_LATENT:
                 raise LoadError(
                     f"latent attention with rows of {shape.latent_dim} and {rotated} numbers is not supported on a "
-                    f"GPU, only latents of up to {TRITON_MAX_LATENT} and even rotated parts; --device cpu takes others"
+                    f"GPU (kv_lora_rank, qk_rope_head_dim), only latents of up to {TRITON_MAX_LATENT} and even rotated "
+                    "parts; --device cpu takes others"
                 )
         elif shape.head_dim % 2 or shape.head_dim > TRITON_MAX_HEAD_DIM:
             raise LoadError(
-                f"a head size of {shape.head_dim} is not supported on a GPU, only even ones up to "
+                f"a head size of {shape.head_dim} is not supported on a GPU (head_dim), only even ones up to "
                 f"{TRITON_MAX_HEAD_DIM} are; --device cpu takes others"
             )

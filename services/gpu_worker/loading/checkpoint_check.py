@@ -1,5 +1,6 @@
 """Checks a model before its memory is allocated: names and shapes in the checkpoint, and free memory."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,10 +48,11 @@ def check_memory(
     where = "GPU memory" if device.type == "cuda" else "memory"
     weights = table.size_bytes - int(host_share * table.layer_bytes)
     if weights > free_bytes:
-        dtype = str(table.dtype).removeprefix("torch.")
+        dtype, missing = str(table.dtype).removeprefix("torch."), weights - free_bytes
         raise LoadError(
             f"the weights that config.json describes take {weights / GIB:.2f} GiB in {dtype}, "
-            f"{free_bytes / GIB:.2f} GiB of {where} are free"
+            f"{missing / GIB:.2f} GiB more than the {free_bytes / GIB:.2f} GiB of {where} that are free; "
+            f"{_what_fits(table, host_share, device, free_bytes)}"
         )
     rotations = max_model_len * (head_dim // 2) * ROTATION_BYTES
     if rotations > free_bytes:
@@ -58,6 +60,18 @@ def check_memory(
             f"a context of {max_model_len} tokens takes {rotations / GIB:.2f} GiB for its positions alone, "
             f"{free_bytes / GIB:.2f} GiB of {where} are free; --max-model-len sets a shorter one"
         )
+
+
+def _what_fits(table: WeightTable, host_share: float, device: torch.device, free_bytes: int) -> str:
+    """What would make weights fit that are larger than `free_bytes`."""
+    missing = table.size_bytes - int(host_share * table.layer_bytes) - free_bytes
+    halved = table.size_bytes // 2
+    if device.type == "cuda" and missing < (1 - host_share) * table.layer_bytes:
+        moved = math.ceil((host_share * table.layer_bytes + missing) / GIB)
+        return f"--cpu-offload-gb {moved} or more would keep enough of them in host memory"
+    if table.dtype.itemsize == 4 and halved <= free_bytes:
+        return f"--dtype bfloat16 would fit, with {halved / GIB:.2f} GiB"
+    return f"a model of at most {free_bytes / 2e9:.1f} billion weights in bfloat16 would fit"
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.shared.architectures import describe_unsupported, find_architecture, may_be_in_transformers
+from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
 from blockyard.shared.errors import ConfigError
 
 TRANSFORMERS = "transformers_model"  # the module that runs classes of transformers
@@ -24,7 +24,7 @@ def find_family(config: dict[str, Any], model_impl: str = "auto") -> Build:
     if model_impl == "transformers" or (found is None and may_be_in_transformers(config)):
         module = TRANSFORMERS
     elif found is None:
-        raise ConfigError(describe_unsupported(names))
+        raise ConfigError(describe_refusal(config))
     else:
         module = found.module
     # loads this family alone; the table holds names, because the launcher reads it too and must not import torch

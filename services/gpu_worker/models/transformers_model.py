@@ -233,7 +233,7 @@ def trace_head(model: TransformersModel, hidden_size: int) -> None:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def place_buffers(causal: Any, device: torch.device) -> None:

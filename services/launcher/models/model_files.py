@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import blockyard.shared
-from blockyard.shared.architectures import describe_unsupported, find_architecture, may_be_in_transformers
+from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
 from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
@@ -56,7 +56,7 @@ def check_architecture(checkpoint: Checkpoint, overrides: dict[str, Any], model_
     if not isinstance(names, list) or not names:
         raise ConfigError(f"{checkpoint.path / 'config.json'} names no architecture: it needs `architectures`")
     if find_architecture(names) is None and model_impl != "transformers" and not may_be_in_transformers(config):
-        raise ConfigError(f"{checkpoint.name}: {describe_unsupported(names)}")
+        raise ConfigError(f"{checkpoint.name}: {describe_refusal(config)}")
 
 
 def _config(path: Path, values: Values, needed: bool) -> dict[str, Any]:

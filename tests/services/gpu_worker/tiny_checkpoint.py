@@ -43,12 +43,21 @@ class Tiny:
         """The name in config.json."""
         return str(self.rewrite.get("architectures", [self.model.__name__])[0])
 
-    def save(self, folder: Path) -> PreTrainedModel:
-        """Writes the checkpoint and returns transformers' model, float32."""
+    def _make_config(self) -> Any:
         fields = copy.deepcopy(self.fields)
         if self.rope is not None:
             fields["rope_parameters"] = {"rope_theta": 5000.0, **self.rope}
-        config = self.config(**fields)
+        return self.config(**fields)
+
+    def config_json(self) -> dict[str, Any]:
+        """The fields of config.json in transformers' spelling, without writing a checkpoint."""
+        fields = json.loads(self._make_config().to_json_string(use_diff=False))
+        fields |= {"architectures": [self.model.__name__]} | self.rewrite
+        return {key: value for key, value in fields.items() if value is not None}
+
+    def save(self, folder: Path) -> PreTrainedModel:
+        """Writes the checkpoint and returns transformers' model, float32."""
+        config = self._make_config()
         config._attn_implementation = config._experts_implementation = "eager"
         torch.manual_seed(11)
         model = self.model(config).eval()

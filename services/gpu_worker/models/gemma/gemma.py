@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import torch
 
+from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -21,7 +22,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 
 def read_gemma(config: dict[str, Any]) -> LlamaConfig:
     """Reads config.json. Its `hidden_act` is a name that early releases got wrong; `hidden_activation` holds."""
-    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    activation = str(config.get("hidden_activation") or "gelu_pytorch_tanh")
+    read_activation("hidden_activation", activation)
     fields = parse(DEFAULTS | config | {"hidden_act": activation}, LlamaConfig)
     return msgspec.structs.replace(fields, mlp_bias=False)
 

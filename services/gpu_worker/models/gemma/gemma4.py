@@ -39,7 +39,7 @@ from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.gemma.gemma import read_gemma
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
-from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, llama_mlp
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, check_shared_heads, llama_mlp
 from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.config import model_bounds as bounds
@@ -235,10 +235,9 @@ def _shape(layer: int, kind: str, fields: LlamaConfig, own: Gemma4Config) -> Att
     heads, sizes = fields.num_attention_heads, own.sizes(layer, kind, fields)
     assert sizes.head_dim is not None  # both have defaults
     assert sizes.num_key_value_heads is not None
-    if heads % sizes.num_key_value_heads:
-        raise ConfigError(
-            f"config.json: {heads} heads cannot share {sizes.num_key_value_heads} key/value heads in layer {layer}"
-        )
+    is_global = kind == FULL and own.attention_k_eq_v and own.num_global_key_value_heads is not None
+    kv_field = "num_global_key_value_heads" if is_global else "num_key_value_heads"
+    check_shared_heads(heads, sizes.num_key_value_heads, kv_field, f" in layer {layer}")
     return AttentionShape(
         num_heads=heads,
         kv_heads=sizes.num_key_value_heads,

@@ -76,7 +76,10 @@ def _shape(fields: FalconConfig) -> AttentionShape:
         raise ConfigError("config.json: parallel_attn false contradicts new_decoder_architecture")
     heads, kv_heads = fields.num_attention_heads, fields.kv_heads
     if fields.hidden_size % (2 * heads):
-        raise ConfigError(f"config.json: {heads} heads do not divide hidden_size {fields.hidden_size} in even parts")
+        raise ConfigError(
+            f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {fields.hidden_size} in even "
+            "parts"
+        )
     if heads % kv_heads:
         raise ConfigError(f"config.json: {heads} heads cannot share {kv_heads} key/value heads (num_kv_heads)")
     size = fields.hidden_size // heads

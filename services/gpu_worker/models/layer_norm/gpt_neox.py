@@ -43,7 +43,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config, GPTNeoXConfig)
     heads, num_layers, hidden = fields.num_attention_heads, fields.num_hidden_layers, fields.hidden_size
     if hidden % heads:
-        raise ConfigError(f"config.json: {heads} heads do not divide hidden_size {hidden}")
+        raise ConfigError(f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {hidden}")
     size, longest = hidden // heads, fields.max_position_embeddings
     shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=size, scale=size**-0.5)
     rotary = RotaryEmbedding(

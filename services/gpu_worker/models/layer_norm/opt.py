@@ -41,8 +41,9 @@ def build(config: dict[str, Any], table: WeightTable) -> "OPT":
     fields = parse(config, OPTConfig)
     if fields.activation_function != "relu":
         raise ConfigError(f"config.json: activation_function {fields.activation_function!r} is not supported")
-    if fields.hidden_size % fields.num_attention_heads:
-        raise ConfigError(f"config.json: {fields.num_attention_heads} heads do not divide {fields.hidden_size}")
+    heads, hidden = fields.num_attention_heads, fields.hidden_size
+    if hidden % heads:
+        raise ConfigError(f"config.json: num_attention_heads {heads} does not divide hidden_size {hidden}")
     return OPT(fields, LinearLayers(table, config))
 
 

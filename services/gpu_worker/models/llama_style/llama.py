@@ -159,6 +159,15 @@ def head_size(fields: LlamaConfig) -> int:
     return size
 
 
+def check_shared_heads(heads: int, kv_heads: int, kv_field: str = "num_key_value_heads", where: str = "") -> None:
+    """Raises ConfigError if the query heads cannot be divided among the K/V heads. where: words about the layer."""
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config.json: {heads} heads cannot share {kv_heads} key/value heads{where} "
+            f"(num_attention_heads, {kv_field})"
+        )
+
+
 def read_rotary(config: dict[str, Any], fields: LlamaConfig, **options: Any) -> RotaryEmbedding:
     """Reads the rotation of config.json. options: arguments of `read_rope`."""
     rope = read_rope(config, fields.max_position_embeddings, **options)
@@ -169,8 +178,7 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant) -> tuple[AttentionShape,
     """Returns the attention shape of each layer. Raises ConfigError for unsupported values."""
     heads, size = fields.num_attention_heads, head_size(fields)
     kv_heads = fields.num_key_value_heads or heads
-    if heads % kv_heads:
-        raise ConfigError(f"config.json: {heads} heads cannot share {kv_heads} key/value heads")
+    check_shared_heads(heads, kv_heads)
     scale = size**-0.5 if variant.scale is None else variant.scale
     shape = AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, scale=scale, soft_cap=variant.soft_cap)
     windows = variant.windows or (None,) * fields.num_hidden_layers

@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.granite import granite_variant
 from blockyard.services.gpu_worker.models.llama_style.llama import build_llama
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
 
@@ -26,6 +26,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields, variant = granite_variant(config)
     moe = parse(config, GraniteMoeConfig)
     hidden, inner = fields.hidden_size, fields.intermediate_size
+    check_silu(fields.hidden_act)
     routing = make_routing("num_local_experts", moe.num_local_experts, moe.num_experts_per_tok)
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:

@@ -1,7 +1,8 @@
-"""Llama 4, text: chunks of attention, layers without rotation whose queries grow with their position, and experts.
+"""Llama 4, text: attention within chunks, layers without rotation in which queries are scaled by position, and experts.
 
-A token has the experts with the largest logits. Their sigmoids multiply what the experts read, and one shared expert is
-added. Layers without experts are in between. Of the models that also see, this is the text part, without pictures.
+A token has the experts with the largest logits. Their sigmoids multiply the input of the experts, and the output of one
+shared expert is added. Some layers may have no experts. Of the models that also see, this is the text part, without
+pictures.
 """
 
 from dataclasses import replace
@@ -10,7 +11,6 @@ from typing import Annotated, Any
 import msgspec
 
 from blockyard.kernels.moe.routing import Routing
-from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions
 from blockyard.services.gpu_worker.layers.expert_weights import stacked_experts
 from blockyard.services.gpu_worker.layers.experts import RoutedExperts
@@ -30,9 +30,8 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     build_llama,
     head_size,
 )
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
-from blockyard.shared.errors import ConfigError
 
 THETA = 500000.0
 DEFAULTS = {  # of fields that config.json may omit
@@ -61,8 +60,7 @@ class Llama4Config(msgspec.Struct, frozen=True):
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields, own = parse(DEFAULTS | config, LlamaConfig), parse(config, Llama4Config)
-    if read_activation("hidden_act", fields.hidden_act) != "silu":
-        raise ConfigError(f"config.json: hidden_act {fields.hidden_act!r} of experts is not supported, silu is")
+    check_silu(fields.hidden_act)
     table.leave_out("vision_model.", "multi_modal_projector.")
     num_layers, longest = fields.num_hidden_layers, fields.max_position_embeddings
     rotates = read_rotating_layers(config, num_layers)

@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
 
@@ -24,12 +24,13 @@ class MixtralConfig(msgspec.Struct, frozen=True):
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields, moe = parse(config, LlamaConfig), parse(config, MixtralConfig)
+    check_silu(fields.hidden_act)
     routing = make_routing("num_local_experts", moe.num_local_experts, moe.num_experts_per_tok)
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:
         return _experts(layers, f"{prefix}.block_sparse_moe", fields, routing)
 
-    windows = (moe.sliding_window,) * fields.num_hidden_layers
+    windows = (moe.sliding_window or None,) * fields.num_hidden_layers
     return build_llama(config, fields, table, LlamaVariant(windows=windows, make_mlp=make_mlp))
 
 

@@ -30,7 +30,7 @@ def leave_out_draft_layers(config: dict[str, Any], table: WeightTable, num_layer
 def make_routing(
     field: str, num_experts: int | None, top_k: int, top_k_field: str = "num_experts_per_tok", **options: Any
 ) -> Routing:
-    """The routing of a config whose `field` has the number of experts. Raises ConfigError that names what is wrong."""
+    """The routing of a config whose `field` has the number of experts. Raises ConfigError with the wrong field."""
     if num_experts is None:
         raise ConfigError(f"config.json: {field} is missing")
     if top_k > num_experts:

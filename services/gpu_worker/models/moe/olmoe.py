@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
@@ -32,6 +32,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     if moe.clip_qkv is not None:
         raise ConfigError(f"config.json: clip_qkv {moe.clip_qkv}: q, k and v with bounds are not supported")
     hidden, inner = fields.hidden_size, fields.intermediate_size
+    check_silu(fields.hidden_act)
     routing = make_routing("num_experts", moe.num_experts, moe.num_experts_per_tok, renormalize=moe.norm_topk_prob)
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:

@@ -14,6 +14,7 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp
 from blockyard.services.gpu_worker.models.llama_style.qwen2 import read_windows
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu
 from blockyard.services.gpu_worker.models.moe.qwen3_moe import QwenMoeConfig
 from blockyard.shared.config import model_bounds as bounds
 
@@ -27,6 +28,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse({"max_position_embeddings": 32768} | config, LlamaConfig)
     fields = msgspec.structs.replace(fields, mlp_bias=False)
     moe, shared = parse(config, QwenMoeConfig), parse(config, SharedExpertConfig)
+    check_silu(fields.hidden_act)
     routing, hidden = moe.routing(), fields.hidden_size
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> FeedForward:

@@ -23,7 +23,7 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
 )
 from blockyard.services.gpu_worker.models.llama_style.qwen2 import read_windows
 from blockyard.services.gpu_worker.models.llama_style.qwen3 import DEFAULTS
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
 
@@ -47,6 +47,7 @@ class QwenMoeConfig(msgspec.Struct, frozen=True):
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = msgspec.structs.replace(parse(DEFAULTS | config, LlamaConfig), mlp_bias=False)
     moe = parse(config, QwenMoeConfig)
+    check_silu(fields.hidden_act)
     routing = moe.routing()
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> FeedForward:

@@ -12,6 +12,8 @@ from tiny_models import BY_NAME, settings
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.loading import checkpoint
+from blockyard.services.gpu_worker.loading.checkpoint_check import check_memory
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.errors import ConfigError, LoadError
 
 NOWHERE = "/nowhere/model.safetensors"
@@ -109,7 +111,45 @@ def test_torch_files_bound_the_number_of_weights(folder: Path) -> None:
 def test_dummy_weights_must_fit_into_memory(folder: Path) -> None:
     change(folder, hidden_size=2**17, intermediate_size=2**19, num_hidden_layers=100)
     said = refusal(folder, load_format="dummy")
-    assert "GiB in float32" in said and "are free" in said
+    assert "GiB in float32" in said and "GiB more than the " in said and "billion weights in bfloat16 would fit" in said
+
+
+@pytest.mark.parametrize("free", [0.45, 0.8])
+def test_what_would_fit_is_said(free: float) -> None:
+    """Of 1 GiB in float32."""
+    table = WeightTable(torch.float32, torch.device("meta"))
+    table.matrix("model.layers.0.a", 1 << 14, 1 << 14)
+    said = {0.45: "a model of at most 0.2 billion weights in bfloat16 would fit", 0.8: "--dtype bfloat16 would fit"}
+
+    def said_on(device: str, free: float) -> str:
+        with pytest.raises(LoadError, match=r"take 1\.00 GiB in float32, 0\.") as error:
+            check_memory(table, 0.0, 64, 16, torch.device(device), int(free * 2**30))
+        return str(error.value)
+
+    assert said[free] in said_on("cpu", free)
+    assert "--cpu-offload-gb 1 or more would keep enough of them in host memory" in said_on("cuda", free)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.4.w2.weight"),
+        ("qwen3-moe", "model.layers.2.mlp.experts.5.gate_proj.weight"),
+        ("glm4-moe", "model.layers.1.mlp.experts.7.up_proj.weight"),
+        ("deepseek-v3", "model.layers.2.mlp.experts.0.down_proj.weight"),
+        ("llama4", "model.layers.1.feed_forward.experts.gate_up_proj"),
+    ],
+)
+def test_a_missing_expert_is_named(tmp_path: Path, name: str, lost: str) -> None:
+    BY_NAME[name].save(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        weights = load_file(file)
+        if weights.pop(lost, None) is not None:
+            save_file(weights, file, {"format": "pt"})
+            break
+    else:
+        raise AssertionError(f"the checkpoint has no {lost}")
+    assert refusal(tmp_path) == f"the checkpoint lacks {lost}"
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,16 @@ def build(config: dict[str, Any]) -> Any:
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
         (GPT2 | {"n_embd": None}, "n_embd"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
-        (DEEPSEEK | {"n_group": 3}, "n_routed_experts 8: 1 of 3 groups"),
+        (DEEPSEEK | {"n_group": 3}, "n_group 3 does not divide n_routed_experts 8"),
+        (DEEPSEEK | {"topk_group": 5}, "topk_group 5 is more than n_group 1"),
+        (
+            DEEPSEEK | {"n_group": 4, "topk_group": 1},
+            "topk_group 1 leaves 2 experts, fewer than num_experts_per_tok 3",
+        ),
         (DEEPSEEK | {"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than n_routed_experts 8"),
         (DEEPSEEK | {"kv_lora_rank": 7}, "kv_lora_rank"),
         (DEEPSEEK | {"qk_rope_head_dim": 5}, "qk_rope_head_dim"),
-        (DEEPSEEK | {"hidden_act": "gelu"}, "hidden_act gelu of experts"),
+        (DEEPSEEK | {"hidden_act": "gelu"}, "hidden_act 'gelu' of experts"),
         (
             DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"},
             "topk_method noaux_tc is not supported, greedy, group_limited_greedy are",

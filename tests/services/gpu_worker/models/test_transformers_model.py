@@ -81,6 +81,10 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"} | SMALL, "attention|flat batch"),
         ({"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 16} | SMALL, "the head does not run"),
         ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"} | SMALL, "chunked_attention are not"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SMALL | {"num_attention_heads": 3},
+            r"model_type llama: .*The hidden size \(16\) is not a multiple",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(config: dict[str, Any], message: str) -> None:
