@@ -206,6 +206,12 @@ class Attention:
         """Computes the sublayer of a normalised hidden state x [tokens, hidden]. Rows as of `attend`."""
         return self.out(self.attend(self.qkv(x), rotation, step))
 
+    def apply_normed(
+        self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, step: Step
+    ) -> Tensor:
+        """As `apply`, of the norm of residual + delta. Adds delta to residual in place."""
+        return self.out(self.attend(ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, step))
+
     def forward(
         self,
         ops: FusedOps,

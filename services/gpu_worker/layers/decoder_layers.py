@@ -89,7 +89,9 @@ class PostNormLayer:
         self._attention, self._mlp = attention, mlp
         self._before = (before_attention or NoNorm(), before_mlp or NoNorm())
         self._after = (after_attention, after_mlp)
-        _disable_fusion(self.linears())
+        _disable_fusion([attention.out, *mlp.linears()])
+        if not isinstance(before_attention, RMSNorm):
+            attention.qkv.disable_fusion()
 
     def prepare(self) -> None:
         for part in (*self._before, *self._after, self._attention):
@@ -108,12 +110,12 @@ class PostNormLayer:
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
-        x = ops.add_norm(residual, delta, self._before[0])
-        attended = self._attention.apply(x, rotation, step)
+        attended = self._attention.apply_normed(ops, residual, delta, self._before[0], rotation, step)
         if rows is not None:
             residual = residual.index_select(0, rows)
         [x] = ops.add_normed(residual, attended, self._after[0], self._before[1:])
-        return residual, ops.add_norm(self._mlp.apply(ops, x), None, self._after[1])
+        ops.add_normed(residual, self._mlp.apply(ops, x), self._after[1])
+        return residual, None
 
 
 class ParallelLayer:

@@ -127,7 +127,7 @@ class Gemma4Layer:
     ) -> None:
         """factor: [1]."""
         self._attention, self._mlp, self._norms, self._factor, self._beside = attention, mlp, norms, factor, beside
-        for linear in self.linears():  # no fused kernel computes a norm of the output
+        for linear in self.linears()[1:]:  # no fused kernel computes a norm of the output
             linear.disable_fusion()
 
     def prepare(self) -> None:
@@ -152,10 +152,10 @@ class Gemma4Layer:
     ) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
         norms = self._norms
-        x = ops.add_norm(residual, delta, norms.before_attention)
-        attended, beside = self._attention.apply(x, rotation, step), self._beside
+        attended = self._attention.apply_normed(ops, residual, delta, norms.before_attention, rotation, step)
         if rows is not None:
             residual = residual.index_select(0, rows)
+        beside = self._beside
         if beside is None:
             [x] = ops.add_normed(residual, attended, norms.after_attention, [norms.before_mlp])
             ops.add_normed(residual, self._mlp.apply(ops, x), norms.after_mlp, factor=self._factor)

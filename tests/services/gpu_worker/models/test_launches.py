@@ -26,12 +26,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": LLAMA,
     "SmolLM3ForCausalLM": LLAMA,
     "OPTForCausalLM": OPT,
+    "Gemma3ForCausalLM": LLAMA | {"head_dim": 16},
     "Gemma4ForCausalLM": LLAMA | {"head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0},
 }
 PLAIN = ["add_norm", "linear 128", "attend", "linear 64", "add_norm", "linear 192", "silu", "linear 64"]
 FUSED = ["norm+linear 128", "attend", "linear 64+add", "norm+linear 192", "silu+linear 64+add"]
-ATTENTION = ["add_norm", "linear 128", "attend", "linear 64", "norm_add_norm"]
-GEMMA4_LAYER = [*ATTENTION, "linear 192", "gelu_tanh", "linear 64", "norm_add_norm"]
+NORMS_BEHIND = ["attend", "linear 64", "norm_add_norm", "linear 192", "gelu_tanh", "linear 64", "norm_add_norm"]
 OPT_LAYER = ["linear 192", "attend", "linear 64", "linear 96", "linear 64"]
 
 
@@ -100,8 +100,9 @@ def test_launches_of_a_step(name: str, is_fused: bool, monkeypatch: pytest.Monke
     layers = config["num_hidden_layers"]
     if name == "OPTForCausalLM":
         expected = OPT_LAYER * layers
-    elif name == "Gemma4ForCausalLM":
-        expected = [*GEMMA4_LAYER * layers, "add_norm"]
+    elif name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
+        qkv = ["norm+linear 128"] if is_fused else ["add_norm", "linear 128"]
+        expected = [*[*qkv, *NORMS_BEHIND] * layers, "add_norm"]
     else:
         expected = (FUSED if is_fused else PLAIN) * layers + ["add_norm"]
     assert launches.names == [*expected, "linear 211"]
