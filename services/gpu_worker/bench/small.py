@@ -1,4 +1,4 @@
-"""Times the small kernels between the linear layers of Llama-3.1-8B: norm, gate, rotation with KV write."""
+"""Times the small kernels between linear layers, of Llama-3.1-8B's sizes: norms, gate, rotation with KV write."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.act_mul import act_mul
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.norm_add_norm import norm_add_norm
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 
@@ -19,7 +20,8 @@ ROWS = (1, 64, 256, 2048)
 
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
-        return [one for rows in ROWS for one in (_norm(rows), _gate(rows), _rope(rows, False), _rope(rows, True))]
+        measured = (_norm, _norms_behind, _gate, partial(_rope, normed=False), partial(_rope, normed=True))
+        return [measure_rows(rows) for rows in ROWS for measure_rows in measured]
 
 
 def _norm(rows: int) -> Row:
@@ -28,6 +30,14 @@ def _norm(rows: int) -> Row:
     pairs = [torch.randn(2, rows, HIDDEN).to(DTYPE) for _ in range(copies(num_bytes))]
     seconds = graph_seconds([partial(add_rms_norm, residual, delta, weight, 1e-5) for residual, delta in pairs])
     return row("residual add + RMSNorm", f"{rows} x {HIDDEN}", seconds, num_bytes)
+
+
+def _norms_behind(rows: int) -> Row:
+    weight = torch.randn(HIDDEN).to(DTYPE)
+    num_bytes = 4 * rows * HIDDEN * 2  # residual and output of a sublayer in, residual and result out
+    pairs = [torch.randn(2, rows, HIDDEN).to(DTYPE) for _ in range(copies(num_bytes))]
+    calls = [partial(norm_add_norm, residual, x, weight, 1e-5, [weight]) for residual, x in pairs]
+    return row("RMSNorm + residual add + RMSNorm", f"{rows} x {HIDDEN}", graph_seconds(calls), num_bytes)
 
 
 def _gate(rows: int) -> Row:
