@@ -26,8 +26,13 @@ class ExpertProducts(Protocol):
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `choose_experts`."""
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
-        """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`."""
+    def forward(
+        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
+    ) -> Tensor:
+        """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
+
+        batch_invariant: a row has the same bits whatever the number of rows.
+        """
 
 
 class _Float32Weight(UnquantizedLinear):
@@ -73,12 +78,12 @@ class RoutedExperts:
         self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
         self._shared, self._shared_gate = shared, shared_gate
         self._experts = find_experts(weights, routing, gate, scales_input)
+        [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
 
     def linears(self) -> list[Linear]:
         shared = self._shared.linears() if self._shared is not None else []
         gates = [self._shared_gate] if self._shared_gate is not None else []
-        routers = self._router.linears() if isinstance(self._router, ExactRouter) else [self._router]
-        return [*routers, *self._experts.linears(), *shared, *gates]
+        return [self._router_linear, *self._experts.linears(), *shared, *gates]
 
     def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
@@ -100,7 +105,8 @@ class RoutedExperts:
     def _routed(self, x: Tensor, shared: Tensor | None, router_input: Tensor | None = None) -> Tensor:
         logits = self._router(x if router_input is None else router_input)
         experts, weights = self._experts.choose(logits, self._choice_bias, self._expert_factors)
-        return self._experts.forward(x, experts, weights, shared)
+        # a batch-invariant worker has made the router so, as every linear layer; experts on a GPU are none
+        return self._experts.forward(x, experts, weights, shared, self._router_linear.is_batch_invariant)
 
     def _shared_gate_up(self, shared: GatedMLP, x: Tensor) -> Tensor:
         gate_up = shared.gate_up(x)
@@ -128,7 +134,10 @@ class HostExperts:
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return choose_experts(logits, self._routing, bias, factors)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
+    ) -> Tensor:
+        """batch_invariant: not read, because `linears` then are batch-invariant themselves."""
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k

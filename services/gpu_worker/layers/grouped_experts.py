@@ -32,6 +32,7 @@ TILINGS = (
     ExpertTilings(96, 64, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
     ExpertTilings(math.inf, 128, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
 )
+BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
 
 
 class GroupedExperts:
@@ -46,9 +47,11 @@ class GroupedExperts:
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route_experts(logits, self._routing, bias, factors)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
+    ) -> Tensor:
         own, num_pairs = self._weights, experts.numel()
-        tilings = pick_tilings(num_pairs, self._routing.num_experts)
+        tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
         mapped = map_experts(experts, self._routing.num_experts, tilings.tile)
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = grouped_linear(

@@ -52,11 +52,12 @@ class FusedProduct(Protocol):
 class Linear:
     """A matrix product with optional bias: x [rows, in] -> [rows, out]."""
 
-    __slots__ = ("_default", "_fused", "_products", "fusion", "method", "shape")
+    __slots__ = ("_default", "_fused", "_products", "fusion", "is_batch_invariant", "method", "shape")
 
     def __init__(self, method: LinearMethod, shape: tuple[int, int], fusion: Fusion = Fusion.NONE) -> None:
         """shape: numbers of input and output features."""
         self.method, self.shape, self.fusion = method, shape, fusion
+        self.is_batch_invariant = False
         self._products: Mapping[int, Product] = {}
         self._fused: Mapping[int, FusedProduct] = {}
         self._default: Product = method.apply
@@ -86,9 +87,13 @@ class Linear:
         """Forbids fused kernels for this layer. Call it before kernels are picked."""
         self.fusion = Fusion.NONE
 
-    def make_batch_invariant(self) -> None:
-        """Makes the result of each row independent of the other rows, to the last bit."""
-        self.use({}, in_groups(self.method.apply))
+    def make_batch_invariant(self, product: Product | None = None) -> None:
+        """Makes the result of each row independent of the other rows, to the last bit.
+
+        product: one that does so. None: that of the `LinearMethod`, in groups of rows.
+        """
+        self.use({}, in_groups(self.method.apply) if product is None else product)
+        self.is_batch_invariant = True
 
     def fused(self, rows: int) -> FusedProduct | None:
         return self._fused.get(rows)

@@ -140,7 +140,7 @@ class Tuner:
             config = kernel_configs.batch_invariant_config(layer, self._dtype.itemsize, self._processors)
             for linear in group:
                 product = self.products.of(config, linear)
-                linear.use({}, in_groups(product) if config == CUBLAS else product)
+                linear.make_batch_invariant(in_groups(product) if config == CUBLAS else product)
         for linear in self._others:
             linear.make_batch_invariant()
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"

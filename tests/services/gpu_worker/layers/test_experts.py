@@ -8,6 +8,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
+from blockyard.services.gpu_worker.layers import experts as experts_file
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
@@ -88,3 +89,45 @@ def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     factors = scores / scores.sum(-1, keepdim=True) * 2.5
     expected = plain(x, torch.tensor([[1, 4]] * 3), factors, weights, Gate.SILU, False)
     assert got is not None and torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["host", "grouped"])
+def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "grouped":
+        from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+
+        monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
+    router = dense_linear(torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE))
+    layer = RoutedExperts(router, make_weights(bias=True), ROUTING)
+    for linear in layer.linears():
+        linear.make_batch_invariant()
+    x = torch.randn(100, HIDDEN, device=DEVICE)
+    together = layer.apply(TorchOps(), x)
+    assert len(together.unique(dim=0)) == 100
+    for row in (0, 41, 99):
+        assert torch.equal(layer.apply(TorchOps(), x[row : row + 1])[0], together[row])
+    assert torch.equal(layer.apply(TorchOps(), x[30:50]), together[30:50])
+
+
+def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blockyard.services.gpu_worker.layers import grouped_experts
+
+    used = []
+    product = grouped_experts.grouped_linear
+    monkeypatch.setattr(
+        grouped_experts,
+        "grouped_linear",
+        lambda x, weight, mapped, pairs, tiling, **more: (
+            used.append((mapped.tile, tiling)),
+            product(x, weight, mapped, pairs, tiling, **more),
+        )[1],
+    )
+    made = grouped_experts.GroupedExperts(make_weights(), ROUTING, Gate.SILU, False)
+    for rows in (1, 40):
+        x, logits = torch.randn(rows, HIDDEN, device=DEVICE), torch.randn(rows, NUM_EXPERTS, device=DEVICE)
+        experts, weights = made.choose(logits, None)
+        for batch_invariant in (False, True):
+            made.forward(x, experts, weights, None, batch_invariant)
+    assert used[2:4] == used[6:8] and used[:2] != used[4:6], "gate and up, and down"
