@@ -42,7 +42,7 @@ def _uniform() -> list[SampleRequest]:
     return [SampleRequest(make_prompt(rng, num_input), num_input, num_output) for num_input, num_output in lengths]
 
 
-def _low(name: str, what: str, unit: str, model: str, flags: tuple[str, ...], target: float, floor: float,
+def _low(name: str, what: str, unit: str, model: str, flags: tuple[str, ...], target: float, floor: float | None,
           measure_server: Callable[[SuiteServer], Measurement]) -> SuiteItem:  # fmt: skip
     return SuiteItem(name, what, unit, model, flags, target, floor, False, measure_server=measure_server)
 
@@ -85,6 +85,8 @@ FAMILIES = (
          7000, 10000, True, measure_alone=measures.offline_rate(lambda: random_requests(256, 1024, 1024, seed=0))),
     SuiteItem("start-30b", "Qwen3-30B-A3B, launch to first token, not the first start", "s", Q30, TO_9K, 20, None,
          False, measure_alone=measures.launch_to_first_token),
+    _low("skewed-64-30b", "Qwen3-30B-A3B, 64 at 1,024, a tenth of the experts get half of the tokens, ITL", "ms", Q30,
+          (*TO_9K, "--load-format", "dummy-skewed"), 20.1, None, measures.inter_token(64, 960, 128)),
     _stream("mixtral", MIXTRAL, "Mixtral-8x7B", 7.0, 6.09, ONE),
     _batch("mixtral", MIXTRAL, "Mixtral-8x7B", 27, 24.3, ONE),
     _stream("v2-lite", V2_LITE, "DeepSeek-V2-Lite", 2.1, 1.17, TO_9K),

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading import parallel_load
+from blockyard.services.gpu_worker.loading import dummy_routers, parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import LoadError
 
 # torch.load raises it for a file with other objects than tensors; no object is unpickled here
@@ -22,6 +23,7 @@ Progress = Callable[[float], None]  # takes the fraction done
 
 _SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "*.safetensors")
 _TORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth")
+SCALE = 0.02  # standard deviation of dummy weights
 _FACTORS = ("weight", "scale", "scalar")  # vectors of such names multiply
 _NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "tokenizer*")
 
@@ -46,8 +48,8 @@ def load(
 ) -> LoadedWeights:
     """Fills the table and checks that nothing is missing or left over. Raises LoadError."""
     start = time.perf_counter()
-    if load_format == "dummy":
-        fill_dummy(table, seed, progress)
+    if load_format in DUMMY_FORMATS:
+        fill_dummy(table, seed, progress, skewed=load_format != "dummy")
         return LoadedWeights(table.size_bytes, _elapsed(table, start), 0)
     files = find_files(folder, load_format, ignore_patterns)
     total = sum(f.stat().st_size for f in files)
@@ -75,16 +77,20 @@ def _elapsed(table: WeightTable, start: float) -> float:
     return time.perf_counter() - start
 
 
-def fill_dummy(table: WeightTable, seed: int, progress: Progress) -> None:
-    """Seeded small random values; norm weights and factors are 1."""
+def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool = False) -> None:
+    """Seeded small random values; norm weights and factors are 1, and routers choose evenly unless `skewed`."""
     generator = torch.Generator(table.device).manual_seed(seed)
     for i, (name, place) in enumerate(table.places.items()):
         if name.endswith(_FACTORS) and (len(place.shape) == 1 or "norm" in name):
             place.target.fill_(1.0)
+        elif dummy_routers.is_choice_bias(name):
+            place.target.zero_()
         else:
             target = place.target
             made = target if target.device == table.device else torch.empty_like(target, device=table.device)
-            made.normal_(0.0, 0.02, generator=generator)  # the same values on every device
+            made.normal_(0.0, SCALE, generator=generator)  # the same values on every device
+            if dummy_routers.is_router(name):
+                dummy_routers.settle(made, SCALE, skewed)
             if made is not target:
                 target.copy_(made)
         progress((i + 1) / len(table.places))

@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.loading.checkpoint import find_files
 from blockyard.services.gpu_worker.loading.parallel_load import open_safetensors
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import GIB
+from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import LoadError
 
 ROTATION_BYTES = 3 * 8  # of a complex number and its angles
@@ -20,7 +21,7 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
 
     Shapes in torch files are unknown before they are read: the number of weights has to fit the files' size.
     """
-    if load_format == "dummy":
+    if load_format in DUMMY_FORMATS:
         return
     files = find_files(folder, load_format, ignore_patterns)
     if all(file.suffix == ".safetensors" for file in files):

@@ -20,7 +20,7 @@ from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Recei
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.bus.sockets import Sockets
-from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.config.services.worker import DUMMY_FORMATS, KVTransferConfig, WorkerConfig
 from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan
 
 log = logging.getLogger(__name__)
@@ -292,5 +292,5 @@ class WorkerTransfers:
 def scope_of(config: WorkerConfig) -> str:
     """Returns what the KV of a block depends on besides its layout: workers with equal texts may exchange blocks."""
     model = config.served_model_names[0] if config.served_model_names else config.model_path
-    seed = str(config.seed) if config.load_format == "dummy" else ""
+    seed = str(config.seed) if config.load_format in DUMMY_FORMATS else ""
     return "|".join([model, config.config_overrides, config.kv_cache_dtype, seed])

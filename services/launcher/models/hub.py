@@ -14,6 +14,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
     RevisionNotFoundError,
 )
 
+from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import ConfigError
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*", "vocab*")
@@ -55,7 +56,7 @@ def download(
 
 def weight_patterns(files: list[str], load_format: str, ignore: list[str]) -> tuple[str, ...]:
     """Returns the patterns of weight files to fetch: one format, even if the repository has both."""
-    if load_format == "dummy":
+    if load_format in DUMMY_FORMATS:
         return ()
     if load_format != "auto":
         return SAFETENSORS if load_format == "safetensors" else TORCH

@@ -94,9 +94,10 @@ LOADING = (
         "load-format",
         FlagKind.TEXT,
         "auto",
-        "Weight files; auto: safetensors, else pt; dummy: random weights.",
+        "Weight files; auto: safetensors, else pt; dummy: random weights, experts are chosen evenly; dummy-skewed: a "
+        "tenth of the experts get half of the tokens.",
         ("worker.load_format",),
-        choices=("auto", "pt", "safetensors", "dummy"),
+        choices=("auto", "pt", "safetensors", "dummy", "dummy-skewed"),
         refused_values={
             "npcache": not_built("numpy weight caches; safetensors load by mmap without one"),
             "tensorizer": not_built("tensorizer files"),

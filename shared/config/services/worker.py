@@ -7,6 +7,7 @@ import msgspec
 from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.messages import GrammarEngine, KVRole
 
+DUMMY_FORMATS = ("dummy", "dummy-skewed")  # load formats of random weights
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
 
@@ -53,7 +54,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     worker_cls: Literal["auto", "mock"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Dtype = "auto"
-    load_format: Literal["auto", "pt", "safetensors", "dummy"] = "auto"
+    load_format: Literal["auto", "pt", "safetensors", "dummy", "dummy-skewed"] = "auto"
     ignore_patterns: list[str] = []  # file names not loaded
     config_overrides: str = "{}"  # JSON object laid over config.json: --hf-overrides, --rope-scaling, --rope-theta
     max_model_len: int | None = None  # None: as in config.json
