@@ -30,7 +30,7 @@ class LatentDecodeConfig:
     heads: int  # of a program
     keys: int  # of a tile
     warps: int
-    stages: int
+    stages: int  # 5 keep two or three tiles: addresses of rows are loaded from block tables two stages before them
     programs: int  # of a multiprocessor at a time
 
 
@@ -39,10 +39,10 @@ def choose_config(heads: int, dtype: torch.dtype) -> LatentDecodeConfig:
     if dtype.itemsize > 2:
         return LatentDecodeConfig(16, 16, 4, 1, 1)
     if heads <= 16:
-        return LatentDecodeConfig(16, 32, 4, 2, 2)  # 36 KiB a tile of keys
+        return LatentDecodeConfig(16, 32, 4, 5, 2)  # 36 KiB a tile of keys
     if heads <= 32:
-        return LatentDecodeConfig(32, 32, 8, 2, 2)
-    return LatentDecodeConfig(64, 32, 8, 2, 1)
+        return LatentDecodeConfig(32, 32, 8, 5, 1)
+    return LatentDecodeConfig(64, 32, 8, 5, 1)
 
 
 def latent_decode_reference(

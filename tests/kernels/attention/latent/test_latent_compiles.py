@@ -37,15 +37,19 @@ seqs, rotation = PagedKVMetadata(ids, ids, torch.zeros(2, 4, dtype=torch.int32))
 for heads, plain, value in ((16, 128, 128), (128, 128, 128), (20, 192, 256)):  # the last of GLM-4.7-Flash
     query, rows = torch.zeros(2, heads, plain + 64).bfloat16(), torch.zeros(2, 576).bfloat16()
     up, q_latent = torch.zeros(heads, plain + value, 512).bfloat16(), torch.zeros(2, heads, 512).bfloat16()
-    head_products(query[..., :plain], up[:, :plain])
-    head_products(q_latent, up[:, plain:].mT)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn) if heads != 128 else (torch.bfloat16,):
-        layer, scale = torch.zeros(8, 1, 1, 16, 576).to(dtype), None if dtype == torch.bfloat16 else scales
-        write_latent(query, rows, layer, seqs, rotation, torch.ones(512).bfloat16(), 1e-6, scale)
-        latent_decode(q_latent, query[..., plain:], layer, seqs, 0.1, 4096, scales=scale)
-        latent_invariant(q_latent, query[..., plain:], layer, seqs, 0.1, 4096, True, scale)
-        out = torch.zeros(2, heads * value).bfloat16()
-        prefill_in_pieces(query, rows, layer, seqs, starts, 0.1, up, 64, out, scale)
+    layer, out = torch.zeros(8, 1, 1, 16, 576).bfloat16(), torch.zeros(2, heads * value).bfloat16()
+    latent_decode(q_latent, query[..., plain:], layer, seqs, 0.1, 64)
+    if heads == 16:
+        latent_invariant(q_latent, query[..., plain:], layer, seqs, 0.1, 64, False)
+    if heads != 128:
+        prefill_in_pieces(query, rows, layer, seqs, starts, 0.1, up, 64 if heads == 16 else 0, out)
+    if heads == 16:
+        head_products(query[..., :plain], up[:, :plain])
+        head_products(q_latent, up[:, plain:].mT)
+        write_latent(query, rows, layer, seqs, rotation, torch.ones(512).bfloat16(), 1e-6)
+        layer = layer.to(torch.float8_e4m3fn)
+        write_latent(query, rows, layer, seqs, rotation, torch.ones(512).bfloat16(), 1e-6, scales)
+        latent_decode(q_latent, query[..., plain:], layer, seqs, 0.1, 64, scales=scales)
 """
 SHARED = 227 * 1024  # of a multiprocessor
 TWICE = {"latent_decode_kernel"}  # with 16 heads two programs run at a time
@@ -63,5 +67,5 @@ def test_the_sizes_of_deepseek_compile_for_an_h200(tmp_path: Path) -> None:
     for line in run.stdout.splitlines():
         name, size = line.split()
         shared.setdefault(name, []).append(int(size))
-    assert len(shared) >= 8 and max(max(sizes) for sizes in shared.values()) <= SHARED, shared
-    assert all(2 * min(shared[name]) <= SHARED for name in TWICE), shared
+    assert len(shared) >= 7 and max(max(sizes) for sizes in shared.values()) <= SHARED, shared
+    assert all(2 * shared[name][0] <= SHARED for name in TWICE), shared
