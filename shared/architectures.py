@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "Glm4MoeLiteForCausalLM": Architecture("moe.glm4_moe_lite", "GLM-4.7-Flash"),
     "GlmForCausalLM": Architecture("llama_style.glm", "GLM-4 9B of 2024"),
     "GPT2LMHeadModel": Architecture("layer_norm.gpt2", "GPT-2"),
+    "GptOssForCausalLM": Architecture("moe.gpt_oss", "gpt-oss; experts in mxfp4 are made bfloat16 at load"),
     "GPTNeoXForCausalLM": Architecture("layer_norm.gpt_neox", "GPT-NeoX, Pythia"),
     "GraniteForCausalLM": Architecture("llama_style.granite", "Granite 3 and 4, dense"),
     "LlamaForCausalLM": Architecture(

@@ -53,17 +53,33 @@ def split_kv(kv: Tensor, latent_dim: int | None) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def soft_capped_attention(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, soft_cap: float
-) -> Tensor:
-    """Attention whose scores are soft_cap * tanh(scale * q @ k / soft_cap), before the mask is added to them.
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [..., keys]. sinks [..., 1]: a score that is in the sum, and has no value."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1).softmax(-1)[..., :-1]
 
-    q [..., rows, head_dim]; keys and values [..., tokens, head_dim]; mask fits [..., rows, tokens].
+
+def attention_by_scores(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention that stores all scores, which torch's own does not, for what torch's own lacks.
+
+    q [..., rows, head_dim]; keys and values [..., tokens, head_dim]; mask fits [..., rows, tokens]. With soft_cap,
+    scores are soft_cap * tanh(scale * q @ k / soft_cap), before the mask is added to them. sinks fit [..., rows, 1]:
+    see `softmax_with_sinks`.
     """
-    scores = (q @ keys.mT).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    scores = q @ keys.mT
+    scores = scores.mul_(scale) if soft_cap is None else scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores.float(), -1).to(values.dtype) @ values
+    return softmax_with_sinks(scores.float(), sinks).to(values.dtype) @ values
 
 
 def decode_attention_reference(
@@ -73,18 +89,20 @@ def decode_attention_reference(
     scale: float,
     soft_cap: float | None = None,
     latent_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One query token a sequence, all sequences in one call.
 
     q [seqs, heads, head_dim]; kv [seqs, planes, kv_heads, tokens, head_dim]; mask [seqs, 1, 1, tokens] is added to the
-    scores, None where all keys are visible; soft_cap: see `soft_capped_attention`; latent_dim: see `split_kv`. Returns
-    [seqs, heads * size of a V head].
+    scores, None where all keys are visible; soft_cap and sinks [heads]: see `attention_by_scores`; latent_dim: see
+    `split_kv`. Returns [seqs, heads * size of a V head].
     """
     num_seqs, num_heads, head_dim = q.shape
     keys, values = split_kv(kv, latent_dim)
     grouped = q.view(num_seqs, kv.shape[2], -1, head_dim)  # heads that share a K/V head are its rows
-    if soft_cap is not None:
-        out = soft_capped_attention(grouped, keys, values, mask, scale, soft_cap)
+    if soft_cap is not None or sinks is not None:
+        of_rows = None if sinks is None else sinks.view(kv.shape[2], -1, 1)
+        out = attention_by_scores(grouped, keys, values, mask, scale, soft_cap, of_rows)
     else:
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(num_seqs, num_heads * values.shape[-1])
@@ -97,19 +115,21 @@ def prefill_attention_reference(
     scale: float,
     soft_cap: float | None = None,
     latent_dim: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The last tokens of one sequence against all of its tokens.
 
     q [tokens, heads, head_dim]; kv [1, planes, kv_heads, known, head_dim]; mask [tokens, known] is added to the scores,
-    None for causal attention with tokens == known; soft_cap: see `soft_capped_attention`; latent_dim: see `split_kv`.
-    Returns [tokens, heads * size of a V head].
+    None for causal attention with tokens == known; soft_cap and sinks [heads]: see `attention_by_scores`; latent_dim:
+    see `split_kv`. Returns [tokens, heads * size of a V head].
     """
     keys, values = split_kv(kv, latent_dim)
-    if soft_cap is not None:
+    if soft_cap is not None or sinks is not None:
         if mask is None:
             mask = torch.full((len(q), len(q)), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
         grouped = q.view(len(q), keys.shape[1], -1, q.shape[2]).permute(1, 2, 0, 3)[None]  # heads of a K/V head
-        out = soft_capped_attention(grouped, keys[:, :, None], values[:, :, None], mask, scale, soft_cap)
+        of_rows = None if sinks is None else sinks.view(keys.shape[1], -1, 1, 1)
+        out = attention_by_scores(grouped, keys[:, :, None], values[:, :, None], mask, scale, soft_cap, of_rows)
         return out[0].flatten(0, 1).transpose(0, 1).reshape(q.shape[0], -1)
     if mask is not None and q.device.type == "cuda":
         # with a mask and grouped heads torch falls back to a kernel that stores all scores: gigabytes

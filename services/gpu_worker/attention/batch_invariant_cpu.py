@@ -7,7 +7,7 @@ copy of exactly the keys and values that it attends to.
 import torch
 from torch import Tensor
 
-from blockyard.kernels.attention.torch_sdpa import row_index, split_kv, write_kv_reference
+from blockyard.kernels.attention.torch_sdpa import row_index, softmax_with_sinks, split_kv, write_kv_reference
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints
@@ -55,7 +55,8 @@ class BatchInvariantCpuAttention:
         rows = self._rows[kind.kept_heads]
         write_kv_reference(self._pool.rows[layer], rows, torch.cat((qk[:, heads:], values), 1))
         out = qkv.new_empty((len(qkv), heads, attention.latent_dim or attention.head_dim))
-        row = 0
+        row, sinks = 0, attention.sinks
+        of_heads = None if sinks is None else sinks.view(attention.kv_heads, -1, 1)
         for table, count, length in self._seqs:
             blocks = torch.from_numpy(table[: -(-length // self._pool.block_size)])
             # [planes, kv_heads, tokens, dim]
@@ -68,6 +69,6 @@ class BatchInvariantCpuAttention:
                 scores = q @ keys.mT * attention.scale
                 if attention.soft_cap is not None:
                     scores = scores.div_(attention.soft_cap).tanh_().mul_(attention.soft_cap)
-                out[row] = (torch.softmax(scores, -1) @ values).view(heads, -1)
+                out[row] = (softmax_with_sinks(scores, of_heads) @ values).view(heads, -1)
                 row += 1
         return out.flatten(1)

@@ -164,9 +164,8 @@ class CpuAttention:
         for prefill in metadata.prefills:
             known = self._gather(layer, prefill.chunks, 1)[:, :, :, : prefill.length]
             rows = q[prefill.start : prefill.start + prefill.count]
-            parts.append(
-                prefill_attention_reference(rows, known, prefill.mask, shape.scale, shape.soft_cap, shape.latent_dim)
-            )
+            options = (shape.scale, shape.soft_cap, shape.latent_dim, shape.sinks)
+            parts.append(prefill_attention_reference(rows, known, prefill.mask, *options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, layer: int, decodes: Decodes, q: Tensor, kv: Tensor) -> Tensor:
@@ -180,7 +179,8 @@ class CpuAttention:
             known = gathered.add(layer, kv)
         known = known.narrow(3, 0, decodes.length)
         shape = self._shapes[layer]
-        return decode_attention_reference(q, known, decodes.mask, shape.scale, shape.soft_cap, shape.latent_dim)
+        options = (shape.scale, shape.soft_cap, shape.latent_dim, shape.sinks)
+        return decode_attention_reference(q, known, decodes.mask, *options)
 
     def _gather(self, layer: int, chunks: Tensor, num_seqs: int) -> Tensor:
         planes, heads, size = self._shapes[layer].kept

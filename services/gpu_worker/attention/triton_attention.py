@@ -24,6 +24,7 @@ from blockyard.services.gpu_worker.attention.triton_latent import LatentLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
+from blockyard.shared.errors import LoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
     """Builds the attention of a step. semaphores: state of the fused decode kernel; None: it must not run."""
     table_len = metadata.rows.tables.shape[1] * pool.block_size
     max_seq_len, num_rows = min(metadata.max_seq_len or table_len, table_len), len(metadata.rows.slots)
+    if any(layer.sinks is not None for layer in pool.shape.attention):
+        raise LoadError("attention sinks are not supported on a GPU yet; --device cpu computes them")
     decodes_only, has_latent = metadata.query_start_loc is None, pool.shape.has_latent
     case = AttentionCase(
         device="cuda",

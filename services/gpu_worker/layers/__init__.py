@@ -8,6 +8,7 @@ the checkpoint to memory.
 - `Attention`, `GatedMLP`, `MLP`: the sublayers of a transformer layer. `AttentionOptions` says how checkpoints store
   q, k and v, what normalises q and k, and which numbers of a head are rotated.
 - `latent/`: latent attention, which keeps one row a token for all heads.
+- `experts`: mixtures of experts. `expert_weights` says how checkpoints store them.
 - `decoder_layers`: sublayers around the residual: norms before (`PreNormLayer`), after or both (`PostNormLayer`), or
   side by side (`ParallelLayer`). A layer keeps the fused kernels that its norms allow.
 - `rope_parameters` reads the rotation from config.json, `rotary` computes its tables, one for each kind of layer.

@@ -1,6 +1,6 @@
 """The attention sublayer: QKV projection, attention over the paged KV cache, output projection."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,6 +30,8 @@ class AttentionShape:
     latent_dim: int | None = None  # V is the first so many numbers of K, and is not stored; None: V is as large as K
     plain_dim: int | None = None  # of a latent layer, in a head of q and K before absorption: numbers not rotated
     value_dim: int | None = None  # of a latent layer: a head of V that is made of a latent
+    sinks: Tensor | None = field(default=None, compare=False)  # [num_heads] float32, a weight: a score for each head
+    # that is in the sum of the softmax and has no value; None: no sinks
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -140,6 +142,7 @@ class AttentionOptions:
     out_name: str = "o_proj"  # of the output projection in checkpoints
     out_bias: bool = False
     out_transposed: bool = False  # stored as [in, out]
+    sinks_name: str = "sinks"  # of the sinks in checkpoints, if the layer has them
     qk_norm: MakeQKNorm | None = None  # before the rotation
     halves_dim: int | None = None  # pairs are the two halves of so many first numbers of a head; 0: they are side by
     # side, or q and k are not rotated; None: of the whole head
@@ -172,6 +175,8 @@ class Attention:
         self.out = layers.make(
             out, heads * head_dim, bias=options.out_bias, fusion=Fusion.ADD, transposed=options.out_transposed
         )
+        if shape.sinks is not None:
+            layers.table.place(f"{prefix}.{options.sinks_name}", shape.sinks, (heads,))
         self._fused_norm: RMSNorm | None = None
         self._separate_norm: SeparateQKNorm | None = None
         if options.qk_norm is not None:

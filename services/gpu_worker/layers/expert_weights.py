@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from blockyard.services.gpu_worker.loading import mxfp4
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
@@ -63,3 +64,32 @@ def stacked_experts(
 
 def _transpose(stored: Tensor) -> Tensor:
     return stored.mT
+
+
+def transposed_experts(
+    table: WeightTable, prefix: str, num_experts: int, hidden: int, inner: int, *, is_mxfp4: bool
+) -> ExpertWeights:
+    """Stacks with biases, in which gate and up are side by side, one output of each after the other (gpt-oss).
+
+    The checkpoint has `prefix`.gate_up_proj as [experts, hidden, 2 * inner] and `prefix`.down_proj as
+    [experts, inner, hidden]; or as is_mxfp4 their transposes in that format.
+    """
+    gate_up, gate_up_bias = table.empty(num_experts, 2 * inner, hidden), table.empty(num_experts, 2 * inner)
+    down, down_bias = table.empty(num_experts, hidden, inner), table.empty(num_experts, hidden)
+    pairs, bias_pairs = gate_up.view(num_experts, 2, inner, hidden), gate_up_bias.view(num_experts, 2, inner)
+    gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
+    if is_mxfp4:
+        mxfp4.place(table, gate_up_name, pairs, _split_pairs)
+        mxfp4.place(table, down_name, down, lambda rows: rows)
+    else:
+        stored = (num_experts, hidden, 2 * inner)
+        table.place(gate_up_name, pairs, stored, lambda stacks: _split_pairs(stacks.transpose(1, 2)))
+        table.place(down_name, down, (num_experts, inner, hidden), lambda stacks: stacks.transpose(1, 2))
+    table.place(f"{gate_up_name}_bias", bias_pairs, (num_experts, 2 * inner), _split_pairs)
+    table.place(f"{down_name}_bias", down_bias, (num_experts, hidden))
+    return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+
+def _split_pairs(rows: Tensor) -> Tensor:
+    """[experts, 2 * inner, ...], gate and up in turn -> [experts, 2, inner, ...], a view."""
+    return rows.view(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2)

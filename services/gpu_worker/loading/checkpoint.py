@@ -50,6 +50,7 @@ def load(
     start = time.perf_counter()
     if load_format in DUMMY_FORMATS:
         fill_dummy(table, seed, progress, skewed=load_format != "dummy")
+        table.finish()
         return LoadedWeights(table.size_bytes, _elapsed(table, start), 0)
     files = find_files(folder, load_format, ignore_patterns)
     total = sum(f.stat().st_size for f in files)
@@ -58,6 +59,7 @@ def load(
     else:
         _load_in_turn(files, total, table, progress)
     table.check_complete()
+    table.finish()
     progress(1.0)
     return LoadedWeights(total, _elapsed(table, start), len(files))
 
@@ -78,9 +80,14 @@ def _elapsed(table: WeightTable, start: float) -> float:
 
 
 def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool = False) -> None:
-    """Seeded small random values; norm weights and factors are 1, and routers choose evenly unless `skewed`."""
+    """Seeded small random values; norm weights and factors are 1, and routers choose evenly unless `skewed`.
+
+    Integers stay as the model has made them.
+    """
     generator = torch.Generator(table.device).manual_seed(seed)
     for i, (name, place) in enumerate(table.places.items()):
+        if not place.target.is_floating_point():
+            continue
         if name.endswith(_FACTORS) and (len(place.shape) == 1 or "norm" in name):
             place.target.fill_(1.0)
         elif dummy_routers.is_choice_bias(name):

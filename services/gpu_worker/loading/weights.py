@@ -10,6 +10,7 @@ from torch import Tensor
 from blockyard.shared.errors import LoadError
 
 Arrange = Callable[[Tensor], Tensor]
+Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkpoint has
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HOST_SLACK = 0.5  # bytes; rounding of a share
@@ -26,6 +27,7 @@ class WeightPlace:
     shape: tuple[int, ...]
     arrange: Arrange | None
     stored: frozenset[torch.dtype]  # dtypes that the checkpoint may have; they are converted to the target's
+    write: Write | None  # writes a stored weight to the target; None: copies it
 
 
 class WeightTable:
@@ -46,6 +48,7 @@ class WeightTable:
         self._unused_last: dict[str, set[str]] = {}  # the same by suffix
         self._unused_alone: set[str] = set()  # the same, of `_ignored`
         self._loaded: set[str] = set()
+        self._finishes: list[Callable[[], None]] = []
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory of the device. dtype: None for the model's."""
@@ -60,12 +63,27 @@ class WeightTable:
         shape: tuple[int, ...],
         arrange: Arrange | None = None,
         stored: frozenset[torch.dtype] = FLOATS,
+        write: Write | None = None,
     ) -> None:
         """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated.
 
-        stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs.
+        stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs. write:
+        writes to the target what a copy would first make in a second place, as `arrange` does.
         """
-        self.places[name] = WeightPlace(target, shape, arrange, stored)
+        self.places[name] = WeightPlace(target, shape, arrange, stored, write)
+
+    def after_load(self, finish: Callable[[], None]) -> None:
+        """`finish` runs once all weights are in their places, before the model prepares them."""
+        self._finishes.append(finish)
+
+    def finish(self) -> None:
+        for finish in self._finishes:
+            finish()
+        self._finishes.clear()
+
+    def forget(self, name: str) -> None:
+        """Drops the place of a loaded weight, and with it the memory that nothing else uses."""
+        self.size_bytes -= self.places.pop(name).target.nbytes
 
     def place_scalar(self, name: str, target: Tensor) -> None:
         """A checkpoint that has the scalar `name` sets `target`; it may lack it."""
@@ -182,6 +200,9 @@ class WeightTable:
         if value.dtype not in place.stored:
             known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in place.stored))
             raise LoadError(f"{name}: the checkpoint has {str(value.dtype).removeprefix('torch.')}, expected {known}")
+        if place.write is not None:
+            place.write(place.target, value)
+            return
         place.target.copy_(place.arrange(value) if place.arrange else value)
 
     def mark_loaded(self, name: str, shape: tuple[int, ...]) -> None:

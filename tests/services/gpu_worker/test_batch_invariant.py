@@ -47,6 +47,7 @@ def run(runner: Runner, others: tuple[int, ...], chunk: int = 10**6, preempt_at:
         "gpt-neox",
         "deepseek-v3",
         "glm4-moe",
+        "gpt-oss",
     ],
 )
 def test_a_stream_has_the_same_logprobs_in_any_batch(name: str, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
     Llama4Config,
@@ -153,6 +155,15 @@ MODELS = [
         Qwen2MoeForCausalLM,
         LLAMA | EXPERTS | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "num_hidden_layers": 4},
         {"rope_type": "default"},
+    ),
+    Tiny(
+        "gpt-oss",
+        GptOssConfig,
+        GptOssForCausalLM,
+        LLAMA
+        | {"intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 20}
+        | {"head_dim": 32, "rms_norm_eps": 0.01},
+        {"rope_type": "yarn", **YARN, "truncate": False},
     ),
     Tiny(
         "opt",

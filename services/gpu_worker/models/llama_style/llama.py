@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.attention import (
@@ -67,6 +69,7 @@ class LlamaVariant:
     chunked: bool = False  # of layers with a window, see `AttentionShape`
     scale: float | None = None  # of scores; None: 1 / sqrt(head size)
     soft_cap: float | None = None  # of scores, see `AttentionShape`
+    has_sinks: bool = False  # see `AttentionShape`
     rotations: Sequence[RotaryEmbedding | QueryScales | None] | None = (
         None  # of each layer; None: of config.json, in all layers
     )
@@ -95,7 +98,7 @@ def build_llama(
     """Builds a Llama decoder. Raises ConfigError for a config that `layers/` does not support."""
     variant = variant or LlamaVariant()
     hidden, num_layers = fields.hidden_size, fields.num_hidden_layers
-    shapes = _shapes(fields, variant)
+    shapes = _shapes(fields, variant, table)
     rotations = variant.rotations or (read_rotary(config, fields),) * num_layers
     layers = LinearLayers(table, config)
     embedding = TokenEmbedding(layers, "model.embed_tokens", fields.vocab_size, hidden, factor=variant.embedding_factor)
@@ -174,7 +177,7 @@ def read_rotary(config: dict[str, Any], fields: LlamaConfig, **options: Any) -> 
     return RotaryEmbedding(rope, head_size(fields), fields.max_position_embeddings)
 
 
-def _shapes(fields: LlamaConfig, variant: LlamaVariant) -> tuple[AttentionShape, ...]:
+def _shapes(fields: LlamaConfig, variant: LlamaVariant, table: WeightTable) -> tuple[AttentionShape, ...]:
     """Returns the attention shape of each layer. Raises ConfigError for unsupported values."""
     heads, size = fields.num_attention_heads, head_size(fields)
     kv_heads = fields.num_key_value_heads or heads
@@ -182,4 +185,11 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant) -> tuple[AttentionShape,
     scale = size**-0.5 if variant.scale is None else variant.scale
     shape = AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, scale=scale, soft_cap=variant.soft_cap)
     windows = variant.windows or (None,) * fields.num_hidden_layers
-    return tuple(replace(shape, window=window, chunked=variant.chunked and window is not None) for window in windows)
+
+    def make_sinks() -> Tensor | None:
+        return table.empty(heads, dtype=torch.float32) if variant.has_sinks else None
+
+    def make(window: int | None) -> AttentionShape:
+        return replace(shape, window=window, chunked=variant.chunked and window is not None, sinks=make_sinks())
+
+    return tuple(map(make, windows))

@@ -14,7 +14,12 @@ from blockyard.services.gpu_worker.models.interface import ModelShape
 
 LENGTH, SIZE, HEADS = 70, 16, 4
 PLAIN = AttentionShape(num_heads=HEADS, kv_heads=2, head_dim=32, scale=32**-0.5)
-LAYERS = (PLAIN, replace(PLAIN, window=20), replace(PLAIN, kv_heads=1, head_dim=48, latent_dim=40))
+LAYERS = (
+    PLAIN,
+    replace(PLAIN, window=20),
+    replace(PLAIN, kv_heads=1, head_dim=48, latent_dim=40),
+    replace(PLAIN, window=20, sinks=torch.tensor([0.5, -3.0, 4.0, 9.0])),
+)
 SHAPE = ModelShape(vocab_size=10, max_positions=128, attention=LAYERS)
 
 

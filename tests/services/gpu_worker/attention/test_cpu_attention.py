@@ -23,6 +23,7 @@ def layer_of(
     soft_cap: float | None = None,
     latent_dim: int | None = None,
     chunked: bool = False,
+    sinks: tuple[float, ...] | None = None,
 ) -> AttentionShape:
     return AttentionShape(
         num_heads=HEADS,
@@ -33,9 +34,11 @@ def layer_of(
         soft_cap=soft_cap,
         latent_dim=latent_dim,
         chunked=chunked,
+        sinks=None if sinks is None else torch.tensor(sinks),
     )
 
 
+SINKS = (0.5, -3.0, 4.0, 100.0)
 LAYERS = (  # they differ in what they keep
     layer_of(2, 8),
     layer_of(2, 8, window=6),
@@ -44,6 +47,9 @@ LAYERS = (  # they differ in what they keep
     layer_of(2, 8, window=6, soft_cap=0.5),
     layer_of(1, 12, latent_dim=8),
     layer_of(2, 8, window=6, chunked=True),
+    layer_of(2, 8, sinks=SINKS),
+    layer_of(2, 8, window=6, sinks=SINKS),
+    layer_of(1, 12, soft_cap=0.5, sinks=SINKS),
 )
 
 
@@ -78,7 +84,9 @@ def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tenso
             scores = keys @ q[i, h] * it.head_dim**-0.5
             if it.soft_cap is not None:
                 scores = it.soft_cap * (scores / it.soft_cap).tanh()
-            heads.append(scores.softmax(0) @ values)
+            powers = scores.double().exp()
+            total = powers.sum() + (0 if it.sinks is None else it.sinks[h].double().exp())
+            heads.append((powers / total).float() @ values)
         rows.append(torch.cat(heads))
     return torch.stack(rows)
 

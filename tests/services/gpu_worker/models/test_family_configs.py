@@ -46,6 +46,36 @@ GEMMA4 = {  # the text part of the 26B-A4B model as released
     "vocab_size": 262144,
 }
 LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "num_local_experts": 16}
+GPT_OSS = {  # the 20b model as released
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 11, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
@@ -95,6 +125,10 @@ def build(config: dict[str, Any]) -> Any:
         (GEMMA4 | {"num_experts": None}, "num_experts"),
         (GEMMA4 | {"hidden_activation": "relu"}, "hidden_activation 'relu' of experts"),
         (GEMMA4 | {"global_head_dim": 511}, "global_head_dim"),
+        (GPT_OSS | {"num_experts_per_tok": 33}, "num_experts_per_tok 33 is more than num_local_experts 32"),
+        (GPT_OSS | {"layer_types": ["full_attention"]}, "layer_types"),
+        (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_alpha 1.702 and swiglu_limit 5 are not supported"),
+        (GPT_OSS | {"hidden_act": "gelu"}, "hidden_act"),
         (LLAMA | {"architectures": ["Cohere2ForCausalLM"], "sliding_window_pattern": 0}, "sliding_window_pattern"),
         (
             LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
@@ -169,6 +203,26 @@ def test_gemma4_as_released() -> None:
     assert model.table.size_bytes / 2 == pytest.approx(25.2e9, rel=0.01)  # parameters
     short = {key: value for key, value in GEMMA4.items() if key not in ("layer_types", "sliding_window")}
     assert build(short | {"num_hidden_layers": 8}).shape.windows == (512,) * 5 + (None, 512, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameters", "layers"),
+    [
+        ({}, 20.9e9, 24),
+        ({"quantization_config": None}, 20.9e9, 24),
+        ({"num_hidden_layers": 36, "num_local_experts": 128, "layer_types": None}, 116.8e9, 36),  # the 120b model
+    ],
+)
+def test_gpt_oss_as_released(fields: dict[str, Any], parameters: float, layers: int) -> None:
+    model = build({key: value for key, value in (GPT_OSS | fields).items() if value is not None})
+    assert model.shape.windows == (128, None) * (layers // 2)
+    first = model.shape.attention[0]
+    assert (first.num_heads, first.kept, first.scale) == (64, (2, 8, 64), 0.125)
+    assert first.sinks is not None and first.sinks.shape == (64,)
+    assert model.shape.max_positions == 131072
+    scales = sum(place.target.nbytes for name, place in model.table.places.items() if name.endswith("_scales"))
+    assert (scales > 0) == ("quantization_config" not in fields)
+    assert (model.table.size_bytes - scales) / 2 == pytest.approx(parameters, rel=0.005)
 
 
 def test_context_lengths() -> None:

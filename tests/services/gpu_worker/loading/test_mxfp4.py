@@ -1,0 +1,141 @@
+"""Weights in mxfp4 against the format's definition, value by value, and whole checkpoints with them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from plan_driver import Driver
+from safetensors.torch import load_file, save_file
+from tiny_models import BY_NAME, settings, start
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.loading import checkpoint, mxfp4, parallel_load
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.messages import Sampling
+
+QUANTIZATION = {"quantization_config": {"quant_method": "mxfp4"}}
+NULLED = '{"quantization_config": null}'
+
+
+def value_of(code: int, scale: int) -> float:
+    """As the format defines it: e2m1, subnormal where the exponent is 0, times 2 ** (scale - 127)."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    size = 0.5 * mantissa if exponent == 0 else (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1)
+    return (-size if sign else size) * 2.0 ** (scale - 127)
+
+
+def test_every_code_and_scale() -> None:
+    """Bytes 0 to 255 have every pair of codes. The smallest and largest scales here are those of normal bfloat16."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 240, 16, 16)
+    scales = torch.arange(4, 244, dtype=torch.uint8).view(1, 240, 1).expand(1, 240, 16).contiguous()
+    values = mxfp4.decode(blocks, torch.bfloat16)
+    assert values.shape == (1, 240, 512)
+    mxfp4.multiply(values, scales)
+    want = [
+        [value_of(code, scale) for byte in range(256) for code in (byte & 15, byte >> 4)] for scale in range(4, 244)
+    ]
+    assert torch.equal(values[0].double(), torch.tensor(want, dtype=torch.float64))
+
+
+class Quantized:
+    """A tiny checkpoint in bfloat16, and the same model with its experts in mxfp4."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plain, self.packed = folder / "plain", folder / "packed"
+        BY_NAME["gpt-oss"].save(self.plain)
+        config = json.loads((self.plain / "config.json").read_text())
+        files = list(self.plain.glob("*.safetensors"))
+        tensors = {key: value for file in files for key, value in load_file(file).items()}
+        for file in [*files, *self.plain.glob("*.index.json")]:
+            file.unlink()
+        torch.manual_seed(4)
+        packed = dict(tensors)
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            experts, size, out = packed.pop(name).shape
+            blocks = torch.randint(256, (experts, out, size // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 126, (experts, out, size // 32), dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        self.packed.mkdir()
+        save_file(tensors, self.plain / "model.safetensors")
+        save_file(packed, self.packed / "model.safetensors")
+        (self.packed / "config.json").write_text(json.dumps(config | QUANTIZATION))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(tmp_path_factory.mktemp("mxfp4"))
+
+
+def table_of(folder: Path) -> WeightTable:
+    config = json.loads((folder / "config.json").read_text())
+    table = WeightTable(torch.float32, torch.device("cpu"))
+    find_family(config)(config, table)
+    return table
+
+
+def weights(table: WeightTable) -> Iterator[tuple[str, Tensor]]:
+    for name, place in table.places.items():
+        yield name.removesuffix("_blocks"), place.target
+
+
+def test_a_checkpoint_in_mxfp4_is_the_one_that_transformers_decodes(folders: Quantized) -> None:
+    plain = table_of(folders.plain)
+    checkpoint.load(plain, folders.plain, "auto", [], 0, lambda done: None)
+    want = dict(weights(plain))
+    for chunk_bytes in (None, 1000):
+        packed = table_of(folders.packed)
+        before = packed.size_bytes
+        if chunk_bytes is None:
+            checkpoint.load(packed, folders.packed, "auto", [], 0, lambda done: None)
+        else:  # from several threads, as to a GPU
+            parallel_load.load([folders.packed / "model.safetensors"], packed, lambda done: None, chunk_bytes)
+            packed.finish()
+        got = dict(weights(packed))
+        assert want.keys() == got.keys()
+        assert all(torch.equal(value, got[name]) for name, value in want.items())
+        assert packed.size_bytes == plain.size_bytes < before, "no scale is kept"
+
+
+def output(folder: Path, **fields: object) -> list[int]:
+    driver = Driver(start(folder, **fields))
+    stream = driver.add([5, 9, 3], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
+    driver.run()
+    return stream.output
+
+
+def test_the_same_tokens(folders: Quantized) -> None:
+    assert output(folders.packed) == output(folders.plain)
+
+
+@pytest.mark.parametrize("overrides", ["{}", NULLED])
+def test_dummy_weights(folders: Quantized, overrides: str) -> None:
+    """As random as without the format: with any scales but 2 ** 0 they would not be."""
+    runner = engine.start(
+        settings(folders.packed, load_format="dummy", config_overrides=overrides), lambda phase, progress, notes: None
+    )
+    places = runner.model.table.places
+    blocks = [name for name in places if name.endswith("_blocks")]
+    assert bool(blocks) == (overrides == "{}")
+    assert not [name for name in places if name.endswith("_scales")]
+    name = "model.layers.0.mlp.experts.down_proj"
+    assert 0.015 < float(places[f"{name}_blocks" if blocks else name].target.std()) < 0.025
+
+
+def test_what_does_not_fit_is_refused(folders: Quantized) -> None:
+    with pytest.raises(LoadError, match=r"a weight that the model does not: .*_(blocks|scales)"):
+        start(folders.packed, config_overrides=NULLED)
+    with pytest.raises(LoadError, match=r"a weight that the model does not: .*_proj"):
+        start(folders.plain, config_overrides=json.dumps(QUANTIZATION))
+    table = table_of(folders.packed)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    with pytest.raises(LoadError, match="has bfloat16, expected uint8"):
+        table.put(name, torch.zeros(table.places[name].shape, dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match="mxfp4 weights of 48 inputs; a multiple of 32"):
+        start(folders.packed, config_overrides='{"intermediate_size": 48}')
