@@ -33,7 +33,7 @@ def _route_experts_kernel(
     logits_ptr, bias_ptr, factors_ptr, experts_ptr, weights_ptr, stride, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr,
+    BY_LOGIT: tl.constexpr, RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr,
 ):  # fmt: skip
     # program i: row i, its experts as [groups, experts of a group]
     row = tl.program_id(0).to(tl.int64)
@@ -50,6 +50,8 @@ def _route_experts_kernel(
         powers = tl.exp(logits - tl.max(tl.max(logits, 1), 0))
         scores = powers / tl.sum(tl.sum(powers, 1), 0)
     choice = tl.where(inside, scores, float("-inf"))
+    if BY_LOGIT:  # the same order, but sigmoids of large logits are all 1; -inf would never be chosen
+        choice = tl.where(inside, tl.maximum(logits, -3e38), float("-inf"))
     if BIAS:
         choice += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
     if TOP_GROUPS < GROUPS:
@@ -99,6 +101,7 @@ def route_experts(
             EXPERTS=num_experts, TOP_K=routing.top_k, K_TILE=next_power_of_2(routing.top_k), GROUPS=groups,
             GROUP_TILE=next_power_of_2(groups), MEMBER_TILE=next_power_of_2(num_experts // groups),
             TOP_GROUPS=routing.top_groups if limited else 1, TWO=routing.sum_of_two, SIGMOID=routing.sigmoid,
-            BIAS=bias is not None, RENORMALIZE=routing.renormalize, FACTORS=factors is not None, num_warps=1,
+            BIAS=bias is not None, BY_LOGIT=routing.sigmoid and bias is None and not limited,
+            RENORMALIZE=routing.renormalize, FACTORS=factors is not None, num_warps=1,
         )  # fmt: skip
     return experts, weights

@@ -45,6 +45,8 @@ def choose_experts(
     logits = logits.float()
     scores = _sigmoid(logits) if routing.sigmoid else logits.softmax(-1)
     choice = scores if bias is None else scores + bias.float()
+    if routing.sigmoid and bias is None and routing.top_groups == routing.groups:
+        choice = logits.nan_to_num()  # the same order, but sigmoids of large logits are all 1
     if routing.top_groups < routing.groups:
         grouped = choice.unflatten(-1, (routing.groups, routing.num_experts // routing.groups))
         best = grouped.topk(2, -1).values.sum(-1) if routing.sum_of_two else grouped.amax(-1)

@@ -76,6 +76,17 @@ def test_equal_scores_choose_the_first() -> None:
         assert experts[0].tolist() == list(range(routing.top_k))
 
 
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_large_logits_are_told_apart(top_k: int) -> None:
+    """In float32 the sigmoids of the three largest are all 1."""
+    logits = torch.tensor([[30.0, -9.0, 50.0, float("-inf"), 40.0, 1.0]], device=DEVICE)
+    routing = Routing(num_experts=6, top_k=top_k, sigmoid=True, renormalize=False)
+    for route in (route_experts, route_experts_reference):
+        experts, weights = route(logits, routing)
+        assert experts.tolist() == [[2, 4, 0][:top_k]]
+        assert weights.tolist() == [[1.0] * top_k]
+
+
 def test_logits_that_are_no_numbers_give_experts_that_exist() -> None:
     for routing in ROUTINGS.values():
         logits = torch.full((1, routing.num_experts), float("nan"), device=DEVICE)
