@@ -1,6 +1,6 @@
 """The grammar of an answer in a format of tool calls: of forced calls, or of text that calls may follow."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
@@ -15,16 +15,28 @@ class CallsSource(NamedTuple):
     markers: list[str]
 
 
-def calls_source(tool_format: ToolFormat, tools: Sequence[Tool], parallel: bool, forced: bool) -> CallsSource | None:
+def calls_source(
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    parallel: bool,
+    forced: bool,
+    write_content: Callable[[GrammarRules], str] | None = None,
+) -> CallsSource | None:
     """The grammar of answers that call these tools, or one of them once if they are not `parallel`.
 
     `forced`: calls and nothing else. Otherwise the answer is text that ends, or is followed by calls: once the text
-    that opens a call was written, a call has to follow. None if the format does not say which text that is.
+    that opens a call was written, a call has to follow. With `write_content` the answer is either what that writes, or
+    calls. None if the format does not say which text opens calls.
     """
     rules = GrammarRules()
+    if tool_format.write_answer is not None and not forced:
+        content = "" if write_content is None else write_content(rules)
+        return CallsSource(rules.source(tool_format.write_answer(rules, tools, content)), rules.markers)
     calls = tool_format.write_grammar(rules, tools, parallel)
     if forced:
         return CallsSource(rules.source(calls), rules.markers)
+    if write_content is not None:
+        return CallsSource(rules.source(f"{calls} | {write_content(rules)}"), rules.markers)
     openings = tool_format.markers[:1] if tool_format.openings is None else tool_format.openings(tools)
     if not openings:
         return None

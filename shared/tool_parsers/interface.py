@@ -43,6 +43,9 @@ class ToolFormat:
     openings: Callable[[Sequence[Tool]], Sequence[str]] | None = None
     template_marks: tuple[str, ...] = ()  # `auto` picks the format whose marks are all in the chat template
     call_id: CallId = CallId.OPENAI
+    # A Lark expression for whole answers that may call these tools, where answers are messages with headers. The last
+    # argument is the expression of the text that a client sees; empty: any text
+    write_answer: Callable[[GrammarRules, Sequence[Tool], str], str] | None = None
     # `read` yields reasoning too, and reads answers from their first character, where its grammar begins as well
     reads_reasoning: bool = False
 

@@ -67,23 +67,11 @@ def parse_chat(
     )
     prompt = chat_prompt(request, card, config, tools)
     num_logprobs = num_top if request.logprobs else None
-    calls = None if tools is None else _calls_grammar(request, tools, output, config, formats)
-    parsed = _generate_request(request, options, card, config, [prompt], num_logprobs, request.prompt_logprobs, calls)
+    grammar = read_grammar(request, config.grammars)
+    if tools is not None:
+        grammar = calls_grammar(output, tools, formats, config.grammars, grammar)
+    parsed = _generate_request(request, options, card, config, [prompt], num_logprobs, request.prompt_logprobs, grammar)
     return _with_output(replace(parsed, prompt_field="messages", max_tokens=asked, tools=tools), output, formats)
-
-
-def _calls_grammar(
-    request: ChatRequest, tools: ToolUse, output: OutputForm | None, config: GatewayConfig, formats: OutputFormats
-) -> FieldGrammar | None:
-    calls = calls_grammar(output, tools, formats, config.grammars)
-    other = read_grammar(request, config.grammars) if calls is not None else None
-    if other is None:
-        return calls
-    if tools.is_forced:
-        raise RequestError(
-            f"{other.field} and a forced tool call both limit the answer: leave one of them out", other.field
-        )
-    return None  # the text has to be as the other field says, and strict tools need not be called
 
 
 def _with_output(request: GenerateRequest, output: OutputForm | None, formats: OutputFormats) -> GenerateRequest:
@@ -134,7 +122,8 @@ def parse_completion(request: CompletionRequest, card: ModelCard, config: Gatewa
         echo=echo,
         no_output=asked == 0,
     )
-    parsed = _generate_request(request, options, card, config, prompts, num_top, of_prompt)
+    grammar = read_grammar(request, config.grammars)
+    parsed = _generate_request(request, options, card, config, prompts, num_top, of_prompt, grammar)
     return replace(parsed, max_tokens=DEFAULT_SAMPLING.max_tokens if asked is None else asked)
 
 
@@ -175,7 +164,7 @@ def _generate_request(
     prompts: list[Tokenize],
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
-    calls: FieldGrammar | None = None,
+    grammar: FieldGrammar | None,
 ) -> GenerateRequest:
     choices = read_choices(request, bool(request.stream))
     n = choices.returned
@@ -190,7 +179,6 @@ def _generate_request(
     )
     if choices.beam is not None and processors:
         raise RequestError("a beam search has no logits processors", "logits_processors")
-    grammar = read_grammar(request, config.grammars) or calls
     budget = read_thinking_budget(request.thinking_token_budget, config.tools)
     reasoning_end = config.tools.reasoning_end if grammar is not None or budget is not None else ""
     if grammar is not None and grammar.allows_reasoning:

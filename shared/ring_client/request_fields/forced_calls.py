@@ -5,6 +5,7 @@ JSON list of `{"name": ..., "parameters": {...}}`, and a named function is the J
 named custom tool is its text.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,29 +18,41 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import Field
 from blockyard.shared.ring_client.request_fields.tool_schemas import moved
 from blockyard.shared.ring_client.request_fields.tools import ToolMode, ToolUse
 from blockyard.shared.tool_parsers.call_grammar import calls_source
+from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
+from blockyard.shared.tool_parsers.interface import ToolFormat
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, TextSyntax, Tool, ToolKind
 
 MAX_CALLS = 32  # in one answer; without a bound some models never end the list
 
 
 def calls_grammar(
-    form: OutputForm | None, use: ToolUse, formats: OutputFormats, defaults: GrammarDefaults
+    form: OutputForm | None,
+    use: ToolUse,
+    formats: OutputFormats,
+    defaults: GrammarDefaults,
+    other: FieldGrammar | None = None,
 ) -> FieldGrammar | None:
-    """The grammar of an answer that calls tools. None where the model decides and no tool is strict.
+    """The grammar of an answer that calls tools. None where the model decides and nothing limits its calls or text.
 
-    Raises RequestError.
+    `other` limits the text: where the model decides, an answer is either calls or as `other` says, and arguments are
+    valid for all tools. Raises RequestError, also for a forced call and `other`.
     """
+    if other is not None and use.is_forced:
+        raise RequestError(
+            f"{other.field} and a forced tool call both limit the answer: leave one of them out", other.field
+        )
     if form is None or form.calls != CallForm.FAMILY or formats.tools is None:
-        return forced_grammar(use, defaults)
-    if not use.is_forced and not any(tool.strict for tool in use.tools):
+        return other or forced_grammar(use, defaults)
+    if not use.is_forced and other is None and not any(tool.strict for tool in use.tools):
         return None
     field = "functions" if use.older else "tools"
+    content = None if other is None else _content_rule(other, use, formats.tools, field)
     if use.is_forced:
         for tool in use.tools:
             _arguments(tool, field)  # refuses what the grammar would not enforce
     parallel = use.parallel and not use.older and use.mode != ToolMode.NAMED
     try:
-        found = calls_source(formats.tools, use.tools, parallel, use.is_forced)
+        found = calls_source(formats.tools, use.tools, parallel, use.is_forced, content)
     except RequestError:  # the format cannot enforce these tools
         raise
     except Exception as e:  # a format may be a user's: it ends this request and no other
@@ -49,10 +62,43 @@ def calls_grammar(
         return None
     _check_size(found.source, field)
     # one engine alone enforces the language with the schemas in it, whatever the deployment's default is
+    grammar = _grammar(GrammarKind.LARK, found.source, defaults) if other is None else other.grammar
     grammar = msgspec.structs.replace(
-        _grammar(GrammarKind.LARK, found.source, defaults), engine=GrammarEngine.GUIDANCE, markers=found.markers
+        grammar, kind=GrammarKind.LARK, source=found.source, engine=GrammarEngine.GUIDANCE, markers=found.markers
     )
+    field = field if other is None else f"{other.field} and {field}"
     return FieldGrammar(grammar, field, allows_reasoning=formats.tools.reads_reasoning)
+
+
+def _content_rule(
+    other: FieldGrammar, use: ToolUse, tool_format: ToolFormat, field: str
+) -> Callable[[GrammarRules], str]:
+    """Writes the rule of text that another field limits, beside calls.
+
+    Raises RequestError, also where calls begin like the text: a lexer takes all of a beginning and does not go back.
+    """
+    source, kind = other.grammar.source, other.grammar.kind
+    openings = () if tool_format.openings is None else tool_format.openings(use.tools)
+    if kind == GrammarKind.CHOICE and not openings:
+        return lambda rules: any_of([rules.text(text) for text in msgspec.json.decode(source, type=list[str])])
+    if kind in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
+        schema = _decoded_schema(source) if kind == GrammarKind.JSON_SCHEMA else {"type": "object"}
+        begins = "{" if isinstance(schema, dict) and schema.get("type") == "object" else "{["
+        if not any(text.startswith(tuple(begins)) for text in openings):
+            return lambda rules: rules.json(schema)
+    what = f"{other.field} ({kind.value})"
+    raise RequestError(
+        f"{what} and {field} cannot limit one answer in the format of {tool_format.name}: leave one of them out",
+        other.field,
+    )
+
+
+def _decoded_schema(source: str) -> Any:
+    """The schema; the text itself if it is no JSON, which is no schema either: the check of the grammar says so."""
+    try:
+        return msgspec.json.decode(source)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return source
 
 
 def forced_grammar(use: ToolUse, defaults: GrammarDefaults) -> FieldGrammar | None:

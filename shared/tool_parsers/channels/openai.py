@@ -164,13 +164,31 @@ def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) ->
     for tool in tools:
         head = f"{rules.text(f' to={_FUNCTIONS}{tool.name}')} {rules.marker(CHANNEL)} {rules.text('commentary json')}"
         calls.append(f"{head} {rules.marker(MESSAGE)} {rules.arguments(tool)}")
-    head = f'{rules.marker(CHANNEL)} "analysis" {rules.marker(MESSAGE)}'
-    analysis = f'{head} {rules.text_without([END])} {rules.marker(END)} {rules.marker(START)} "assistant"'
-    return f"({analysis})? {any_of(calls)}"
+    return f"({_message(rules, 'analysis')})? {any_of(calls)}"
+
+
+def write_answer(rules: GrammarRules, tools: Sequence[Tool], content: str) -> str:
+    """Messages of reasoning and of plans, then one call, in each of the forms of its header, or the final message."""
+    channel, message = rules.marker(CHANNEL), rules.marker(MESSAGE)
+    content_type = f'(" " {rules.marker(CONSTRAIN)} "json" | " json")?'
+    final = f'{channel} "final" {message} {content or rules.text_without([END])}'
+    endings = [final]
+    for tool in tools:
+        recipient = f" to={_FUNCTIONS}{tool.name}"
+        behind_role = f'{rules.text(recipient)} {channel} "commentary"'
+        behind_channel = f"{channel} {rules.text(f'commentary{recipient}')}"
+        endings.append(f"({behind_role} | {behind_channel}) {content_type} {message} {rules.arguments(tool)}")
+    return f"({_message(rules, 'analysis')} | {_message(rules, 'commentary')})* {any_of(endings)}"
+
+
+def _message(rules: GrammarRules, channel: str) -> str:
+    """A whole message without recipient, and the beginning of the next one."""
+    head = f"{rules.marker(CHANNEL)} {rules.text(channel)} {rules.marker(MESSAGE)}"
+    return f'{head} {rules.text_without([END])} {rules.marker(END)} {rules.marker(START)} "assistant"'
 
 
 def openings(tools: Sequence[Tool]) -> Sequence[str]:
-    """None: messages before a call have markers of their own, which free text has not."""
+    """None: text before a call is in messages with headers, as `write_answer` has them."""
     return ()
 
 
@@ -181,6 +199,7 @@ OPENAI = ToolFormat(
     write_grammar=write_grammar,
     markers=MARKERS,
     openings=openings,
+    write_answer=write_answer,
     template_marks=("<|channel|>analysis<|message|>",),
     reads_reasoning=True,
 )

@@ -37,17 +37,26 @@ TEXTS = ("", "Let me see: a < b, [1] and {2}.\n", "Zürich 東京 <tool <|tool [
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["markers as text", "special tokens"])
 FREE = [one for one in FORMATS if one.openings is None or one.openings(TOOLS)]  # text before their calls is free
 EACH_FREE = pytest.mark.parametrize("tool_format", FREE, ids=lambda one: one.name)
+# whose calls do not begin like a JSON object
+BESIDE_JSON = [one for one in FORMATS if not one.openings or not any(t[0] == "{" for t in one.openings(TOOLS))]
 EACH = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda one: one.name)
+DAYS = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"], "additionalProperties": False}
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
 @functools.cache
 def engines_and_writer(markers: tuple[str, ...]) -> tuple[Engines, Writer]:
     """Of the demo model's vocabulary with these special tokens."""
-    tokenizer = Tokenizer.from_str(TOKENIZER)
-    tokenizer.add_special_tokens(list(markers))
+    tokenizer = engines_tokenizer(markers)
     vocabulary = Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), EOS)
     return Engines(vocabulary), Writer(vocabulary, markers)
+
+
+@functools.cache
+def engines_tokenizer(markers: tuple[str, ...]) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    tokenizer.add_special_tokens(list(markers))
+    return tokenizer
 
 
 def random_tools(rng: random.Random) -> list[Tool]:
@@ -180,6 +189,43 @@ def test_text_without_calls_is_free(tool_format: ToolFormat, special: bool) -> N
         pytest.fail("no text without calls ended")
     forced = compiled(engines, calls_source(tool_format, tools, True, True))
     assert grammar.matcher().is_complete() and not forced.matcher().is_complete()
+
+
+@pytest.mark.parametrize("tool_format", BESIDE_JSON, ids=lambda one: one.name)
+@SPECIAL
+def test_an_answer_is_calls_or_as_another_field_says(tool_format: ToolFormat, special: bool) -> None:
+    engines, writer = engines_and_writer(tool_format.markers if special else ())
+    tools = [Tool(ToolKind.FUNCTION, "get_weather", DAYS)]
+    schema = {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]}
+    grammar = compiled(engines, calls_source(tool_format, tools, True, False, lambda rules: rules.json(schema)))
+    forced = compiled(engines, calls_source(tool_format, tools, False, True))
+    call = next(text for seed in range(20) if (text := writer.write(forced, random.Random(seed), 400)) is not None)
+    before = "<|channel|>final<|message|>" if tool_format is OPENAI else ""
+    tokenizer = engines_tokenizer(tool_format.markers if special else ())
+    for text, is_whole in ((call, True), (before + '{"day": 3}', True), (before + '{"day": "', False), ("Hi", False)):
+        ids, matcher = tokenizer.encode(text, add_special_tokens=False).ids, grammar.matcher()
+        assert (matcher.accept(ids) == len(ids) and matcher.is_complete()) == is_whole, text
+
+
+@SPECIAL
+def test_answers_of_harmony_that_may_call(special: bool) -> None:
+    engines, _ = engines_and_writer(OPENAI.markers if special else ())
+    tokenizer = engines_tokenizer(OPENAI.markers if special else ())
+    grammar = compiled(engines, calls_source(OPENAI, [Tool(ToolKind.FUNCTION, "get_weather", CITY)], True, False))
+    thinks = "<|channel|>analysis<|message|>Is a < b?<|end|><|start|>assistant"
+    plan = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    paris, wrong = '{"city": "Paris"}', '{"city": 3'
+    heads = [
+        " to=functions.get_weather<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.get_weather<|message|>",
+    ]
+    good = [f"{before}{head}{paris}" for before in ("", thinks, thinks + plan) for head in heads]
+    good += [f"{before}<|channel|>final<|message|>Fine." for before in ("", thinks)]
+    bad = [f"{head}{wrong}" for head in heads] + ["<|channel|>commentary to=functions.other", "Fine."]
+    for text in good + bad:
+        ids, matcher = tokenizer.encode(text, add_special_tokens=False).ids, grammar.matcher()
+        assert (matcher.accept(ids) == len(ids) and matcher.is_complete()) == (text in good), text
 
 
 @SPECIAL

@@ -20,6 +20,7 @@ from blockyard.shared.ring_client.request_fields.output_format import (
     read_output_form,
     shown_special,
 )
+from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar
 from blockyard.shared.ring_client.request_fields.tools import ToolUse, read_tools
 from blockyard.shared.tool_parsers.call_grammar import calls_source
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
@@ -112,6 +113,35 @@ def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:
     found, expected = grammar("auto", FAMILY, *strict), calls_source(HERMES, use("auto", *strict).tools, True, False)
     assert found is not None and expected is not None and found.source == expected.source
     assert grammar("none", FAMILY, *strict) is None
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_where_the_model_decides_both_fields_hold_or_both_are_named(kind: GrammarKind) -> None:
+    sources = {GrammarKind.JSON_SCHEMA: '{"type": "object"}\n', GrammarKind.CHOICE: '["a", "b\\n"]'}
+    other = FieldGrammar(Grammar(kind, sources.get(kind, "x"), any_whitespace=False), "response_format")
+    asked, without = use("auto", function("a", strict=True)), use("auto")
+    form_of = read_output_form(asked, FAMILY)
+
+    def limits(tools: ToolUse) -> FieldGrammar | None:
+        return calls_grammar(form_of, tools, FAMILY, GrammarDefaults(), other)
+
+    if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.CHOICE):
+        with pytest.raises(RequestError, match=r"response_format .* and tools cannot limit one answer") as e:
+            limits(asked)
+        assert (e.value.status, e.value.field) == (400, "response_format")
+        return
+    for tools in (asked, without):
+        found = limits(tools)
+        assert found is not None and found.field == "response_format and tools"
+        assert (found.grammar.kind, found.grammar.engine) == (GrammarKind.LARK, GrammarEngine.GUIDANCE)
+        assert not found.grammar.any_whitespace and found.grammar.markers == ["<tool_call>", "</tool_call>"]
+        assert " | " in found.grammar.source.partition("\n")[0]
+    llama = OutputFormats.load(ToolDefaults(parser="llama3_json"))
+    with pytest.raises(RequestError, match=r"response_format .* and tools cannot .* the format of llama3_json"):
+        calls_grammar(form_of, asked, llama, GrammarDefaults(), other)
+    assert calls_grammar(None, without, NONE, GrammarDefaults(), other) is other
+    with pytest.raises(RequestError, match="response_format and a forced tool call"):
+        limits(use("required"))
 
 
 def test_a_format_that_cannot_write_its_grammar_fails_the_request_by_name() -> None:
