@@ -58,9 +58,17 @@ def noisy(score: Score, sampling: Sampling, choice: int) -> Score:
 class Bench:
     """Runners on one checkpoint, and the output of each request alone."""
 
-    def __init__(self, folder: Path, batch_invariant: bool = False, device: str = "cpu", model: str = "llama") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batch_invariant: bool = False,
+        device: str = "cpu",
+        model: str = "llama",
+        model_impl: str = "auto",
+    ) -> None:
         self.score: Score = greedy_score(BY_NAME[model].save(folder))
         fields = {"max_model_len": MAX_MODEL_LEN, "batch_invariant": batch_invariant, "device": device}
+        fields["model_impl"] = model_impl
         host_gib = 300 * BLOCK_BYTES / 2**30
         self.roomy, self.second = start(folder, **fields), start(folder, **fields)
         self.small = start(folder, num_gpu_blocks_override=FEW, **fields)

@@ -14,6 +14,7 @@ def asked() -> list[Request]:
     return requests(8, max_tokens=20)
 
 
+FALLBACK = "llama by transformers"  # with windows in all layers, nothing would be preempted
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -22,9 +23,9 @@ def batch_invariant(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-# gemma3: windows and other rotations in some layers; gemma4: other heads in them, and experts beside the MLP;
-# deepseek-v3: latent attention, in groups of experts
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma4-sees", "deepseek-v3"])
+# qwen3-moe: layers with experts and one without; gemma3: windows and other rotations in some layers; gemma4: other
+# heads in them, and experts beside the MLP; deepseek-v3: latent attention, in groups of experts
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "gemma3", "gemma4-sees", "deepseek-v3", FALLBACK])
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -33,7 +34,8 @@ def model(request: pytest.FixtureRequest) -> str:
 def it(
     request: pytest.FixtureRequest, batch_invariant: bool, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Bench:
-    return Bench(tmp_path_factory.mktemp("tiny"), batch_invariant, request.param, model)
+    name, _, model_impl = model.partition(" by ")
+    return Bench(tmp_path_factory.mktemp("tiny"), batch_invariant, request.param, name, model_impl or "auto")
 
 
 def test_every_way_of_scheduling_gives_the_output_of_each_choice_alone(

@@ -27,15 +27,25 @@ CONFIG: dict[str, Any] = BASE | {
 LAYER_BYTES = 4 * 64 * (3 * 64 + 64 + 2 * 96 + 96)  # qkv, out, gate and up, down
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize(
+    ("name", "model_impl"),
+    [
+        ("llama", "auto"),
+        ("opt", "auto"),
+        ("qwen3-moe", "auto"),
+        ("gemma3", "auto"),
+        ("deepseek-v3", "auto"),
+        ("mistral-window", "transformers"),
+    ],
+)
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_outputs_equal_those_of_weights_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, share: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, model_impl: str, share: float
 ) -> None:
     BY_NAME[name].save(tmp_path)
 
     def outputs() -> list[list[int]]:
-        runner = start(tmp_path, device=DEVICE, max_model_len=128)
+        runner = start(tmp_path, device=DEVICE, max_model_len=128, model_impl=model_impl)
         driver = Driver(runner)
         streams = [
             driver.add(list(range(3, 3 + n)), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))

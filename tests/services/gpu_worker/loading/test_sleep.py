@@ -35,14 +35,23 @@ def answer(runner: Runner) -> list[int]:
     return stream.output
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("name", "model_impl"),
+    [
+        ("llama", "auto"),
+        ("qwen3-moe", "auto"),
+        ("gemma3", "auto"),
+        ("deepseek-v3", "auto"),
+        ("mistral-window", "transformers"),
+    ],
+)
 @pytest.mark.parametrize("level", [1, 2])
-def test_tokens_are_the_same_before_and_after(tmp_path: Path, name: str, level: int) -> None:
+def test_tokens_are_the_same_before_and_after(tmp_path: Path, name: str, model_impl: str, level: int) -> None:
     BY_NAME[name].save(tmp_path)
     runners: list[Runner] = []
 
     def begin() -> Runner:
-        runners.append(start(tmp_path, max_model_len=256))
+        runners.append(start(tmp_path, max_model_len=256, model_impl=model_impl))
         return runners[-1]
 
     sleeper = SleepingRunner(begin, rss_bytes)
