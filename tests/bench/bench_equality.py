@@ -1,6 +1,7 @@
 """The equality matrix at length, by hand: greedy and seeded outputs under every condition, in float32.
 
-PYTHONPATH=.src python -P tests/bench/bench_equality.py [TOKENS] [--batch-invariant] [--device cuda]
+PYTHONPATH=.src python -P tests/bench/bench_equality.py [TOKENS] [--batch-invariant] [--device cuda] [--model qwen3-moe]
+                                                     [--model-impl transformers]
 """
 
 import argparse
@@ -22,12 +23,14 @@ COUNT = 24  # requests of a round
 MAX_TOKENS = 60
 
 
-def measure(num_tokens: int, batch_invariant: bool, device: str = "cpu") -> dict[str, Ties]:
+def measure(
+    num_tokens: int, batch_invariant: bool, device: str = "cpu", model: str = "llama", model_impl: str = "auto"
+) -> dict[str, Ties]:
     """Runs rounds of requests until this many tokens were compared. Returns results by condition."""
     torch.set_num_threads(1)
     round_, ties = 0, {name: Ties() for name in CONDITIONS}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), batch_invariant, device)
+        bench = Bench(Path(folder), batch_invariant, device, model, model_impl)
         while sum(t.tokens for t in ties.values()) < num_tokens:
             asked = requests(COUNT, MAX_TOKENS, first=round_ * COUNT)
             expected = bench.alone(asked)
@@ -59,11 +62,13 @@ def main() -> None:
     parser.add_argument("tokens", type=int, nargs="?", default=200_000)
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", default="llama", help="a name in tiny_models.py")
+    parser.add_argument("--model-impl", choices=["auto", "transformers"], default="auto")
     args = parser.parse_args()
     began = time.monotonic()
-    ties = measure(args.tokens, args.batch_invariant, args.device)
+    ties = measure(args.tokens, args.batch_invariant, args.device, args.model, args.model_impl)
     how = ", batch-invariant" if args.batch_invariant else ""
-    print(f"float32, {args.device}{how}, {time.monotonic() - began:.0f} s")
+    print(f"{args.model}, {args.model_impl}, float32, {args.device}{how}, {time.monotonic() - began:.0f} s")
     for name, found in ties.items():
         print(f"{name:24} {found.tokens:9,} equal tokens, {len(found.ties)} ties {' '.join(found.ties)}")
     print(all_of(ties).check())
