@@ -97,14 +97,14 @@ class Case:
 
 def measure() -> list[Row]:
     with torch.inference_mode():
-        rows = [_decode(name, lengths) for name, lengths in DECODES.items()]
-        rows.append(_decode("64 x 4,096", DECODES["64 x 4,096"], torch.float8_e4m3fn))
-        rows += [_prefill(name, spans) for name, spans in PREFILLS.items()]
+        rows = [decode_row(name, lengths) for name, lengths in DECODES.items()]
+        rows.append(decode_row("64 x 4,096", DECODES["64 x 4,096"], torch.float8_e4m3fn))
+        rows += [prefill_row(name, spans) for name, spans in PREFILLS.items()]
         rows += [_invariant_decode(name) for name in INVARIANT]
         rows.append(_invariant_prefill("8,192", PREFILLS["8,192"]))
         for shape in GEMMA:
-            rows += [_decode(name, DECODES[name], shape=shape) for name in LARGE_HEADS[0]]
-            rows += [_prefill(name, PREFILLS[name], shape) for name in LARGE_HEADS[1]]
+            rows += [decode_row(name, DECODES[name], shape=shape) for name in LARGE_HEADS[0]]
+            rows += [prefill_row(name, PREFILLS[name], shape) for name in LARGE_HEADS[1]]
     return rows
 
 
@@ -112,7 +112,7 @@ def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: 
     return Case([(length - 1, 1) for length in lengths], dtype, shape)
 
 
-def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA) -> Row:
+def decode_row(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA) -> Row:
     case, scale, window = _of_lengths(lengths, dtype, shape), shape.scale, shape.window
     schedule = schedule_decode(case.q, case.layers[0], case.seqs, window, LONGEST)  # not timed: runs once a step
 
@@ -123,7 +123,7 @@ def _decode(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16, 
     return row(f"decode attention{kind}", f"{name}{shape}", _seconds(case, attend), case.num_bytes)
 
 
-def _prefill(name: str, spans: list[tuple[int, int]], shape: HeadShape = LLAMA) -> Row:
+def prefill_row(name: str, spans: list[tuple[int, int]], shape: HeadShape = LLAMA) -> Row:
     case, longest = Case(spans, shape=shape), max(before + new for before, new in spans)
 
     def attend(layer: Tensor) -> None:
