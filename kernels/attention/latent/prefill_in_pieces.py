@@ -66,12 +66,12 @@ def gather_rows_reference(
 
 
 @triton.jit(
-    do_not_specialize=["first", "piece_tokens"],
+    do_not_specialize=["num_tokens", "first", "piece_tokens"],
     do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "query_start_ptr"],
 )
 def _gather_rows_kernel(
     layer_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, scales_ptr, table_stride, num_rows,
-    first, piece_tokens,
+    num_tokens, first, piece_tokens,
     SCALED: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_DIM: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     # program i: ROWS rows of the output, which may belong to two sequences
@@ -79,8 +79,9 @@ def _gather_rows_kernel(
     exists = row < num_rows
     start = tl.load(query_start_ptr + row // piece_tokens, mask=exists, other=0)
     position = first + row % piece_tokens
-    slot = tl.load(slots_ptr + start, mask=exists, other=-1)
-    context_len = tl.load(positions_ptr + start, mask=exists, other=0)
+    exists_in_step = exists & (start < num_tokens)  # not so for a last sequence without tokens
+    slot = tl.load(slots_ptr + start, mask=exists_in_step, other=-1)
+    context_len = tl.load(positions_ptr + start, mask=exists_in_step, other=0)
     known = exists & (slot >= 0) & (position < context_len)
     block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
     dims = tl.arange(0, DIM)
@@ -110,7 +111,8 @@ def gather_rows(
     if num_rows:
         _gather_rows_kernel[(ceil_div(num_rows, _ROWS),)](
             layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out,
-            layer if scales is None else scales, metadata.tables.stride(0), num_rows, piece.first, piece.tokens,
+            layer if scales is None else scales, metadata.tables.stride(0), num_rows, len(metadata.slots), piece.first,
+            piece.tokens,
             SCALED=scales is not None, BLOCK_SIZE=layer.shape[3], ROW_DIM=row_dim, DIM=next_power_of_2(row_dim),
             ROWS=_ROWS, num_warps=8,
         )  # fmt: skip

@@ -88,21 +88,29 @@ class LatentAttention:
             return _interleave_last(stored, sizes.row_dim, sizes.rotated_dim) if halves else stored
 
         self._query_norm: RMSNorm | None = None
+        self._query: Linear | None = None  # from the latent of q
         self._linears: list[Linear] = []
-        name, size = f"{prefix}.q_proj", hidden
+        first = {f"{prefix}.q_proj": query}
+        arrange = {f"{prefix}.q_proj": arrange_query}
         if sizes.query_latent_dim is not None:
             name, size = f"{prefix}.q_b_proj", sizes.query_latent_dim
+            first, arrange = {f"{prefix}.q_a_proj": size}, {}
             self._query_norm = make_rms_norm(table, f"{prefix}.q_a_layernorm", size, NORM_EPS)
-            self._query_latent = layers.make({f"{prefix}.q_a_proj": size}, hidden, bias=bias)
-            self._linears.append(self._query_latent)
-        self._query = layers.make({name: query}, size, arrange={name: arrange_query})
-        self._rows = layers.make(rows, hidden, bias=bias, arrange=dict.fromkeys(rows, arrange_rows))
+            self._query = layers.make({name: query}, size, arrange={name: arrange_query})
+        to_rows = dict.fromkeys(rows, arrange_rows)
+        self._rows: Linear | None = None  # None: the first product makes them, too
+        if self._query is not None or not bias:
+            self._first = layers.make(first | rows, hidden, bias=bias, arrange=arrange | to_rows, fusion=Fusion.NORM)
+        else:  # of these two, q alone has no bias
+            self._first = layers.make(first, hidden, arrange=arrange, fusion=Fusion.NORM)
+            self._rows = layers.make(rows, hidden, bias=bias, arrange=to_rows)
+        self._linears += [one for one in (self._first, self._rows, self._query) if one is not None]
         self._row_norm = make_rms_norm(table, f"{prefix}.kv_a_layernorm", latent, NORM_EPS)
         self._up = table.empty(heads, sizes.plain_dim + sizes.value_dim, latent)
         both = (heads * (sizes.plain_dim + sizes.value_dim), latent)
         table.place(f"{prefix}.kv_b_proj.weight", self._up.view(both), both)
         self.out = layers.make({f"{prefix}.o_proj": hidden}, heads * sizes.value_dim, bias=bias, fusion=Fusion.ADD)
-        self._linears += [self._query, self._rows, self.out]
+        self._linears.append(self.out)
 
     def linears(self) -> list[Linear]:
         return self._linears
@@ -115,11 +123,18 @@ class LatentAttention:
     def attend(self, x: Tensor, rotation: Rotation, step: Step) -> Tensor:
         """Computes attention: x [tokens, hidden] -> [tokens, heads * value_dim], in the last layer only the rows of
         `step.logits_indices`."""
+        return self._attend(self._first(x), None if self._rows is None else self._rows(x), rotation, step)
+
+    def _attend(self, first: Tensor, rows: Tensor | None, rotation: Rotation, step: Step) -> Tensor:
+        """As `attend`, from the first product, and the rows if they are another one."""
         sizes = self._sizes
-        query = self._query(x if self._query_norm is None else self._query_norm(self._query_latent(x)))
-        heads = query.view(len(x), sizes.num_heads, sizes.query_dim)
-        latent = LatentRows(self._rows(x), self._row_norm, self._up, sizes.plain_dim)
-        return step.attend(self._layer, heads, rotation.angles, latent=latent)
+        if rows is None:
+            first, rows = first[:, : -sizes.row_dim], first[:, -sizes.row_dim :]
+        if self._query is not None and self._query_norm is not None:
+            first = self._query(self._query_norm(first.contiguous()))
+        query = first.view(len(first), sizes.num_heads, sizes.query_dim)
+        latent = LatentRows(rows, self._row_norm, self._up, sizes.plain_dim)
+        return step.attend(self._layer, query, rotation.angles, latent=latent)
 
     def forward(
         self,
@@ -132,7 +147,11 @@ class LatentAttention:
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Implements `AttentionSublayer`."""
-        attended = self.attend(ops.add_norm(residual, delta, norm), rotation, step)
+        if self._rows is None:
+            first = ops.norm_then_linear(self._first, residual, delta, norm)
+            attended = self._attend(first, None, rotation, step)
+        else:
+            attended = self.attend(ops.add_norm(residual, delta, norm), rotation, step)
         if rows is not None:
             residual = residual.index_select(0, rows)
         return residual, ops.linear_then_add(self.out, attended, residual)

@@ -106,6 +106,7 @@ CASES = {  # (tokens in the cache, new tokens) of each sequence, rows of decodes
     "several tiles": ([(0, 150), (0, 70)], 3),
     "cached": ([(130, 9), (0, 5), (7, 30)], 2),
     "padding": ([(20, 3), (-1, 4)], 0),
+    "a sequence without tokens": ([(9, 4), (0, 0)], 0),
     "nothing": ([], 0),
 }
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from blockyard.services.gpu_worker.layers.experts import _Float32Weight
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, dense_linear
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
@@ -146,7 +147,12 @@ def test_frozen_rows_do_not_depend_on_the_others(linears: list[Linear], monkeypa
     monkeypatch.setattr(
         linear_tuning.kernel_configs, "batch_invariant_config", lambda layer, size, processors: STREAM_K
     )
-    Tuner(linears).make_batch_invariant()
+    router, calls = Linear(_Float32Weight(torch.randn(8, 80, device=DEVICE)), (80, 8)), []
+    product = router.method.apply
+    monkeypatch.setattr(router.method.__class__, "apply", lambda method, x: calls.append(len(x)) or product(x))
+    Tuner([*linears, router]).make_batch_invariant()
+    router(torch.randn(20, 80, device=DEVICE))
+    assert calls == [16, 16], "each product has as many rows"
     for linear in linears[:2]:
         x = torch.randn(20, linear.shape[0]).to(DEVICE, torch.float16)
         together = linear(x)

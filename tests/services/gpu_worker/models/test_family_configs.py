@@ -109,6 +109,10 @@ def build(config: dict[str, Any]) -> Any:
             DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"], "topk_method": "noaux_tc"},
             "topk_method noaux_tc is not supported, greedy, group_limited_greedy are",
         ),
+        (
+            DEEPSEEK | {"architectures": ["Glm4MoeLiteForCausalLM"], "mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "mlp_layer_types has to name 3 layers, first dense ones",
+        ),
         (LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "num_attention_heads": 5}, "5 heads do not divide"),
         (LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 2.0}, "partial_rotary_factor"),
         (LLAMA | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 3}, "4 heads cannot share 3"),
