@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,11 +25,13 @@ def launch_arguments(
     scales: Tensor | None,
     out: Tensor,
     sums: Tensor,
+    sinks: Tensor | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the prefill and batch-invariant kernels by position, and the constants that both have.
+    """Arguments of the prefill and batch-invariant kernels by position, and others that both have by name.
 
     sums: where log-sum-exps, or maxima and sums, of splits are stored.
     """
+    check_sinks(q, sinks)
     head_dim = q.shape[2]
     arguments = (
         q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, sums,
@@ -39,8 +42,29 @@ def launch_arguments(
         "SCALED": scales is not None, "WINDOW": window or 0, "CHUNKED": chunked, "CAP": soft_cap or 0.0,
         "GROUP": q.shape[1] // layer.shape[2], "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim,
         "DIM": max(next_power_of_2(head_dim), 16), "BLOCK_SIZE": layer.shape[3],
+        "sinks_ptr": sinks,
     }  # fmt: skip
     return arguments, constants
+
+
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """Checks the sinks of a layer, [heads] float32, for q [rows, heads, head_dim]. Raises ValueError."""
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32 or sinks.stride(0) != 1):
+        raise ValueError(f"sinks {list(sinks.shape)} {sinks.dtype} are not one float32 for each head of {q.shape[1]}")
+
+
+@triton.jit
+def add_sinks(l_i, m_i, sinks_ptr, heads, num_splits, HEADS: tl.constexpr):
+    """l_i with the sinks of query heads, scores without a value; as it is, if these are one of several splits.
+
+    sinks_ptr: None compiles to nothing. m_i: of the softmax, to which l_i is relative.
+    """
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + heads, mask=heads < HEADS, other=float("-inf"))
+        m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)  # of a row without keys, whose output is 0
+        power = tl.minimum(tl.fma(sink, 1.4426950408889634, -m_safe), 126.0)  # so large a sink makes the output 0
+        l_i += tl.where(num_splits == 1, tl.exp2(power), 0.0)
+    return l_i
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.attention.attention_tiles import (
+    add_sinks,
     attention_inner_loop,
     find_query_tile,
     launch_arguments,
@@ -69,7 +70,7 @@ def _batch_invariant_kernel(
     SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_LEN: tl.constexpr, SPLIT_KV: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (i, j, k): K/V head i of query tile j from the end; if SPLIT_KV splits k, k + programs, ..., else all
     head = tl.program_id(0)
@@ -115,6 +116,7 @@ def _batch_invariant_kernel(
             split_scale = tl.zeros_like(split_acc) + split_alpha[:, None]
             acc = tl.fma(split_acc, split_scale, acc * alpha[:, None])
     if not SPLIT_KV:
+        l_i = add_sinks(l_i, m_i, sinks_ptr, heads, 1, KV_HEADS * GROUP)
         acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]
         tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
 
@@ -123,7 +125,7 @@ def _batch_invariant_kernel(
 def combine_in_order_kernel(
     slots_ptr, positions_ptr, partial_out_ptr, ml_ptr, scales_ptr, out_ptr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, SPLIT_LEN: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    DIM: tl.constexpr, SPLIT_LEN: tl.constexpr, MAX_SPLITS: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (i, j): head j of row i, its sequence's only row
     row = tl.program_id(0).to(tl.int64)
@@ -147,6 +149,7 @@ def combine_in_order_kernel(
         alpha, split_alpha, m_i = rescale(m_i, tl.load(ml_ptr + 2 * split_row + 1 + tl.arange(0, 1)))
         l_i = tl.fma(split_l, split_alpha, l_i * alpha)
         acc = tl.fma(split_acc, tl.zeros_like(acc) + split_alpha, acc * alpha)
+    l_i = add_sinks(l_i, m_i, sinks_ptr, tl.program_id(1), 1, HEADS)
     acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))
     tl.store(out_ptr + out_row * HEAD_DIM + dims, acc, mask=in_head)
 
@@ -164,6 +167,7 @@ def batch_invariant_attention(
     soft_cap: float | None = None,
     scales: Tensor | None = None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> None:
     """As `paged_prefill`, except that `max_seq_len` must be the same in all steps.
 
@@ -183,7 +187,7 @@ def batch_invariant_attention(
         partial_out = torch.empty((rows, heads, max_splits, head_dim), dtype=torch.float32, device=q.device)
         ml = torch.empty((rows, heads, max_splits, 2), dtype=torch.float32, device=q.device)
     arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, ml
+        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, ml, sinks
     )
     config = choose_config(head_dim, q.dtype)
     num_tiles = len(out) * (heads // kv_heads) // config.block_m + num_seqs
@@ -195,5 +199,5 @@ def batch_invariant_attention(
         combine_in_order_kernel[(rows, heads)](
             metadata.slots, metadata.positions, partial_out, ml, q if scales is None else scales, out,
             SCALED=scales is not None, WINDOW=window or 0, CHUNKED=chunked, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=constants["DIM"], SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=1,
+            DIM=constants["DIM"], SPLIT_LEN=split, MAX_SPLITS=max_splits, sinks_ptr=sinks, num_warps=1,
         )  # fmt: skip

@@ -5,6 +5,8 @@
   finish combines them.
 - `combine_prefill_kernel`: after `paged_prefill`, one program a token and head, all splits at once.
 
+All add the sinks of heads, if a layer has any, when they have added the splits up.
+
 `fused_decode_lanes` has its own function for one head, and `batch_invariant` combines in a fixed order. The five differ
 in the order of their sums and in the layout of the splits, so none can stand in for another.
 """
@@ -12,6 +14,7 @@ in the order of their sums and in the layout of the splits, so none can stand in
 import triton
 import triton.language as tl
 
+from blockyard.kernels.attention.attention_tiles import add_sinks
 from blockyard.kernels.int_math import next_power_of_2
 
 _COMBINED_ELEMENTS = 4096  # elements of splits that the last program loads at once
@@ -20,7 +23,7 @@ _COMBINED_ELEMENTS = 4096  # elements of splits that the last program loads at o
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
 def combine_splits_kernel(
     row_splits_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (i, j): head j of row i. Without PDL: waiting programs slow down the programs that still have splits
     row, head = tl.program_id(0), tl.program_id(1)
@@ -48,6 +51,7 @@ def combine_splits_kernel(
         l_i = l_i * alpha + tl.sum(p, 0)
         acc = acc * alpha + tl.sum(values * p[:, None], 0)
         m_i = m_new
+    l_i = add_sinks(l_i, m_i, sinks_ptr, head, 1, HEADS)
     tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + dims, acc / l_i, mask=in_head)
 
 
@@ -60,7 +64,7 @@ def is_last_split(semaphore_ptr, num_splits):
 
 @triton.jit
 def combine_if_last(
-    row, head, num_splits, row_splits_ptr, semaphores_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
+    row, head, num_splits, row_splits_ptr, semaphores_ptr, partial_out_ptr, lse_ptr, out_ptr, sinks_ptr, rows,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """If this program is the last of a row's and K/V head's splits, combines all of them, SPLITS at a time."""
@@ -88,6 +92,7 @@ def combine_if_last(
             l_i = l_i * alpha + tl.sum(p, 0)
             acc = acc * alpha[:, None] + tl.sum(values * p[:, :, None], 0)
             m_i = m_new
+        l_i = add_sinks(l_i, m_i, sinks_ptr, heads, 1, HEADS)
         acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
         columns = (row * HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptr + columns, acc, mask=(group < GROUP)[:, None] & in_head[None, :])
@@ -96,8 +101,9 @@ def combine_if_last(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["out_ptr"])
 def combine_prefill_kernel(
-    partial_out_ptr, lse_ptr, out_ptr, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr
-):
+    partial_out_ptr, lse_ptr, out_ptr, num_splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, sinks_ptr=None,
+):  # fmt: skip
     # program i: one token and head
     out_row = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
@@ -105,7 +111,7 @@ def combine_prefill_kernel(
     lse = tl.load(lse_ptr + out_row * num_splits + split, mask=split < num_splits, other=float("-inf"))
     m_i = tl.max(lse, 0)
     lse = tl.exp2(lse - tl.where(m_i == float("-inf"), 0.0, m_i))
-    l_i = tl.sum(lse, 0)
+    l_i = add_sinks(tl.sum(lse, 0), m_i, sinks_ptr, tl.program_id(0) % HEADS, 1, HEADS)
     values = tl.load(
         partial_out_ptr + (out_row * num_splits + split)[:, None] * HEAD_DIM + dims[None, :],
         mask=(lse > 0)[:, None] & in_head[None, :],  # a split without keys has stored no output

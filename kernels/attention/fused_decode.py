@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E, apply_soft_cap
+from blockyard.kernels.attention.attention_tiles import LOG2E, add_sinks, apply_soft_cap, check_sinks
 from blockyard.kernels.attention.fused_decode_lanes import (
     combine_head_if_last,
     load_head,
@@ -49,10 +49,13 @@ def fused_decode_reference(
     window: int | None,
     soft_cap: float | None = None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight.to(qkv.dtype), norm.eps)
     rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps)
-    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap, chunked)
+    return paged_decode_reference(
+        qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap, chunked, sinks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,7 @@ def _fused_decode_kernel(
     FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
     NORM: tl.constexpr, NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (s, j, i): split s of the keys of row i for query head j; lanes are combined at the end
     if PDL:
@@ -139,7 +142,7 @@ def _fused_decode_kernel(
             acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
         m_row = tl.max(m_i, 0)
         alpha = tl.exp2(m_i - m_row)
-        l_i = tl.sum(l_i * alpha, 0)
+        l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, q_head, num_splits, KV_HEADS * GROUP)
         acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
         out_head = row * (KV_HEADS * GROUP) + q_head
         if num_splits == 1:
@@ -150,8 +153,8 @@ def _fused_decode_kernel(
             tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
             tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
             combine_head_if_last(
-                out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, HEAD_DIM, DIM, MAX_SPLITS,
-                SPLITS_AT_ONCE,
+                out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr, KV_HEADS * GROUP,
+                HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,
             )  # fmt: skip
 
 
@@ -169,17 +172,19 @@ def fused_decode(
     scales: Tensor | None = None,
     config: FusedDecodeConfig | None = None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As `rope_write_kv` and then `paged_decode`, one row a sequence -> [rows, heads * head_dim].
 
     qkv is not changed. Positions are at most `max_seq_len`, which only sizes buffers. `semaphores` has a counter for
-    each head of each row. Raises ValueError for other shapes.
+    each head of each row. sinks: see `paged_decode`. Raises ValueError for other shapes.
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     heads = all_heads - 2 * kv_heads
     arguments = qkv_arguments(qkv, layer, metadata, rotation, None if norm is None else norm.weight, scales)
     check_attention_inputs(qkv[:, :heads], layer, metadata, scales)
+    check_sinks(qkv[:, :heads], sinks)
     if len(semaphores.counts) < rows * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
     config = config or (_CONFIG if head_dim <= 256 else _LARGE_HEADS)
@@ -203,6 +208,6 @@ def fused_decode(
         NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes, MAX_SPLITS=next_power_of_2(max_splits),
         SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,
-        num_warps=config.warps, num_stages=2, **pdl_options(pdl),
+        sinks_ptr=sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),
     )  # fmt: skip
     return out

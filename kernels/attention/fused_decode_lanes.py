@@ -8,7 +8,7 @@ lanes are combined.
 import triton
 import triton.language as tl
 
-from blockyard.kernels.attention.attention_tiles import apply_soft_cap, oldest_key
+from blockyard.kernels.attention.attention_tiles import add_sinks, apply_soft_cap, oldest_key
 from blockyard.kernels.attention.combine import is_last_split
 
 
@@ -60,14 +60,15 @@ def online_softmax_update(
 
 @triton.jit
 def combine_head_splits(
-    out_ptr, partial_out_ptr, lse_ptr, num_splits, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    out_ptr, partial_out_ptr, lse_ptr, num_splits, sinks_ptr, head,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Combines a head's splits, at most MAX_SPLITS, by their log-sum-exp."""
     split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
     lse = tl.load(lse_ptr + split, mask=split < num_splits, other=float("-inf"), cache_modifier=".cg")
     m_i = tl.max(lse, 0)
-    l_i = tl.sum(tl.exp2(lse - m_i), 0)
+    l_i = add_sinks(tl.sum(tl.exp2(lse - m_i), 0), m_i, sinks_ptr, head, 1, HEADS)
     acc = tl.zeros([DIM], tl.float32)
     for start in range(0, num_splits, SPLITS_AT_ONCE):
         splits = start + tl.arange(0, SPLITS_AT_ONCE)
@@ -127,15 +128,16 @@ def load_head(ptr, head, dims, inside, HEAD_DIM: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def combine_head_if_last(
-    out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr,
+    out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """If this program is the last of a head's splits, combines all of them and resets the counter."""
     if is_last_split(semaphores_ptr + out_head, num_splits):
         tl.debug_barrier()
         first = out_head * tl.num_programs(0)
         combine_head_splits(
-            out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, HEAD_DIM,
-            DIM, MAX_SPLITS, SPLITS_AT_ONCE,
+            out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, sinks_ptr,
+            out_head % HEADS, HEADS, HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,
         )  # fmt: skip
         tl.store(semaphores_ptr + out_head, 0)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E, apply_soft_cap
+from blockyard.kernels.attention.attention_tiles import LOG2E, add_sinks, apply_soft_cap, check_sinks
 from blockyard.kernels.attention.combine import combine_if_last, combine_splits_kernel, splits_at_once
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.attention.split_kv import BLOCK_N, SplitKVSchedule, schedule_split_kv
@@ -38,9 +38,10 @@ def paged_decode_reference(
     window: int | None,
     soft_cap: float | None = None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     starts = torch.arange(len(q) + 1, device=q.device)  # each row is a prefill of one token
-    return paged_prefill_reference(q, layer, metadata, starts, scale, window, soft_cap, chunked)
+    return paged_prefill_reference(q, layer, metadata, starts, scale, window, soft_cap, chunked, sinks)
 
 
 @triton.jit
@@ -83,7 +84,7 @@ def _paged_decode_kernel(
     out_ptr, scales_ptr, q_stride, table_stride, max_splits, rows, scale,
     SCALED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-    COMBINE_AT_ONCE: tl.constexpr,
+    COMBINE_AT_ONCE: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -110,6 +111,7 @@ def _paged_decode_kernel(
             q, begin, stop, tables_ptr + slot * table_stride, layer_ptr, head, scale, CAP, BLOCK_M, KV_HEADS, HEAD_DIM,
             DIM, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
+        l_i = add_sinks(l_i, m_i, sinks_ptr, heads, num_splits, KV_HEADS * GROUP)
         acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros in padding rows
         if num_splits == 1:
             tl.store(out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM) + columns, acc, mask=in_group)
@@ -120,8 +122,8 @@ def _paged_decode_kernel(
             tl.store(lse_ptr + split_head, m_i + tl.log2(l_i), mask=group < GROUP)
             if COMBINE_AT_ONCE > 0:
                 combine_if_last(
-                    row, head, num_splits, row_splits_ptr, semaphores_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
-                    GROUP, KV_HEADS, HEAD_DIM, DIM, COMBINE_AT_ONCE,
+                    row, head, num_splits, row_splits_ptr, semaphores_ptr, partial_out_ptr, lse_ptr, out_ptr,
+                    sinks_ptr, rows, GROUP, KV_HEADS, HEAD_DIM, DIM, COMBINE_AT_ONCE,
                 )  # fmt: skip
     if PDL:  # not earlier: the next kernel's programs would take the place of programs of this one
         gdc_launch_dependents()
@@ -149,6 +151,7 @@ def paged_decode(
     schedule: SplitKVSchedule | None = None,
     scales: Tensor | None = None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim] -> out
     [rows, heads * head_dim], contiguous, allocated if None; zeros in padding rows.
@@ -156,11 +159,13 @@ def paged_decode(
     window: a row sees this many of its last keys, None all; chunked: of its chunk of `window` positions.
     max_seq_len: a bound of positions, which only sizes buffers. soft_cap: scores become soft_cap * tanh(score /
     soft_cap). schedule: of `schedule_decode`, made here if None. scales: of an 8-bit cache, see `check_kv_dtype`.
+    sinks [heads] float32: scores that are in the sum of the softmax of a head and have no value.
     Blocks and positions are not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
     check_attention_inputs(q, layer, metadata, scales)
+    check_sinks(q, sinks)
     if out is None:
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
     if out.shape != (rows, heads * head_dim) or out.dtype != q.dtype or not out.is_contiguous():
@@ -180,12 +185,13 @@ def paged_decode(
         SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=_tile(dim, q.element_size()),
         num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if rows >= _COMBINE_IN_KERNEL_ROWS else 0,
-        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1, **pdl_options(pdl),
+        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1, sinks_ptr=sinks,
+        **pdl_options(pdl),
     )  # fmt: skip
     if rows < _COMBINE_IN_KERNEL_ROWS and len(schedule.lse) > rows:
         combine_splits_kernel[(rows, heads)](
             schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=_SPLITS_AT_ONCE, num_warps=4,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=_SPLITS_AT_ONCE, sinks_ptr=sinks, num_warps=4,
         )  # fmt: skip
     return out
 

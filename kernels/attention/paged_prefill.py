@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blockyard.kernels.attention import prefill_hopper
 from blockyard.kernels.attention.attention_tiles import (
+    add_sinks,
     attention_inner_loop,
     find_query_tile,
     launch_arguments,
@@ -24,6 +25,7 @@ from blockyard.kernels.attention.attention_tiles import (
     query_positions,
 )
 from blockyard.kernels.attention.combine import combine_prefill_kernel
+from blockyard.kernels.attention.torch_sdpa import softmax_with_sinks
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
@@ -66,6 +68,7 @@ def paged_prefill_reference(
     window: int | None,
     soft_cap: float | None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     kv_heads, block_size, head_dim = layer.shape[2:]
     out = torch.zeros_like(q)
@@ -86,7 +89,8 @@ def paged_prefill_reference(
         visible = key <= position
         if window is not None:
             visible &= key >= (position // window * window if chunked else position - window + 1)
-        p = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+        p = softmax_with_sinks(scores.masked_fill(~visible, float("-inf")), of_heads)
         hidden = torch.where(visible.any(0)[:, None], values, 0)  # values that no row sees may be NaN
         out[start:end] = (p @ hidden[:, None]).permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
     return out[bounds[0] :].flatten(1)
@@ -101,7 +105,7 @@ def _paged_prefill_kernel(
     table_stride, num_seqs, scale,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_KV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_KV: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (i, j, k): split k of the keys of K/V head i of query tile j from the end: the longest come first
     head = tl.program_id(0)
@@ -150,6 +154,8 @@ def _paged_prefill_kernel(
         q, acc, l_i, m_i, positions, unmasked_to, stop, end, table, layer_ptr, head, scale, True, WINDOW, CHUNKED,
         CAP, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
+    if not SPLIT_KV:
+        l_i = add_sinks(l_i, m_i, sinks_ptr, heads, 1, KV_HEADS * GROUP)
     acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros where a row sees no key
     out_row = (row - tl.load(query_start_ptr)) * (KV_HEADS * GROUP) + heads
     if SPLIT_KV:
@@ -170,6 +176,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     scales: Tensor | None = None,
     chunked: bool = False,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of the rows from query_start_loc[0] on, whose K and V are all in the cache already.
 
@@ -179,8 +186,8 @@ def paged_prefill(
     in chunks of `window`, and a token sees its own. soft_cap: scores become soft_cap * tanh(score / soft_cap).
     max_seq_len: a bound of positions, which only decides how work is shared. scales: of an 8-bit cache, see
     `check_kv_dtype`. out [rows - query_start_loc[0], heads * head_dim], contiguous, is written whole, with zeros for
-    padding sequences. Blocks, positions and query_start_loc are not checked on device. Raises
-    ValueError for other shapes and dtypes.
+    padding sequences. sinks: see `paged_decode`. Blocks, positions and query_start_loc are not checked on device.
+    Raises ValueError for other shapes and dtypes.
     """
     _, heads, head_dim = q.shape
     kv_heads = layer.shape[2]
@@ -189,7 +196,7 @@ def paged_prefill(
     num_seqs = len(query_start_loc) - 1
     if num_seqs < 1 or not len(out):
         return
-    hopper = scales is None and soft_cap is None and window is None and prefill_hopper.fits(q, layer)
+    hopper = scales is None and sinks is None and soft_cap is None and window is None and prefill_hopper.fits(q, layer)
     config, group = choose_config(head_dim, q.dtype), heads // kv_heads
     block_m = prefill_hopper.BLOCK_M if hopper else config.block_m
     tiles = len(out) * group // block_m + num_seqs
@@ -204,7 +211,7 @@ def paged_prefill(
         partial_out = torch.empty((len(out), heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((len(out), heads, num_splits), dtype=torch.float32, device=q.device)
     arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, lse
+        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, lse, sinks
     )
     if hopper:
         prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)
@@ -220,9 +227,11 @@ def paged_prefill(
             lse,
             out,
             num_splits,
+            HEADS=heads,
             HEAD_DIM=head_dim,
             DIM=constants["DIM"],
             MAX_SPLITS=_MAX_SPLITS,
+            sinks_ptr=sinks,
             num_warps=1,
         )
 

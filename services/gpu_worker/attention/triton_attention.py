@@ -24,7 +24,6 @@ from blockyard.services.gpu_worker.attention.triton_latent import LatentLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
-from blockyard.shared.errors import LoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ class SplitKVDecode(TritonKernel):
 
     def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
         scale, window, cap = kv.shape.scale, kv.shape.window, kv.shape.soft_cap
-        most = rows.max_seq_len
-        paged_decode(q, kv.memory, rows.metadata, scale, window, most, out, cap, schedule, kv.scales, kv.shape.chunked)
+        options = (cap, schedule, kv.scales, kv.shape.chunked, kv.shape.sinks)
+        paged_decode(q, kv.memory, rows.metadata, scale, window, rows.max_seq_len, out, *options)
 
 
 class PagedPrefill(TritonKernel):
@@ -71,7 +70,8 @@ class PagedPrefill(TritonKernel):
         assert rows.query_start_loc is not None
         scale, window, cap = kv.shape.scale, kv.shape.window, kv.shape.soft_cap
         starts, most = rows.query_start_loc, rows.max_seq_len
-        paged_prefill(q, kv.memory, rows.metadata, starts, scale, window, most, out, cap, kv.scales, kv.shape.chunked)
+        options = (cap, kv.scales, kv.shape.chunked, kv.shape.sinks)
+        paged_prefill(q, kv.memory, rows.metadata, starts, scale, window, most, out, *options)
 
 
 class BatchInvariant(TritonKernel):
@@ -97,6 +97,7 @@ class BatchInvariant(TritonKernel):
             cap,
             kv.scales,
             kv.shape.chunked,
+            kv.shape.sinks,
         )
 
 
@@ -111,8 +112,6 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
     """Builds the attention of a step. semaphores: state of the fused decode kernel; None: it must not run."""
     table_len = metadata.rows.tables.shape[1] * pool.block_size
     max_seq_len, num_rows = min(metadata.max_seq_len or table_len, table_len), len(metadata.rows.slots)
-    if any(layer.sinks is not None for layer in pool.shape.attention):
-        raise LoadError("attention sinks are not supported on a GPU yet; --device cpu computes them")
     decodes_only, has_latent = metadata.query_start_loc is None, pool.shape.has_latent
     case = AttentionCase(
         device="cuda",
@@ -168,6 +167,7 @@ class FusedDecodeAttention:
             shape.soft_cap,
             scales,
             chunked=shape.chunked,
+            sinks=shape.sinks,
         )
 
 

@@ -54,8 +54,8 @@ def _run(pool: KVPool, dtype: torch.dtype, shape: AttentionShape, max_seq_len: i
     heads = shape.num_heads + 2 * shape.kv_heads
     q = torch.zeros((ROWS, heads, shape.head_dim), dtype=dtype, device=device)[:, : shape.num_heads]
     out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
-    scale, window, soft_cap = shape.scale, shape.window, shape.soft_cap
-    paged_prefill(q, layer, seqs, starts, scale, window, max_seq_len, out, soft_cap, scales, shape.chunked)
+    options = (shape.soft_cap, scales, shape.chunked, shape.sinks)
+    paged_prefill(q, layer, seqs, starts, shape.scale, shape.window, max_seq_len, out, *options)
 
 
 def _run_latent(

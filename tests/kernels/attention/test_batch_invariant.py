@@ -40,13 +40,20 @@ class Sequence:
     """All q of a sequence, and its K and V in a pool."""
 
     def __init__(
-        self, dtype: torch.dtype, window: int | None, soft_cap: float | None, head_dim: int, chunked: bool
+        self,
+        dtype: torch.dtype,
+        window: int | None,
+        soft_cap: float | None,
+        head_dim: int,
+        chunked: bool,
+        has_sinks: bool,
     ) -> None:
         torch.manual_seed(5)
         self.q = torch.randn(LENGTH, HEADS, head_dim, device=DEVICE).to(dtype) * (DIM / head_dim) ** 0.5
         self.layer = torch.randn(24, 2, 1, SIZE, head_dim, device=DEVICE).to(dtype)
         self.tables = torch.randperm(24).int().view(2, 12).to(DEVICE)
         self.window, self.soft_cap, self.chunked = window, soft_cap, chunked
+        self.sinks = torch.tensor([-1.0, 2.0, 4.0], device=DEVICE) if has_sinks else None
 
     def rows(self, counts: list[tuple[int, int]], are_decodes: bool = False) -> Tensor:
         """Outputs for (first position, rows) pairs, in the two slots alternately; slot 0 is the sequence under test."""
@@ -56,32 +63,34 @@ class Sequence:
         seqs = PagedKVMetadata(slots, positions, self.tables)
         q = self.q[positions].contiguous()
         out = torch.full((len(q), q[0].numel()), float("nan"), dtype=q.dtype, device=DEVICE)
-        options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap, None, self.chunked)
+        options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap, None, self.chunked, self.sinks)
         batch_invariant_attention(q, self.layer, seqs, starts, *options)
         want = paged_prefill_reference(
-            q.double(), self.layer.double(), seqs, starts, 0.3, self.window, self.soft_cap, self.chunked
+            q.double(), self.layer.double(), seqs, starts, 0.3, self.window, self.soft_cap, self.chunked, self.sinks
         )
         assert float((out.double() - want).norm() / want.norm()) <= ERROR[q.dtype]
         return out
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "soft_cap", "head_dim", "chunked"),
+    ("dtype", "window", "soft_cap", "head_dim", "chunked", "has_sinks"),
     [
-        (DTYPES[0], None, None, DIM, False),
-        (DTYPES[-1], 70, None, DIM, False),
-        (DTYPES[-1], None, None, DIM, False),
-        (DTYPES[-1], None, 2.0, DIM, False),
-        (DTYPES[-1], None, None, 512, False),
-        *([(DTYPES[0], None, None, 512, False)] if DEVICE == "cuda" else []),  # with other tiles
-        (DTYPES[-1], 64, None, DIM, True),
-        (DTYPES[0], 50, None, DIM, True),
+        (DTYPES[0], None, None, DIM, False, False),
+        (DTYPES[-1], 70, None, DIM, False, False),
+        (DTYPES[-1], 70, None, DIM, False, True),
+        (DTYPES[-1], None, None, DIM, False, True),
+        (DTYPES[-1], None, None, DIM, False, False),
+        (DTYPES[-1], None, 2.0, DIM, False, False),
+        (DTYPES[-1], None, None, 512, False, False),
+        *([(DTYPES[0], None, None, 512, False, False)] if DEVICE == "cuda" else []),  # with other tiles
+        (DTYPES[-1], 64, None, DIM, True, False),
+        (DTYPES[0], 50, None, DIM, True, False),
     ],
 )
 def test_the_same_bits_however_it_is_computed(
-    dtype: torch.dtype, window: int | None, soft_cap: float | None, head_dim: int, chunked: bool
+    dtype: torch.dtype, window: int | None, soft_cap: float | None, head_dim: int, chunked: bool, has_sinks: bool
 ) -> None:
-    it = Sequence(dtype, window, soft_cap, head_dim, chunked)
+    it = Sequence(dtype, window, soft_cap, head_dim, chunked, has_sinks)
     whole = it.rows([(0, LENGTH)])
     chunks = [it.rows([(at, n)]) for at, n in ((0, 61), (121, LENGTH - 121))]
     assert torch.equal(torch.cat(chunks), torch.cat((whole[:61], whole[121:])))

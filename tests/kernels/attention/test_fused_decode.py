@@ -72,6 +72,7 @@ class Case:
         *,
         with_values: bool = False,
         chunked: bool = False,
+        has_sinks: bool = False,
     ) -> None:
         wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
@@ -81,13 +82,15 @@ class Case:
         weight = torch.cat((self.norm_weight, self.values_weight)) if with_values else self.norm_weight
         norm = None if plain else RMSNorm(weight.to(weight_dtype), 1e-6)
         want_layer = layer.double()
+        sinks = torch.linspace(-3, 3, qkv.shape[1] - 2 * layer.shape[2], device=DEVICE) if has_sinks else None
         want = fused_decode_reference(
-            qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap, chunked
+            qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap, chunked, sinks
         )
         semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
         for _ in range(2):  # the counters that the first call leaves serve the second
+            options = {"chunked": chunked, "sinks": sinks}
             got = fused_decode(
-                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap, chunked=chunked
+                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap, **options
             )
             assert_close(got, want, dtype)
             assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
@@ -139,6 +142,15 @@ def test_fused_decode(
     if not any(lengths):
         case.seqs.slots.fill_(-1)
     case.check(dtype, plain, window, soft_cap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several splits and in one."""
+    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    Case([90], 6, 2, 16, 8).check(dtype, True, window, None, has_sinks=True)
+    Case([20, 1, 0], 4, 2, 16, 8).check(dtype, False, window, None, has_sinks=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

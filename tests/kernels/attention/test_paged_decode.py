@@ -175,8 +175,9 @@ def test_decodes_attend_within_their_chunk(chunk: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("reduce_rows", [0, 99])
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_splits_are_combined_layer_by_layer(
-    window: int | None, reduce_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    has_sinks: bool, window: int | None, reduce_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One schedule serves two layers; one row has many splits, one has none. The last program combines, or a kernel."""
     monkeypatch.setattr(decode_file, "_COMBINE_IN_KERNEL_ROWS", reduce_rows)
@@ -186,8 +187,9 @@ def test_splits_are_combined_layer_by_layer(
     schedule = schedule_split_kv(seqs, 3, 1, 24, window, 600, programs=8)
     assert int(schedule.row_splits[1, 0]) >= (5 if window is None else 2)
     for layer in layers:
-        want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
-        assert_close(paged_decode(q, layer, seqs, 0.2, window, 600, schedule=schedule), want, dtype)
+        sinks = torch.tensor([3.0, -2.0, 1.0], device=DEVICE) if has_sinks else None
+        want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window, sinks=sinks)
+        assert_close(paged_decode(q, layer, seqs, 0.2, window, 600, schedule=schedule, sinks=sinks), want, dtype)
         assert not schedule.semaphores.any()
 
 
@@ -198,6 +200,22 @@ def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
     q = torch.randn(2, 4, 16, device=DEVICE).to(dtype)
     want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, None, soft_cap=0.5)
     assert_close(paged_decode(q, layer, seqs, 0.2, None, max_seq_len=400, soft_cap=0.5), want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("heads", [3, 16])
+def test_decode_with_sinks(heads: int, window: int | None, dtype: torch.dtype) -> None:
+    """A sink of all weight, and one of none; groups of heads that fill a tile and that do not."""
+    seqs = sequences([90, 0, 3], 8, 90)
+    layer = pool_layer(seqs, 90, 1, 8, 16).to(DEVICE, dtype)
+    q = torch.randn(3, heads, 16, device=DEVICE).to(dtype)
+    sinks = torch.linspace(-3, 4, heads, device=DEVICE)
+    sinks[0], sinks[-1] = 300.0, -300.0
+    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window, sinks=sinks)
+    assert_close(paged_decode(q, layer, seqs, 0.2, window, max_seq_len=400, sinks=sinks), want, dtype)
+    with pytest.raises(ValueError, match="sinks"):
+        paged_decode(q, layer, seqs, 0.2, window, max_seq_len=400, sinks=sinks[1:])
 
 
 @pytest.mark.parametrize(

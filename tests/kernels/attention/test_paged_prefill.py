@@ -81,15 +81,17 @@ class Case:
         soft_cap: float | None = None,
         longest: int = 400,
         chunked: bool = False,
+        has_sinks: bool = False,
     ) -> None:
         heads, head_dim = self.shape
         rows, layer = len(self.q), self.layer.to(dtype)
         q = self.q.to(dtype)[:, : (heads + 3) * head_dim].view(rows, heads + 3, head_dim)[:, :heads]
         prefills = rows - int(self.starts[0])
         out = torch.full((prefills, heads * head_dim), float("nan"), dtype=dtype, device=DEVICE)
-        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out, soft_cap, None, chunked)
+        sinks = torch.linspace(-3, 3, heads, device=DEVICE) if has_sinks else None
+        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out, soft_cap, None, chunked, sinks)
         want = paged_prefill_reference(
-            q.double(), layer.double(), self.seqs, self.starts, 0.2, window, soft_cap, chunked
+            q.double(), layer.double(), self.seqs, self.starts, 0.2, window, soft_cap, chunked, sinks
         )
         assert not out.isnan().any()
         error = float((out.double() - want).norm() / want.norm().clamp_min(1e-12))
@@ -165,9 +167,18 @@ def test_scores_are_capped(window: int | None, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "chunked"), [(None, False), (60, False), (90, True)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks(window: int | None, dtype: torch.dtype) -> None:
+    Case([(40, 33), (-1, 5), (0, 3)], 6, 2, 16, 8).run(dtype, window, has_sinks=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("window", "chunked", "has_sinks"),
+    [(None, False, False), (60, False, False), (90, True, False), (None, False, True), (60, False, True)],
+)
 def test_tiles_are_shared(
-    window: int | None, chunked: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    window: int | None, chunked: bool, has_sinks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
     kernel = file.combine_prefill_kernel
@@ -181,7 +192,7 @@ def test_tiles_are_shared(
     monkeypatch.setattr(file, "_MAX_SPLITS", 4)
     monkeypatch.setattr(file, "_SPLIT_MIN_LEN", 60)
     monkeypatch.setattr(file, "_COMBINE_US", 0.0)
-    Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window, chunked=chunked)
+    Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window, chunked=chunked, has_sinks=has_sinks)
     assert ran == [(32,)]
 
 

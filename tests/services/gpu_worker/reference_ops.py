@@ -66,7 +66,8 @@ class ReferenceAttention:
                 q[logits_indices.rows],
                 PagedKVMetadata(logits_indices.slots, logits_indices.positions, seqs.tables),
             )
-        return paged_decode_reference(q, memory, seqs, attention.scale, attention.window, attention.soft_cap)
+        options = (attention.soft_cap, attention.chunked, attention.sinks)
+        return paged_decode_reference(q, memory, seqs, attention.scale, attention.window, *options)
 
     def _latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
         shape, memory, seqs, indices = self._pool.shape, self._pool.layers[layer], self._seqs, self._logits_indices

@@ -22,7 +22,7 @@ from blockyard.services.gpu_worker.models.interface import ModelShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 16, 4
-WINDOWS, SOFT_CAPS = (None, 6, None), (None, None, 0.5)
+WINDOWS, SOFT_CAPS, HAVE_SINKS = (None, 6, None, 6), (None, None, 0.5, None), (False, False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,10 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
     """All earlier tokens are in the KV cache; the last sequence no longer has a slot."""
     plain = model_shape(num_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5, windows=WINDOWS)
     layers = zip(plain.attention, SOFT_CAPS, strict=True)
-    shape = replace(plain, attention=tuple(replace(layer, soft_cap=cap) for layer, cap in layers))
+    attention = [replace(layer, soft_cap=cap) for layer, cap in layers]
+    sinks = [torch.linspace(-2, 2, HEADS, device=DEVICE) if has_sinks else None for has_sinks in HAVE_SINKS]
+    attention = [replace(layer, sinks=own) for layer, own in zip(attention, sinks, strict=True)]
+    shape = replace(plain, attention=tuple(attention))
     sizes = torch.tensor([1] * num_decodes + list(counts), dtype=torch.int64)
     torch.manual_seed(len(sizes))
     befores = torch.arange(len(sizes)) * 5
@@ -64,6 +67,7 @@ def test_decodes_and_prefills_in_one_step(num_decodes: int, counts: tuple[int, .
             shape.attention[layer].scale,
             window,
             SOFT_CAPS[layer],
+            sinks=sinks[layer],
         )
         torch.testing.assert_close(attend(layer, qkv, rotation, norm), want, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(pool.runs[0][layer], want_memory[layer], atol=1e-5, rtol=1e-4)
