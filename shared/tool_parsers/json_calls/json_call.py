@@ -1,6 +1,6 @@
 """Reads calls that are written as JSON objects, such as {"name": "get_weather", "arguments": {"city": "Paris"}}."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,18 +136,23 @@ def _list_end(text: TextInput) -> Reading[None]:
         text.rewind(place)
 
 
-def read_tagged(text: TextInput, starts: Markers, call: JsonCall, ends: Markers) -> Reading[None]:
-    """Reads a whole answer: content, and calls as `read_calls` reads them between one of `starts` and of `ends`.
+def tagged_reader(starts: Markers, ends: Markers) -> Callable[[TextInput, Sequence[Tool]], Reading[None]]:
+    """`ToolFormat.read` of a family whose calls, as `read_calls` reads them, are between one of `starts` and of `ends`.
 
     Whitespace behind the calls is syntax. A start without a call is content.
     """
-    while start := (yield from text.until(PartKind.CONTENT, starts)):
-        if not (yield from read_calls(text, call, ends)):
-            yield Part(PartKind.CONTENT, start)
-            continue
-        yield from text.spaces()
-        yield from text.one_of(ends)
-        yield from text.spaces()
+    call = JsonCall()
+
+    def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
+        while start := (yield from text.until(PartKind.CONTENT, starts)):
+            if not (yield from read_calls(text, call, ends)):
+                yield Part(PartKind.CONTENT, start)
+                continue
+            yield from text.spaces()
+            yield from text.one_of(ends)
+            yield from text.spaces()
+
+    return read
 
 
 def write_call(rules: GrammarRules, tools: Sequence[Tool], key: str = "arguments", before: str = "") -> str:

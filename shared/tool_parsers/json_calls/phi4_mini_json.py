@@ -3,20 +3,13 @@
 from collections.abc import Sequence
 
 from blockyard.shared.output_parsing.markers import Markers
-from blockyard.shared.output_parsing.parts import Reading
-from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_tagged, write_list
+from blockyard.shared.tool_parsers.json_calls.json_call import tagged_reader, write_list
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, TOKEN_START, TOKEN_END = "functools", "<|tool_call|>", "<|/tool_call|>"
-STARTS, ENDS = Markers(START, TOKEN_START), Markers(TOKEN_END)
-CALL = JsonCall()
-
-
-def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    yield from read_tagged(text, STARTS, CALL, ENDS)
+read = tagged_reader(Markers(START, TOKEN_START), Markers(TOKEN_END))
 
 
 def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
