@@ -113,9 +113,17 @@ class _StepAttention:
         qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).contiguous()
         out = self.step.attend(layer, qkv).view(-1, query.shape[1], query.shape[3])
         rows = self.step.logits_indices
-        if rows is not None and len(out) != tokens:  # the last layer computes only these rows
-            out = out.new_zeros((tokens, *out.shape[1:])).index_copy(0, rows, out)
+        if rows is not None and layer == self.shape.num_layers - 1 and len(out) == len(rows):
+            out = _at_their_rows(out, rows, tokens)  # the last layer computes only these rows
         return out[None]
+
+
+def _at_their_rows(out: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """out [n, ...] at `rows` [n] of [num_rows, ...], zeros elsewhere. Of a row that is there twice, the first counts:
+    a captured step is padded with rows that others have."""
+    places = torch.arange(len(rows), device=rows.device, dtype=rows.dtype)
+    first = rows.new_full((num_rows,), len(rows)).scatter_reduce(0, rows, places, "amin")
+    return torch.cat((out, out.new_zeros((1, *out.shape[1:]))))[first]
 
 
 class _AttentionTrace:

@@ -94,7 +94,7 @@ def test_a_size_is_captured_once_steps_have_lost_the_time_of_a_capture() -> None
         lost_s += LAUNCH_S - SMALL.device_s(2048)
         count += 1
         assert count < 20
-    assert due == BatchDescriptor(48, 2048, 65, 128)
+    assert due == BatchDescriptor(48, 2048, 65, 112)
     assert lost_s <= CAPTURE_S or count < 9, "the first capture's time is not known yet"
     assert sizes.pick(some) is None
     capture(sizes, SMALL, due)

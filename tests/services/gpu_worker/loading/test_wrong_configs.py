@@ -77,6 +77,8 @@ LIES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(("name", "value", "said"), LIES, ids=[f"{n} {str(v)[:12]}" for n, v, _ in LIES])
 def test_invalid_values_are_one_line(folder: Path, load_format: str, name: str, value: Any, said: str) -> None:
+    if value == 2**30 and torch.cuda.is_available():
+        pytest.skip("a GPU may have room for the rotations")
     change(folder, **{name: value})
     assert said in refusal(folder, load_format=load_format)
 

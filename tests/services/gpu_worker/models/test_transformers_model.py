@@ -20,7 +20,7 @@ from transformers import (
 
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models import registry
-from blockyard.services.gpu_worker.models.transformers_model import build
+from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build
 from blockyard.shared.architectures import find_architecture
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Sampling
@@ -90,3 +90,11 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
 def test_what_cannot_run_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(config, WeightTable(torch.float32, torch.device("meta")))
+
+
+def test_rows_of_the_last_layer_are_put_in_their_places() -> None:
+    """Rows that pad a captured step repeat the row of another one."""
+    out = torch.tensor([[[1.0]], [[2.0]], [[3.0]], [[4.0]]])
+    made = _at_their_rows(out, torch.tensor([0, 3, 0, 0]), 5)
+    assert made.flatten().tolist() == [1, 0, 0, 2, 0]
+    assert _at_their_rows(out, torch.tensor([3, 1, 0, 2]), 4).flatten().tolist() == [3, 2, 4, 1]
