@@ -45,7 +45,7 @@ TOOLS: list[Any] = [openai.pydantic_function_tool(model) for model in MODELS.val
 @pytest.fixture(scope="module", params=[(), PARSER], ids=["no parser", "parser"])
 def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
     with (
-        serve("demo", "--dtype", "float32", "--batch-invariant", *request.param) as server,
+        serve("demo", "--dtype", "float32", *request.param) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made,
     ):
         yield made
