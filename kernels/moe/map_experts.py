@@ -57,8 +57,9 @@ def map_experts_reference(experts: Tensor, num_experts: int, tile: int) -> Exper
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _map_experts_kernel(
-    experts_ptr, pairs_ptr, owners_ptr, num_pairs, num_tiles,
+    experts_ptr, pairs_ptr, owners_ptr, loads_ptr, num_pairs, num_tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, TILE_STEP: tl.constexpr,
+    LOADS: tl.constexpr,
 ):  # fmt: skip
     # program e: expert e; the program after the last expert marks the tiles that are left
     own = tl.program_id(0)
@@ -73,6 +74,8 @@ def _map_experts_kernel(
     last = first + tl.sum(tl.where(bins == own, tiles, 0), 0)
     if own == EXPERTS:
         last = num_tiles
+        if LOADS:
+            tl.store(loads_ptr + bins, counts, mask=bins < EXPERTS)
     for start in range(first, last, TILE_STEP):
         tile = start + tl.arange(0, TILE_STEP)
         tl.store(owners_ptr + tile, tl.where(own == EXPERTS, -1, own), mask=tile < last)
@@ -99,8 +102,9 @@ def _count_chunks_kernel(experts_ptr, counts_ptr, num_pairs, BINS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_chunks"])
 def _place_chunks_kernel(
-    experts_ptr, counts_ptr, pairs_ptr, owners_ptr, num_pairs, num_tiles, num_chunks,
+    experts_ptr, counts_ptr, pairs_ptr, owners_ptr, loads_ptr, num_pairs, num_tiles, num_chunks,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
+    LOADS: tl.constexpr,
 ):  # fmt: skip
     # program c: chunk c; the programs share the tiles' experts and the places without a pair
     own, programs = tl.program_id(0), tl.num_programs(0)
@@ -114,6 +118,9 @@ def _place_chunks_kernel(
         )
         total += tl.sum(counts, 0)
         before += tl.sum(tl.where((chunk < own)[:, None], counts, 0), 0)
+    if LOADS:  # noqa: SIM102, known when compiled
+        if own == 0:
+            tl.store(loads_ptr + bins, total, mask=bins < EXPERTS)
     tiles = tl.where(bins < EXPERTS, (total + TILE - 1) // TILE, 0)
     last = tl.cumsum(tiles, 0)  # tiles up to and with those of an expert
     place = (last - tiles) * TILE
@@ -134,11 +141,14 @@ def _place_chunks_kernel(
         tl.store(owners_ptr + tile, tl.where(owner < EXPERTS, owner, -1))
 
 
-def map_experts(experts: Tensor, num_experts: int, tile: int) -> ExpertMap:
+def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | None = None) -> ExpertMap:
     """experts [rows, top_k] int32, contiguous, each from 0 to num_experts - 1; tile: a power of two.
 
-    The number of tiles follows from the shape of `experts` alone. Raises ValueError for another dtype or layout.
+    loads [num_experts] int32, contiguous, gets the number of pairs of each expert, if there are rows. The number of
+    tiles follows from the shape of `experts` alone. Raises ValueError for another dtype or layout.
     """
+    if loads is not None and (loads.shape != (num_experts,) or loads.dtype != torch.int32 or not loads.is_contiguous()):
+        raise ValueError(f"loads must be [{num_experts}] contiguous int32, got {list(loads.shape)} {loads.dtype}")
     if experts.dtype != torch.int32 or not experts.is_contiguous():
         raise ValueError(f"experts must be contiguous int32, got {experts.dtype} with strides {experts.stride()}")
     num_pairs = experts.numel()
@@ -146,23 +156,25 @@ def map_experts(experts: Tensor, num_experts: int, tile: int) -> ExpertMap:
     pairs = torch.empty(tiles * tile, dtype=torch.int32, device=experts.device)
     owners = torch.empty(tiles, dtype=torch.int32, device=experts.device)
     if num_pairs > _FEW_PAIRS:
-        _map_many(experts, pairs, owners, num_experts, tile)
+        _map_many(experts, pairs, owners, loads, num_experts, tile)
     elif num_pairs:
         chunk = min(_CHUNK, max(next_power_of_2(num_pairs), 16))
         _map_experts_kernel[(num_experts + 1,)](
-            experts, pairs, owners, num_pairs, tiles,
+            experts, pairs, owners, pairs if loads is None else loads, num_pairs, tiles,
             EXPERTS=num_experts, BINS=next_power_of_2(num_experts + 1), TILE=tile, CHUNK=chunk,
-            TILE_STEP=min(next_power_of_2(tiles), 256), num_warps=4 if chunk > 256 else 1,
+            TILE_STEP=min(next_power_of_2(tiles), 256), LOADS=loads is not None, num_warps=4 if chunk > 256 else 1,
         )  # fmt: skip
     return ExpertMap(pairs, owners, tile)
 
 
-def _map_many(experts: Tensor, pairs: Tensor, owners: Tensor, num_experts: int, tile: int) -> None:
+def _map_many(
+    experts: Tensor, pairs: Tensor, owners: Tensor, loads: Tensor | None, num_experts: int, tile: int
+) -> None:
     num_pairs, bins = experts.numel(), next_power_of_2(num_experts + 1)
     chunks = ceil_div(num_pairs, _SORTED)
     counts = torch.empty((chunks, bins), dtype=torch.int32, device=experts.device)
     _count_chunks_kernel[(chunks,)](experts, counts, num_pairs, BINS=bins, CHUNK=_SORTED, num_warps=4)
     _place_chunks_kernel[(chunks,)](
-        experts, counts, pairs, owners, num_pairs, len(owners), chunks, EXPERTS=num_experts, BINS=bins, TILE=tile,
-        CHUNK=_SORTED, STEP=16, num_warps=4,
+        experts, counts, pairs, owners, pairs if loads is None else loads, num_pairs, len(owners), chunks,
+        EXPERTS=num_experts, BINS=bins, TILE=tile, CHUNK=_SORTED, STEP=16, LOADS=loads is not None, num_warps=4,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check
+from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weight_offload import free_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -87,7 +88,9 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, device)
     build = find_family(settings, config.model_impl)
     share = check(build, settings, dtype, config, device)
-    model = build(settings, WeightTable(dtype, device, share))
+    table = WeightTable(dtype, device, share)
+    table.expert_loads = ExpertLoads(device) if config.expert_metrics else None
+    model = build(settings, table)
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     by = ", by its class in transformers" if is_of_transformers(build) else ""

@@ -87,6 +87,10 @@ class Stats(FrameStruct, frozen=True):
     matcher_restarts_total: int = 0  # processes that make masks and were started again
     first_mask_counts: list[int] = []  # constrained sequences, in the buckets of FIRST_MASK_S
     first_mask_us_total: int = 0  # sum of the same times, in microseconds
+    expert_samples_total: int = 0  # steps of a mixture of experts whose choices this worker has counted
+    experts_hit_total: int = 0  # experts, of all layers, that those steps chose at least once
+    experts_hit_if_even_total: int = 0  # as many would have been chosen on average if all were chosen equally often
+    expert_loads: list[float] = []  # of each layer with experts: tokens of the most loaded over the mean, lately
 
 
 class Member(FrameStruct, frozen=True):

@@ -69,6 +69,15 @@ _MASK_COUNTERS = (
     ("constraint_mask_waits", "Sequences left without a token by a step: their mask was late", "mask_waits_total"),
     ("matcher_restarts", "Processes that make masks and were started again", "matcher_restarts_total"),
 )
+_EXPERT_COUNTERS = (
+    ("expert_samples", "Steps of a mixture of experts whose choices were counted", "expert_samples_total"),
+    ("experts_hit", "Experts of all layers that the counted steps chose at least once", "experts_hit_total"),
+    (
+        "experts_hit_if_even",
+        "Experts that the counted steps would have chosen on average if all were chosen equally often",
+        "experts_hit_if_even_total",
+    ),
+)
 _LABELS = ["model_name", "member", "role", "kv_role"]  # the last one only of workers with KV transfers
 _QUEUE = ["model_name", "member"]
 
@@ -125,6 +134,7 @@ def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterato
     yield from _queue_families(counted, model_name)
     yield from _transfer_families(counted, model_name)
     yield from _mask_families(counted, model_name)
+    yield from _expert_families(counted, model_name)
 
 
 def _member_labels(one: MemberTotals, model_name: str) -> list[str]:
@@ -194,6 +204,25 @@ def _mask_families(members: Iterable[MemberTotals], model_name: str) -> Iterator
             for reason, count in one.of(REFUSED):
                 refused.add_metric([model_name, one.name, reason], count)
     yield refused
+
+
+def _expert_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
+    """Mixtures of experts, as their workers sample them."""
+    workers = [(one, [model_name, one.name]) for one in members if one.role is Role.GPU_WORKER]
+    for name, text, field in _EXPERT_COUNTERS:
+        counter = CounterMetricFamily(f"blockyard:{name}", text, labels=_QUEUE)
+        for one, values in workers:
+            counter.add_metric(values, one.count(field))
+        yield counter
+    text = "Tokens of a layer's most loaded expert over the mean of its experts, lately"
+    load = GaugeMetricFamily("blockyard:expert_load", text, labels=[*_QUEUE, "layer"])
+    worst = GaugeMetricFamily("blockyard:expert_load_worst", "The largest expert_load of any layer", labels=_QUEUE)
+    for one, values in workers:
+        if one.ready is not None and one.stats.expert_loads:
+            for layer, value in enumerate(one.stats.expert_loads):
+                load.add_metric([*values, str(layer)], value)
+            worst.add_metric(values, max(one.stats.expert_loads))
+    yield from (load, worst)
 
 
 def _transfer_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:

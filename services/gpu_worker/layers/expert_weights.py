@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading import mxfp4
+from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
@@ -16,6 +17,7 @@ class ExpertWeights:
     down: Tensor  # [experts, hidden, inner]
     gate_up_bias: Tensor | None = None  # [experts, 2 * inner]
     down_bias: Tensor | None = None  # [experts, hidden]
+    load: LayerLoad | None = None  # counts how often each expert is chosen
 
 
 def separate_experts(
@@ -34,7 +36,7 @@ def separate_experts(
         table.place(f"{prefix}.{expert}.{gate_name}.weight", gate_up[expert, :inner], (inner, hidden))
         table.place(f"{prefix}.{expert}.{up_name}.weight", gate_up[expert, inner:], (inner, hidden))
         table.place(f"{prefix}.{expert}.{down_name}.weight", down[expert], (hidden, inner))
-    return ExpertWeights(gate_up=gate_up, down=down)
+    return ExpertWeights(gate_up=gate_up, down=down, load=table.expert_load(num_experts))
 
 
 def stacked_experts(
@@ -52,7 +54,9 @@ def stacked_experts(
     transposed: the checkpoint has them as [experts, hidden, 2 * inner] and [experts, inner, hidden].
     """
     weights = ExpertWeights(
-        gate_up=table.empty(num_experts, 2 * inner, hidden), down=table.empty(num_experts, hidden, inner)
+        gate_up=table.empty(num_experts, 2 * inner, hidden),
+        down=table.empty(num_experts, hidden, inner),
+        load=table.expert_load(num_experts),
     )
     for name, target in ((gate_up_name, weights.gate_up), (down_name, weights.down)):
         if transposed:
@@ -87,7 +91,13 @@ def transposed_experts(
         table.place(down_name, down, (num_experts, inner, hidden), lambda stacks: stacks.transpose(1, 2))
     table.place(f"{gate_up_name}_bias", bias_pairs, (num_experts, 2 * inner), _split_pairs)
     table.place(f"{down_name}_bias", down_bias, (num_experts, hidden))
-    return ExpertWeights(gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    return ExpertWeights(
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        load=table.expert_load(num_experts),
+    )
 
 
 def _split_pairs(rows: Tensor) -> Tensor:

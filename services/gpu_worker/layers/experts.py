@@ -127,6 +127,7 @@ class HostExperts:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
         self._gate_up = _each_linear(weights.gate_up, weights.gate_up_bias)
         self._down = _each_linear(weights.down, weights.down_bias)
+        self._load = None if weights.load is None else weights.load.watch(routing.top_k)
 
     def linears(self) -> list[Linear]:
         return [*self._gate_up, *self._down]
@@ -142,8 +143,10 @@ class HostExperts:
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k
         pairs = x.new_empty(len(flat), x.shape[1])
-        start = 0
-        for expert, count in enumerate(flat.bincount(minlength=self._routing.num_experts).tolist()):
+        start, counts = 0, flat.bincount(minlength=self._routing.num_experts)
+        if self._load is not None:
+            self._load.copy_(counts)
+        for expert, count in enumerate(counts.tolist()):
             if not count:
                 continue
             own, mine = rows[start : start + count], order[start : start + count]

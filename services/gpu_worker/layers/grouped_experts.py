@@ -40,6 +40,7 @@ class GroupedExperts:
 
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._weights, self._routing, self._gate, self._scales_input = weights, routing, gate, scales_input
+        self._load = None if weights.load is None else weights.load.watch(routing.top_k)
 
     def linears(self) -> list[Linear]:
         return []
@@ -52,7 +53,7 @@ class GroupedExperts:
     ) -> Tensor:
         own, num_pairs = self._weights, experts.numel()
         tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
-        mapped = map_experts(experts, self._routing.num_experts, tilings.tile)
+        mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = grouped_linear(
             x,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, LayerLoad
 from blockyard.shared.errors import LoadError
 
 Arrange = Callable[[Tensor], Tensor]
@@ -38,6 +39,7 @@ class WeightTable:
         self.dtype, self.device = dtype, device
         self.layer_bytes = 0  # of the layers' matrices, on device and host
         self.on_host: list[Tensor] = []
+        self.expert_loads: ExpertLoads | None = None  # None: how often experts are chosen is not counted
         self._host_share, self._host_bytes = host_share, 0
         self.places: dict[str, WeightPlace] = {}
         self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
@@ -140,6 +142,10 @@ class WeightTable:
                 self.place(f"{name}.bias", vector[start : start + count], (stored,), how)
             start += count
         return weight, vector
+
+    def expert_load(self, num_experts: int) -> LayerLoad | None:
+        """Where the products of the next layer with experts count how often each is chosen. None: nowhere."""
+        return None if self.expert_loads is None else self.expert_loads.add_layer(num_experts)
 
     def ignore(self, name: str) -> None:
         """The checkpoint may have a weight `name`, which the model does not use."""

@@ -13,6 +13,13 @@ EXECUTION = (
         "A sequence's logits do not depend on the rest of its batch; slower.",
         ("worker.batch_invariant",),
     ),
+    Flag(
+        "expert-metrics",
+        FlagKind.BOOL,
+        True,
+        "Sample how often each expert of a mixture is chosen, for /metrics.",
+        ("worker.expert_metrics",),
+    ),
     Flag("max-seq-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS),
     Flag("max-context-len-to-capture", FlagKind.INT, None, "Longest sequence in CUDA graphs.", ge=1, mapped=_GRAPHS),
     Flag(

@@ -83,6 +83,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_scales_path: str | None = None  # JSON file
     grammar_engines: list[GrammarEngine] = []  # their processes start with the worker; others start by need
     calculate_kv_scales: bool = False  # from the first prompt
+    expert_metrics: bool = True  # count how often experts are chosen
     fused_steps: bool = True  # on a GPU, fuse kernels of small steps
     kv_transfer: KVTransferConfig | None = None  # None: this worker neither sends nor receives KV blocks
     kernel_cache: str | None = None  # folder of compiled kernels and measured plans; None: in the user's cache

@@ -50,6 +50,9 @@ COUNTERS = (  # fields of Stats
     "mask_waits_total",
     "matcher_restarts_total",
     "first_mask_us_total",
+    "expert_samples_total",
+    "experts_hit_total",
+    "experts_hit_if_even_total",
 )
 REFUSED, SERVED, STEP_SIZES, SECOND_TOKENS = "refused", "served", "step_sizes", "second_tokens"
 FIRST_MASKS = "first_masks"

@@ -128,10 +128,12 @@ def test_maps(data: st.DataObject, kernels: int, num_experts: int, top_k: int, t
         if kernels == 2:
             patch.setattr(map_file, "_FEW_PAIRS", 0)
             patch.setattr(map_file, "_SORTED", 16)
-        mapped = map_experts(experts, num_experts, tile)
+        loads = torch.full((num_experts,), -1, dtype=torch.int32, device=DEVICE)
+        mapped = map_experts(experts, num_experts, tile, loads)
     assert len(mapped.experts) == most_tiles(rows * top_k, num_experts, tile)
     if rows:
         assert as_lists(mapped) == as_lists(map_experts_reference(experts, num_experts, tile))
+        assert loads.tolist() == experts.flatten().cpu().bincount(minlength=num_experts).tolist()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="17 s in the interpreter")
@@ -183,5 +185,7 @@ def test_shapes_that_do_not_fit() -> None:
         grouped_linear(x, weight, mapped, 4, SMALL)
     with pytest.raises(ValueError, match="int32"):
         map_experts(torch.zeros(3, 1, device=DEVICE), 2, 16)
+    with pytest.raises(ValueError, match=r"loads must be \[2\] contiguous int32, got \[3\] torch.int32"):
+        map_experts(torch.zeros(3, 1, dtype=torch.int32, device=DEVICE), 2, 16, torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="do not fit"):
         combine_experts(torch.zeros(5, 8, device=DEVICE), 2)

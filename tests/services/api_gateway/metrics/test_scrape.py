@@ -243,6 +243,25 @@ async def test_masks_of_workers(rig) -> None:
         assert one["blockyard:constraint_first_mask_seconds_bucket", of_worker | {("le", "0.002")}] == 2
 
 
+async def test_experts_of_workers(rig) -> None:
+    stats = Stats(
+        expert_samples_total=4, experts_hit_total=90, experts_hit_if_even_total=100, expert_loads=[1.5, 3.25, 2.0]
+    )
+    async with rig() as r:
+        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
+        found = await scrape(r)
+        r.ring.lose(WORKER)
+        gone = await scrape(r)
+    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name)})
+    for one in (found, gone):
+        assert one["blockyard:expert_samples_total", of_worker] == 4
+        assert one["blockyard:experts_hit_total", of_worker] == 90
+        assert one["blockyard:experts_hit_if_even_total", of_worker] == 100
+    assert found["blockyard:expert_load_worst", of_worker] == 3.25
+    assert [found["blockyard:expert_load", of_worker | {("layer", str(i))}] for i in range(3)] == [1.5, 3.25, 2.0]
+    assert ("blockyard:expert_load_worst", of_worker) not in gone
+
+
 async def test_grammars_that_tokenizers_refused(rig) -> None:
     stats = Stats(refused=[RefusalCount("invalid", 5), RefusalCount("busy", 2)])
     async with rig() as r:

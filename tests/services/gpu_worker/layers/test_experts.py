@@ -1,5 +1,7 @@
 """A mixture of experts against plain torch, on the CPU and with the kernels of a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import quick_interpreter  # noqa: F401, before kernels are imported
 import torch
@@ -13,6 +15,7 @@ from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
+from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 24, 6
 ROUTING = Routing(num_experts=NUM_EXPERTS, top_k=3)
@@ -64,6 +67,22 @@ def test_sums_of_experts(kind: str, gate: Gate, bias: bool, scales_input: bool, 
     got = made.forward(x, experts, factors, shared)
     assert torch.allclose(got, expected + shared, rtol=1e-4, atol=1e-4)
     assert torch.allclose(made.forward(x, experts, factors, None), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["host", "grouped"])
+def test_products_count_how_often_experts_are_chosen(kind: str) -> None:
+    load = LayerLoad(torch.full((NUM_EXPERTS,), 9, dtype=torch.int32, device=DEVICE))
+    weights = replace(make_weights(), load=load)
+    if kind == "grouped":
+        from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+
+        made: HostExperts | GroupedExperts = GroupedExperts(weights, ROUTING, Gate.SILU, False)
+    else:
+        made = HostExperts(weights, ROUTING, Gate.SILU, False)
+    assert load.top_k == ROUTING.top_k
+    experts, factors = made.choose(torch.randn(7, NUM_EXPERTS, device=DEVICE), None)
+    made.forward(torch.randn(7, HIDDEN, device=DEVICE), experts, factors, None)
+    assert load.pairs.tolist() == experts.flatten().cpu().bincount(minlength=NUM_EXPERTS).tolist()
 
 
 def test_the_host_computes_only_chosen_experts(monkeypatch: pytest.MonkeyPatch) -> None:
