@@ -157,7 +157,8 @@ class GrammarChecks:
             }
         )
         command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), settings.decode()]
-        return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        fds = [theirs.fileno()]
+        return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _job(key: str, work: Tokenize) -> Tokenize:

@@ -1,5 +1,6 @@
 """The start of a service process: its settings file, process title and logging, and its end with the launcher."""
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -16,6 +17,7 @@ from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.errors import BlockyardError, ConfigError
 from blockyard.shared.process import logs, open_files
 
+LOW_PRIORITY = 10
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
 
@@ -85,9 +87,12 @@ def wake_on_time() -> None:
 def give_way() -> None:
     """Gives this process and its children a tenth of the CPU time of others that want the same core.
 
-    For work on what clients sent, before any of it was admitted: open streams go first.
+    For work on what clients sent, before any of it was admitted: open streams go first. To be called in a session of
+    its own: Linux may share a core among sessions first, and the priority of a process then counts within its own.
     """
-    os.nice(10)
+    os.nice(LOW_PRIORITY)
+    with contextlib.suppress(OSError):  # a kernel without groups by session has no such file
+        Path("/proc/self/autogroup").write_text(str(LOW_PRIORITY))
 
 
 def die_with(parent_pid: int) -> None:

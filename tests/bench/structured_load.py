@@ -18,6 +18,7 @@ from raw_client import raw_statuses, raw_streams
 from rig import Row, Server, StreamLog, completion, median, percentile, serve, stream, streams
 
 from blockyard.shared.messages import GrammarKind
+from blockyard.shared.process.settings import give_way
 
 NUM_FIELDS = 400
 Body = dict[str, Any]
@@ -91,7 +92,7 @@ async def flood(server: Server, kind: str, count: int, per_s: float) -> AsyncIte
     when the block ends."""
     command = [sys.executable, __file__, server.url, kind, str(count), str(per_s), str(time.time_ns())]
     child = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
     )
     assert child.stdout is not None and child.stdin is not None
     await child.stdout.readline()  # its bodies are made
@@ -133,7 +134,7 @@ async def send_flood(url: str, bodies: list[Body], per_s: float) -> Counter[str]
 
 def main(url: str, kind: str, count: int, per_s: float, name: str) -> None:
     """The process of `flood`. It runs at low priority: what sending costs is not the server's."""
-    os.nice(19)
+    give_way()
     bodies = bodies_of(kind, count, name)
     print("ready", flush=True)
     sys.stdin.readline()

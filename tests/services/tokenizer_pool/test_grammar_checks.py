@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from blockyard.services.tokenizer_pool.grammar_checks import MAX_WAITING, GrammarChecks, Verdict
 from blockyard.services.tokenizer_pool.job_limits import MIB, JobLimits
 from blockyard.shared.messages import BUSY, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
+from blockyard.shared.process.settings import LOW_PRIORITY
 
 LIMITS = JobLimits(check_cpu_s=0.4, memory_bytes=512 * MIB, memory_bytes_per_token=0)
 LIMIT_S = 100.0
@@ -105,7 +106,9 @@ def test_a_grammar_that_cannot_be_had_is_rejected_in_time(rig: CheckRig, name: s
 def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:
     rig.ask(regex("y{2}"))
     worker, own = rig.checks.worker_pid, os.getpriority(os.PRIO_PROCESS, 0)
-    assert worker is not None and os.getpriority(os.PRIO_PROCESS, worker) == min(own + 10, 19)
+    assert worker is not None and os.getpriority(os.PRIO_PROCESS, worker) == min(own + LOW_PRIORITY, 19)
+    group = Path(f"/proc/{worker}/autogroup")
+    assert not group.exists() or group.read_text().split()[1:] in ([], ["nice", str(LOW_PRIORITY)])
 
 
 def test_a_verdict_is_kept(rig: CheckRig) -> None:
