@@ -14,7 +14,7 @@ import blockyard
 from blockyard.services.bench import report
 from blockyard.services.bench.flags import Parser
 from blockyard.services.bench.load.results import BenchError
-from blockyard.services.bench.suite import shapes
+from blockyard.services.bench.suite import measures, shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import serve
@@ -74,6 +74,8 @@ def row(line: SuiteRow) -> str:
     item = next(item for item in ITEMS if item.name == line.name)
     verdict = "" if item.meets_target(line.measured.value) else " (missed)"
     spreads = ", ".join(f"{name} {one.p50:,.2f} / {one.p99:,.2f} ms" for name, one in line.measured.spreads.items())
+    if line.measured.experts is not None:
+        spreads += f"; {line.measured.experts:.2f} of the experts of even routing"
     measured = f"{line.measured.value:,.4g}" if line.measured.value < 1000 else f"{line.measured.value:,.0f}"
     return (
         f"| {line.name} | {line.what} | {measured} {line.unit} of {len(line.measured.runs)} runs"
@@ -135,7 +137,8 @@ def _on_one_server(items: Sequence[SuiteItem], context: SuiteContext) -> Iterato
             return
         for item in items:
             assert item.measure_server is not None, "chosen so"
-            yield _line(item, item.measure_server, served)
+            even = "dummy-skewed" not in context.flags
+            yield _line(item, measures.checking_experts(item.measure_server, even), served)
 
 
 def _line(item: SuiteItem, measure: Callable[[T], Measurement], subject: T) -> SuiteRow:

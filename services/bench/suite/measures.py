@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from blockyard.services.offline.llm import LLM
 from blockyard.shared.percentiles import Percentiles, percentile, percentiles_of
 
 RUNS = 3
+METRICS_S = 1.5  # until counters of the last steps are in the metrics
+EVEN = (0.85, 1.1)  # experts that steps choose, of those that even routing would choose on average
 MIN_EVENTS_A_TOKEN = 0.95  # least events per token: special tokens and parts of characters have no event
 
 
@@ -25,6 +28,27 @@ class Measurement(msgspec.Struct, frozen=True):
     value: float
     runs: list[float]
     spreads: dict[str, Percentiles] = {}  # ms, over all runs
+    experts: float | None = None  # that sampled steps chose, of those that even routing would; None: none were sampled
+
+
+def checking_experts(
+    measure: Callable[[SuiteServer], Measurement], even_routing: bool
+) -> Callable[[SuiteServer], Measurement]:
+    """Adds how many experts were chosen. Raises BenchError if `even_routing` is not what happened: floors assume it."""
+
+    def measure_and_check(served: SuiteServer) -> Measurement:
+        hit_before, even_before = served.experts()
+        found = measure(served)
+        time.sleep(METRICS_S)
+        hit, even = served.experts()
+        if even <= even_before:
+            return found
+        share = (hit - hit_before) / (even - even_before)
+        if even_routing and not EVEN[0] <= share <= EVEN[1]:
+            raise BenchError(f"steps chose {share:.2f} times as many experts as with even routing")
+        return msgspec.structs.replace(found, experts=share)
+
+    return measure_and_check
 
 
 class SuiteContext(msgspec.Struct, frozen=True):

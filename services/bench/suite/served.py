@@ -47,6 +47,16 @@ class SuiteServer:
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
+    def experts(self) -> tuple[float, float]:
+        """Returns how many experts its sampled steps have chosen, and how many even routing would have."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        hit, even = (
+            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"blockyard:{name}_total{{"))
+            for name in ("experts_hit", "experts_hit_if_even")
+        )
+        return hit, even
+
     def stream(
         self, requests: Sequence[SampleRequest], each_token: bool = True, due_s: Sequence[float] | None = None
     ) -> list[RequestResult]:

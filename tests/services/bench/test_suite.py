@@ -156,6 +156,27 @@ def test_a_models_items_share_one_server() -> None:
         assert len({item.flags for item in ITEMS if item.model == model and "dummy-skewed" not in item.flags}) == 1
 
 
+def test_runs_that_chose_few_experts_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server:
+        def __init__(self, *counts: tuple[float, float]) -> None:
+            self.experts = iter(counts).__next__
+
+    monkeypatch.setattr(measures, "METRICS_S", 0)
+
+    def check(even_routing: bool, *counts: tuple[float, float]) -> float | None:
+        return measures.checking_experts(lambda served: Measurement(1.0, [1.0]), even_routing)(Server(*counts)).experts
+
+    assert check(True, (100, 200), (195, 300)) == 0.95
+    assert check(True, (0, 0), (0, 0)) is None
+    assert check(False, (0, 0), (50, 100)) == 0.5
+    with pytest.raises(BenchError, match=r"steps chose 0\.50 times as many experts"):
+        check(True, (0, 0), (50, 100))
+
+
+def test_experts_are_read_from_metrics(server: SuiteServer) -> None:
+    assert server.experts() == (0, 0)
+
+
 def test_items_of_an_unknown_architecture_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "architectures", lambda name: ["NewForCausalLM"])
     item = next(one for one in ITEMS if one.name == "itl-gpt-oss")
