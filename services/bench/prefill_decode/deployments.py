@@ -37,8 +37,8 @@ APART_UNCHECKED = Deployment("apart, no checksums", APART_FLAGS + NO_CHECKSUMS, 
 
 
 def two_with_step(step_tokens: int) -> Deployment:
-    """Two unified workers with another step size, for goodput."""
-    flags = (*TWO.flags, "--max-num-batched-tokens", str(step_tokens))
+    """Two unified workers with another step size, for goodput. A step has room for one token of each sequence."""
+    flags = (*TWO.flags, "--max-num-batched-tokens", str(step_tokens), "--max-num-seqs", str(min(step_tokens, 256)))
     return Deployment(
         f"two, {step_tokens} tokens a step", flags, frozenset({PDItem.GOODPUT_LONG, PDItem.GOODPUT_SHORT})
     )
