@@ -56,7 +56,7 @@ class KVAbort(Frame, frozen=True):
 
     transfer: int
     is_source: bool = False  # the worker sends; for one that does not know the transfer
-    sender_stopped: bool = False  # to a receiver that has answered `sender_unreachable`: the sender has ended
+    sender_stopped: bool = False  # to a receiver that has answered `unreachable_sender`: the sender has ended
 
 
 class KVAudit(Frame, frozen=True):
@@ -82,7 +82,7 @@ class KVLanded(Frame, frozen=True):
     blocks: list[int]  # whole, and their checksums right
     failed_blocks: list[int] = []  # written, with another checksum than the sender's
     is_ended: bool = False  # no worker writes to blocks of this transfer any more
-    sender_unreachable: bool = False  # the link between the workers has broken, and the sender may still write
+    unreachable_sender: int = 0  # its incarnation: the link to it has broken, and it may still write
 
 
 class KVSendEnded(Frame, frozen=True):

@@ -254,7 +254,7 @@ class WorkerTransfers:
                     memory.blocks.landed(blocks)
                     landed.setdefault(number, []).extend(blocks)
                 case SenderUnreachable(number):
-                    self._answers.append(KVLanded(self._me, number, [], sender_unreachable=True))
+                    self._answers.append(KVLanded(self._me, number, [], unreachable_sender=frame.source))
                 case ReceiverEnded(number, outcome, _, corrupt, detail):
                     if outcome is not Received.LANDED:
                         log.info("KV transfer %d from %x: %s %s", number, frame.source, outcome, detail)

@@ -206,10 +206,12 @@ class TransferLedger:
         self._settle(transfer)
         return transfer
 
-    def on_sender_unreachable(self, worker: int, number: int, now: float) -> Transfer | None:
+    def on_sender_unreachable(
+        self, worker: int, number: int, sender: int, is_attached: bool, now: float
+    ) -> Transfer | None:
         """The link between two workers has broken: the target has to hear from here when the source has stopped.
 
-        None if the notice is dropped.
+        None if the notice is dropped. is_attached: whether the scheduler can ask the sender.
         """
         transfer = self.transfers.get(number)
         end = transfer.end_of(worker) if transfer is not None else None
@@ -217,11 +219,26 @@ class TransferLedger:
             self.num_dropped += 1
             return None
         end.has_lost_link = True
-        if transfer.is_aborted:
-            self._settle(transfer)
-        else:
+        if self._name_sender(transfer, end, sender, is_attached) or not transfer.is_aborted:
             self.abort(transfer, now)
+        else:
+            self._settle(transfer)
         return transfer
+
+    def _name_sender(self, transfer: Transfer, target: TransferEnd, sender: int, is_attached: bool) -> bool:
+        """Returns whether the sender of an unknown transfer, which has not reported it, is to be asked from now on.
+
+        It has ended its part before this scheduler came, or begun it after its report. One that is not attached is
+        asked once it is.
+        """
+        if target is transfer.source:
+            transfer.source, transfer.target = transfer.target, transfer.source
+        if transfer.source.worker:
+            return False
+        transfer.source.worker = sender
+        if is_attached:
+            transfer.source.reopen(sender, [])
+        return is_attached
 
     def _on_unknown_ended(self, worker: int, transfer: Transfer) -> Transfer | None:
         end = transfer.end_of(worker)

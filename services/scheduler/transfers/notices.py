@@ -28,8 +28,9 @@ class TransferNotices:
         known = self._ledger.transfers.get(frame.transfer)
         was_aborted = known is None or known.is_aborted
         match frame:
-            case KVLanded(_, number, sender_unreachable=True):
-                transfer = self._ledger.on_sender_unreachable(worker, number, now)
+            case KVLanded(_, number, unreachable_sender=sender) if sender:
+                is_attached = sender in self._groups.attached
+                transfer = self._ledger.on_sender_unreachable(worker, number, sender, is_attached, now)
             case KVLanded(_, number, blocks, failed, is_ended):
                 transfer = self._ledger.on_landed(worker, number, blocks, failed, is_ended, now)
                 if transfer is not None and failed:

@@ -62,7 +62,8 @@ class FakeTransfers:
     def cut(self, number: int) -> None:
         """The link to the source breaks, and both workers live."""
         self.incoming[number].is_cut = True
-        self.notices.append(KVLanded(self.worker, number, [], sender_unreachable=True))
+        source = self.incoming[number].source
+        self.notices.append(KVLanded(self.worker, number, [], unreachable_sender=source))
 
     def end_receive(self, number: int) -> None:
         one = self.incoming.pop(number, None)

@@ -24,7 +24,7 @@ class Books:
         return self.ledger.on_landed(D, self.number, list(blocks), list(failed), is_ended, 1.0)
 
     def sender_unreachable(self) -> Transfer | None:
-        return self.ledger.on_sender_unreachable(D, self.number, 1.0)
+        return self.ledger.on_sender_unreachable(D, self.number, P, True, 1.0)
 
     def send_ended(self, is_complete: bool) -> Transfer | None:
         return self.ledger.on_send_ended(P, self.number, is_complete, 1.0)
@@ -123,7 +123,7 @@ def test_a_source_that_is_lost_and_has_not_answered_may_still_write() -> None:
     it.ledger.take_asks()
     it.ledger.on_detached(P, True, 1.0)
     assert it.ledger.take_asks() == [(D, KVAbort(it.number))]
-    assert it.ledger.on_sender_unreachable(OTHER, it.number, 1.0) is None and it.ledger.num_dropped == 1
+    assert it.ledger.on_sender_unreachable(OTHER, it.number, P, True, 1.0) is None and it.ledger.num_dropped == 1
 
 
 def test_failed_blocks_are_counted_and_end_the_transfer_without_a_question() -> None:
@@ -264,10 +264,29 @@ def test_of_an_earlier_scheduler_too_a_target_without_a_link_is_told() -> None:
     ledger = TransferLedger(8, LEASE)
     ledger.on_attached(P, {99: [1, 2]}, 0.0)
     ledger.on_attached(D, {99: [5]}, 0.0)
-    ledger.on_sender_unreachable(D, 99, 0.0)
+    ledger.on_sender_unreachable(D, 99, P, True, 0.0)
     ledger.take_asks()
     ledger.on_send_ended(P, 99, False, 0.0)
     assert [(worker, ask.sender_stopped) for worker, ask in ledger.take_asks()] == [(D, True)]
+
+
+@pytest.mark.parametrize("attaches_later", [False, True])
+def test_a_sender_that_reports_no_transfer_is_asked_if_its_target_has_lost_the_link(attaches_later: bool) -> None:
+    """It may have ended its part before the scheduler came. Without its answer the target would wait for ever."""
+    ledger = TransferLedger(8, LEASE)
+    ledger.on_attached(D, {99: [5]}, 0.0)
+    ledger.take_asks()
+    ledger.on_sender_unreachable(D, 99, P, not attaches_later, 0.0)
+    if attaches_later:
+        assert not [worker for worker, _ in ledger.take_asks() if worker == P]
+        ledger.on_attached(P, {}, 0.0)
+    assert (P, KVAbort(99, is_source=True)) in ledger.take_asks()
+    ledger.on_sender_unreachable(D, 99, P, True, 0.0)
+    assert ledger.take_asks() == [], "the question is not repeated before the lease is over"
+    ledger.on_send_ended(P, 99, False, 0.0)
+    assert ledger.take_asks() == [(D, KVAbort(99, sender_stopped=True))]
+    ledger.on_landed(D, 99, [], [], True, 0.0)
+    assert [5] in [blocks for _, _, blocks in ledger.take_released()] and not ledger.transfers
 
 
 def test_no_two_schedulers_use_the_same_numbers() -> None:
