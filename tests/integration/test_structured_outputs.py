@@ -203,7 +203,7 @@ def test_metrics_of_structured_output_move(ring: Server, client: openai.OpenAI) 
     before = settled_metrics(ring)
     chat(client, response_format=FORMAT)
     chat(client, extra_body={"guided_regex": "[ab]{20}"})
-    for regex in ("(a", "(a" * 100):
+    for regex in ("(metrics", "(m" * 100):  # a gateway refuses those that it knows already without a check
         with pytest.raises(openai.BadRequestError):
             chat(client, extra_body={"guided_regex": regex})
     least = {
