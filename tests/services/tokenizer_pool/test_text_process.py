@@ -107,7 +107,7 @@ def test_a_worker_that_grew_is_replaced_after_its_answer(byte_tokenizer: Tokeniz
     with text_rig(tmp_path, byte_tokenizer, JobLimits(growth_bytes=8 << 20)) as rig:
         before = rig.settle()
         assert isinstance(rig.ask(text("small"))[0], Tokenized) and rig.settle() == before
-        answers = rig.ask(Tokenize("large", "m", text="the fox " * 50_000), text("next"))
+        answers = rig.ask(Tokenize("large", "m", text="the fox " * 150_000), text("next"))
         assert [type(a) for a in answers] == [Tokenized, Tokenized]
         assert rig.settle() != before
 

@@ -101,6 +101,8 @@ class TransferProgram(Program):
         if worker is not None:
             self.counted["notices lost"] += 1
             self.world.transfers[worker].notices.popleft()
+            if b % 2:  # it is found before the lease is over, if that is long
+                self.audit(a, b)
 
     def break_link(self, a: int, b: int) -> None:
         """The link between two workers breaks. The receiver ends a transfer at once, or has to hear that the sender
