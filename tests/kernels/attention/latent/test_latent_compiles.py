@@ -1,23 +1,10 @@
 """Kernels of latent attention are compiled for an H100: those of DeepSeek fit its shared memory and registers."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-# In another process, because Triton runs its interpreter in this one.
-COMPILE = """
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from compile_for_hopper import SHARED, shared_bytes
 
-class NoGPU:
-    def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def get_current_device(self): return 0
-    def get_current_stream(self, device): return 0
-
-driver.set_active(NoGPU())
-from triton.runtime.jit import JITFunction
+LAUNCHES = """
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
@@ -25,13 +12,6 @@ from blockyard.kernels.attention.latent.prefill_in_pieces import prefill_in_piec
 from blockyard.kernels.attention.latent.write_latent import write_latent
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
-run = JITFunction.run
-
-def only_compile(function, *args, grid, warmup, **options):
-    kernel = run(function, *args, grid=grid, warmup=True, **options)
-    print(function.__name__.strip("_"), kernel.metadata.shared)
-
-JITFunction.run = only_compile
 ids, starts, scales = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2], dtype=torch.int32), torch.ones(2)
 seqs, rotation = PagedKVMetadata(ids, ids, torch.zeros(2, 4, dtype=torch.int32)), torch.ones(2, 1, 32) + 0j
 for heads, plain, value in ((16, 128, 128), (128, 128, 128), (20, 192, 256)):  # the last of GLM-4.7-Flash
@@ -51,21 +31,12 @@ for heads, plain, value in ((16, 128, 128), (128, 128, 128), (20, 192, 256)):  #
         write_latent(query, rows, layer, seqs, rotation, torch.ones(512).bfloat16(), 1e-6, scales)
         latent_decode(q_latent, query[..., plain:], layer, seqs, 0.1, 64, scales=scales)
 """
-SHARED = 227 * 1024  # of a multiprocessor
 TWICE = {"latent_decode_kernel"}  # with 16 heads two programs run at a time
 
 
 def test_the_sizes_of_deepseek_compile_for_an_h200(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[4] / ".src"), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", COMPILE], env=env, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert run.returncode == 0, run.stderr
     shared: dict[str, list[int]] = {}
-    for line in run.stdout.splitlines():
-        name, size = line.split()
-        shared.setdefault(name, []).append(int(size))
+    for name, size in shared_bytes(LAUNCHES, tmp_path, 500):
+        shared.setdefault(name, []).append(size)
     assert len(shared) >= 7 and max(max(sizes) for sizes in shared.values()) <= SHARED, shared
     assert all(2 * shared[name][0] <= SHARED for name in TWICE), shared
