@@ -188,7 +188,7 @@ class GuidanceGrammar:
 
 class GuidanceState:
     def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, instance: int) -> None:
-        """instance: number of the one whose copy `matcher` is."""
+        """instance: number of the instance that `matcher` is a copy of."""
         self.library, self.instance = matcher, instance
         self._mask_bytes = mask_bytes  # more than the model's, if the tokenizer has more ids
 

@@ -38,7 +38,7 @@ XGRAMMAR_KEYWORDS = keywords(
 
 
 def read_schema(source: str) -> dict[str, Any] | bool:
-    """Reads the source of a JSON schema. Raises GrammarError for what is no schema."""
+    """Reads the source of a JSON schema. Raises GrammarError if it is no schema."""
     schema = _json(source, "the JSON schema")
     if not isinstance(schema, dict | bool):
         raise GrammarError(f"a JSON schema is an object or a boolean, not {_kind(schema)}")

@@ -75,7 +75,7 @@ class KVOpenTransfers(Frame, frozen=True):
 
 
 class KVLanded(Frame, frozen=True):
-    """receiving worker -> scheduler: what has landed since the last KVLanded of the transfer."""
+    """receiving worker -> scheduler: blocks that have landed since the last KVLanded of the transfer."""
 
     worker: int
     transfer: int

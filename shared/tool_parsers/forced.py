@@ -11,7 +11,7 @@ CALL = JsonCall(arguments=("parameters", "arguments"))
 
 
 def read_call_list(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    """A JSON list of {"name": ..., "parameters": {...}}. What is no such list is content."""
+    """A JSON list of {"name": ..., "parameters": {...}}. Other text is content."""
     yield from text.spaces()
     if (yield from text.literal("[")):
         if not (yield from CALL.read(text)):
