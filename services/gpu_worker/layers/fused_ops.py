@@ -70,7 +70,13 @@ class TorchOps:
         beside: tuple[Norm, Tensor, Norm] | None = None,
         factor: Tensor | None = None,
     ) -> list[Tensor]:
-        return add_normed_apart(self, residual, x, norm, then, beside, factor)
+        if beside is not None:
+            own, y, of_y = beside
+            x = own(x).add_(of_y(y))
+        residual.add_(norm(x))
+        if factor is not None:
+            residual.mul_(factor)
+        return [one(residual) for one in then]
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         return gate(gate_up, activation)
@@ -79,25 +85,6 @@ class TorchOps:
         self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
     ) -> Tensor | None:
         return linear(x if gate_activation is None else gate(x, gate_activation))
-
-
-def add_normed_apart(
-    ops: FusedOps,
-    residual: Tensor,
-    x: Tensor,
-    norm: Norm,
-    then: Sequence[Norm],
-    beside: tuple[Norm, Tensor, Norm] | None,
-    factor: Tensor | None,
-) -> list[Tensor]:
-    """Computes `FusedOps.add_normed` with a call of `add_norm` for each norm."""
-    if beside is not None:
-        own, y, of_y = beside
-        x = ops.add_norm(x, None, own).add_(ops.add_norm(y, None, of_y))
-    residual.add_(ops.add_norm(x, None, norm))
-    if factor is not None:
-        residual.mul_(factor)
-    return [ops.add_norm(residual, None, one) for one in then]
 
 
 def find_ops(device: torch.device) -> FusedOps:

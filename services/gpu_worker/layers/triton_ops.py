@@ -8,7 +8,6 @@ from blockyard.kernels.layers.act_mul import act_mul
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.fused_ops import add_normed_apart
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
 
@@ -42,13 +41,30 @@ class TritonOps:
     ) -> list[Tensor]:
         fused = _alike([norm] if beside is None else [norm, beside[0], beside[2]])
         if fused is None:
-            return add_normed_apart(self, residual, x, norm, then, beside, factor)
+            return self._add_normed(residual, x, norm, then, beside, factor)
         weights = [one.weight for one in fused]
         both = None if beside is None else (weights[1], beside[1], weights[2])
         behind = _alike([norm, *then]) if len(then) <= MOST_NORMS else None
         normed = [one.weight for one in behind[1:]] if behind is not None else []
         out = norm_add_norm(residual, x, weights[0], fused[0].eps, normed, beside=both, factor=factor)
         return out if behind is not None else [self.add_norm(residual, None, one) for one in then]
+
+    def _add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm,
+        then: Sequence[Norm],
+        beside: tuple[Norm, Tensor, Norm] | None,
+        factor: Tensor | None,
+    ) -> list[Tensor]:
+        if beside is not None:
+            own, y, of_y = beside
+            x = self.add_norm(x, None, own).add_(self.add_norm(y, None, of_y))
+        residual.add_(self.add_norm(x, None, norm))
+        if factor is not None:
+            residual.mul_(factor)
+        return [self.add_norm(residual, None, one) for one in then]
 
     def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         return act_mul(gate_up, activation)
