@@ -51,22 +51,23 @@ class GroupedExperts:
     def forward(
         self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
     ) -> Tensor:
-        own, num_pairs = self._weights, experts.numel()
+        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        num_pairs = experts.numel()
         tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
         mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = grouped_linear(
             x,
-            own.gate_up,
+            gate_up.weight,
             mapped,
             num_pairs,
             tilings.gate_up,
-            bias=own.gate_up_bias,
+            bias=gate_up.bias,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
         )
-        pairs = grouped_linear(inner, own.down, mapped, num_pairs, tilings.down, bias=own.down_bias, scale=last)
+        pairs = grouped_linear(inner, down.weight, mapped, num_pairs, tilings.down, bias=down.bias, scale=last)
         return combine_experts(pairs, self._routing.top_k, shared)
 
 
