@@ -11,8 +11,9 @@ from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
-from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts, pick_tilings
+from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertShape, candidates
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)
@@ -46,7 +47,7 @@ def skewed(num_rows: int) -> Tensor:
 
 def _routing(num_rows: int) -> Row:
     logits = torch.randn(num_rows, ROUTING.num_experts).to(DTYPE)
-    tile = pick_tilings(num_rows * ROUTING.top_k, ROUTING.num_experts).tile
+    tile = candidates(ExpertShape(ROUTING.num_experts, ROUTING.top_k, HIDDEN, INNER), num_rows)[0].tile
 
     def run() -> None:
         map_experts(route_experts(logits, ROUTING)[0], ROUTING.num_experts, tile)

@@ -20,7 +20,8 @@ from triton.runtime.jit import JITFunction
 
 # These import the modules of all kernels of a step, which are looked up by name.
 from blockyard.services.gpu_worker.execution import device_loop
-from blockyard.services.gpu_worker.layers import grouped_experts, triton_ops
+from blockyard.services.gpu_worker.layers import triton_ops
+from blockyard.services.gpu_worker.layers.moe import grouped_experts
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 
 LOADED = (device_loop, grouped_experts, linear_tuning, triton_ops)

@@ -8,7 +8,7 @@ the checkpoint to memory.
 - `Attention`, `GatedMLP`, `MLP`: the sublayers of a transformer layer. `AttentionOptions` says how checkpoints store
   q, k and v, what normalises q and k, and which numbers of a head are rotated.
 - `latent/`: latent attention, which keeps one row a token for all heads.
-- `experts`: mixtures of experts. `expert_weights` says how checkpoints store them.
+- `moe/`: mixtures of experts.
 - `decoder_layers`: sublayers around the residual: norms before (`PreNormLayer`), after or both (`PostNormLayer`), or
   side by side (`ParallelLayer`). A layer keeps the fused kernels that its norms allow.
 - `rope_parameters` reads the rotation from config.json, `rotary` computes its tables, one for each kind of layer.
@@ -24,6 +24,6 @@ How to add a quantization format:
 3. In `prepare`, repack the loaded weights; in `apply`, multiply.
 4. `dense_weight` returns None unless the kernels of `linear_tuning/` can read the weight. `tensors` and `replace` let
    --cpu-offload-gb keep the tensors in host memory.
-   Experts of a mixture are stored likewise: a class with the methods of `ExpertMethod` (expert_weights.py).
+   Experts of a mixture are stored likewise: a class with the methods of `ExpertMethod` (moe/expert_weights.py).
 5. Add an entry to `LINEAR_METHODS`: `quant_method` of config.json, and a function that returns `create` for a layer.
 """

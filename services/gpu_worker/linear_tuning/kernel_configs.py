@@ -13,9 +13,11 @@ from typing import Literal
 
 import msgspec
 
+from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
+
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 5  # of the candidates and fields below; a cache file of another version is ignored
+CACHE_VERSION = 6  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces cuBLAS below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
@@ -75,12 +77,17 @@ class LinearShape(msgspec.Struct, frozen=True, order=True):
 
 
 class TunedConfig(msgspec.Struct, frozen=True):
-    """The measured kernel configs of a model for one number of rows: `configs` has one for each entry of `layers`."""
+    """The measured kernel configs of a model for one number of rows.
+
+    `configs` has one for each entry of `layers`, `expert_configs` one for each entry of `experts`.
+    """
 
     layers: list[LinearShape]
     dtype: str
     rows: int
     configs: list[KernelConfig]
+    experts: list[ExpertShape] = []
+    expert_configs: list[ExpertConfig] = []
 
 
 class TunedConfigFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -251,10 +258,20 @@ def merge(old: Sequence[TunedConfig], new: Sequence[TunedConfig]) -> list[TunedC
     return [*(entry for entry in old if _key(entry) not in keys), *new]
 
 
-def find(entries: Sequence[TunedConfig], layers: list[LinearShape], dtype: str, rows: int) -> list[KernelConfig] | None:
-    wanted = (tuple(layers), dtype, rows)
-    return next((c.configs for c in entries if _key(c) == wanted and len(c.configs) == len(layers)), None)
+def find(
+    entries: Sequence[TunedConfig],
+    layers: list[LinearShape],
+    dtype: str,
+    rows: int,
+    experts: Sequence[ExpertShape] = (),
+) -> TunedConfig | None:
+    wanted = (tuple(layers), tuple(experts), dtype, rows)
+    return next((c for c in entries if _key(c) == wanted and _is_complete(c)), None)
 
 
-def _key(entry: TunedConfig) -> tuple[tuple[LinearShape, ...], str, int]:
-    return tuple(entry.layers), entry.dtype, entry.rows
+def _is_complete(entry: TunedConfig) -> bool:
+    return len(entry.configs) == len(entry.layers) and len(entry.expert_configs) == len(entry.experts)
+
+
+def _key(entry: TunedConfig) -> tuple[tuple[LinearShape, ...], tuple[ExpertShape, ...], str, int]:
+    return tuple(entry.layers), tuple(entry.experts), entry.dtype, entry.rows

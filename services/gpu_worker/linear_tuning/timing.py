@@ -36,15 +36,15 @@ class LinearTimer:
         """Seconds of one GEMM with its norm, as the mean over `group`, layers of one shape."""
         some = group[: max(WEIGHT_BYTES // dense_weight(group[0]).weight.nbytes, 1)]
         order = [(config, linear) for linear in some] * -(-LAUNCHES // len(some))
-        return _replay(self._step(order, rows)) / len(order)
+        return replay_seconds(self._step(order, rows)) / len(order)
 
     def step_seconds(self, configs: Sequence[KernelConfig], rows: int, norms: bool = True) -> float:
         """Seconds of all layers in order. `configs` has one kernel config for each shape."""
-        return _replay(self._step(self.order(configs), rows, norms))
+        return replay_seconds(self._step(self.order(configs), rows, norms))
 
     def excerpt_seconds(self, configs: Sequence[KernelConfig], rows: int) -> float:
         """Seconds of the first EXCERPT layers. `configs` has one kernel config for each shape."""
-        return _replay(self._step(self.order(configs)[:EXCERPT], rows), EXCERPT_REPEATS)
+        return replay_seconds(self._step(self.order(configs)[:EXCERPT], rows), EXCERPT_REPEATS)
 
     def order(self, configs: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
         """Each layer with the kernel config of its shape, in the model's order."""
@@ -88,7 +88,7 @@ class LinearTimer:
         self._inputs.clear()
 
 
-def _replay(step: Callable[[], None], repeats: int = REPEATS) -> float:
+def replay_seconds(step: Callable[[], None], repeats: int = REPEATS) -> float:
     """Captures `step` in a CUDA graph and returns the seconds of the fastest of `repeats` replays."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     graph = torch.cuda.CUDAGraph()

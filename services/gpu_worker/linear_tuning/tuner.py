@@ -19,7 +19,10 @@ from triton.errors import TritonError
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
 from blockyard.services.gpu_worker.cores import compile_threads
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
+from blockyard.services.gpu_worker.layers.moe.expert_configs import TUNED_PREFILL_ROWS, ExpertConfig
+from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
+from blockyard.services.gpu_worker.linear_tuning.expert_tuner import ExpertTuner
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
 from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
 from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer
@@ -39,7 +42,9 @@ class Tuner:
     rows.
     """
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
+    def __init__(self, linears: Sequence[Linear], experts: Sequence[GroupedExperts] = ()) -> None:
+        """experts: mixtures of the model's layers, whose products are measured for the same numbers of rows."""
+        self._experts = ExpertTuner(experts)
         self._linears = [linear for linear in linears if linear.method.dense_weight() is not None]
         self._others = [linear for linear in linears if linear.method.dense_weight() is None]
         weights = [dense_weight(linear).weight for linear in self._linears]
@@ -59,19 +64,27 @@ class Tuner:
         self._dtype_name = str(self._dtype).removeprefix("torch.")
         self._cache_path = self._path()
         self._configs: dict[int, list[KernelConfig]] = {}
+        self._expert_configs: dict[int, list[ExpertConfig]] = {}
         self.missing: list[int] = []  # numbers of rows without a measurement
         self._num_missing, self._problem = 0, ""
         self._capability = (properties.major, properties.minor)
 
-    def begin(self, sizes: Sequence[int], folder: Path | None = None) -> None:
+    def begin(self, sizes: Sequence[int], folder: Path | None = None, most_tokens: int = 0) -> None:
         """Installs kernels for these numbers of rows: from the cache file, or from the defaults of similar shapes.
 
-        folder: of the cache file, None: the user's cache folder.
+        folder: of the cache file, None: the user's cache folder. most_tokens: of a step; up to it, mixtures of experts
+        are measured for numbers of rows that prefills have.
         """
         self._cache_path = self._path(folder)
         known = kernel_configs.read_cache(self._cache_path)
-        found = {rows: kernel_configs.find(known, self.layers, self._dtype_name, rows) for rows in sizes}
-        self._configs = {rows: some for rows, some in found.items() if some is not None}
+        if self._experts.shapes:
+            sizes = [*sizes, *(rows for rows in TUNED_PREFILL_ROWS if max(sizes) < rows <= most_tokens)]
+        found = {
+            rows: kernel_configs.find(known, self.layers, self._dtype_name, rows, self._experts.shapes)
+            for rows in sizes
+        }
+        self._configs = {rows: some.configs for rows, some in found.items() if some is not None}
+        self._expert_configs = {rows: some.expert_configs for rows, some in found.items() if some is not None}
         self.missing = [rows for rows in sizes if rows not in self._configs]
         self._num_missing = len(self.missing)
         measured = (
@@ -95,11 +108,9 @@ class Tuner:
             with torch.inference_mode():
                 while still:
                     self._configs[still[0]] = yield from self.measuring(still[0])
+                    self._expert_configs[still[0]] = yield from self._experts.measuring(still[0])
                     self._install()
-                    entries = [TunedConfig(self.layers, self._dtype_name, still[0], self._configs[still[0]])]
-                    kernel_configs.write_cache(
-                        self._cache_path, kernel_configs.merge(kernel_configs.read_cache(self._cache_path), entries)
-                    )
+                    self._keep(still[0])
                     self.missing.remove(still[0])
                     yield still.pop(0)
         except (RuntimeError, TritonError) as e:  # OutOfMemoryError is a RuntimeError
@@ -108,9 +119,18 @@ class Tuner:
             log.warning("linear layers could not be measured: %s", self._problem)
         self.timer.free_inputs()
 
-    def tune(self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None) -> str:
-        """Measures and installs all sizes before it returns. Returns the line of `describe`."""
-        self.begin(sizes, folder)
+    def _keep(self, rows: int) -> None:
+        """Writes the configs of a number of rows to the cache file."""
+        shapes, own = self._experts.shapes, self._expert_configs[rows]
+        entry = TunedConfig(self.layers, self._dtype_name, rows, self._configs[rows], shapes, own)
+        known = kernel_configs.read_cache(self._cache_path)
+        kernel_configs.write_cache(self._cache_path, kernel_configs.merge(known, [entry]))
+
+    def tune(
+        self, sizes: Sequence[int], report: Callable[[float], None], folder: Path | None = None, most_tokens: int = 0
+    ) -> str:
+        """Measures and installs all sizes before it returns. Takes what `begin` takes, returns what `describe` does."""
+        self.begin(sizes, folder, most_tokens)
         self.compile(self.missing)
         report(0.0)
         for _ in filter(None, self.pieces()):
@@ -133,6 +153,8 @@ class Tuner:
         """Launches all candidates of the missing sizes on zeros, so that a `KernelCompiler` can record them."""
         for binary in self._binaries(self.missing):
             self._compiles(binary)
+        for rows in self.missing:
+            self._experts.launch_candidates(rows)
 
     def make_batch_invariant(self) -> str:
         """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
@@ -258,6 +280,7 @@ class Tuner:
                     fused[i][rows] = self.products.fused(config, linear)
         for linear, one, whole in zip(self._linears, products, fused, strict=True):
             linear.use(one, fused=whole)
+        self._experts.install(self._expert_configs)
 
 
 def _binary(config: KernelConfig, rows: int, linear: Linear) -> Binary:

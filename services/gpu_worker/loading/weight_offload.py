@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_OURS = "blockyard."
+from blockyard.services.gpu_worker.loading.object_walk import reachable
 
 
 class OffloadedWeights:
@@ -30,30 +30,9 @@ class OffloadedWeights:
 
 def storages(owner: object) -> Iterator[torch.UntypedStorage]:
     """Storages of all GPU tensors in an object of this project and in its fields."""
-    seen: set[int] = set()
-    rest = [owner]
-    while rest:
-        thing = rest.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, Tensor):
-            if thing.device.type != "cpu" and thing.untyped_storage().nbytes():
-                yield thing.untyped_storage()
-        elif isinstance(thing, dict):
-            rest.extend(thing.values())
-        elif isinstance(thing, list | tuple | set | frozenset):
-            rest.extend(thing)
-        elif type(thing).__module__.startswith(_OURS):
-            rest.extend(_fields(thing))
-
-
-def _fields(thing: object) -> Iterator[object]:
-    yield from getattr(thing, "__dict__", {}).values()
-    for kind in type(thing).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            if hasattr(thing, name):
-                yield getattr(thing, name)
+    for thing in reachable(owner):
+        if isinstance(thing, Tensor) and thing.device.type != "cpu" and thing.untyped_storage().nbytes():
+            yield thing.untyped_storage()
 
 
 def free_cache(device: torch.device) -> None:

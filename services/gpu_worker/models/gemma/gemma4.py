@@ -25,11 +25,11 @@ from blockyard.services.gpu_worker.layers.attention import (
     SeparateQKV,
 )
 from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
-from blockyard.services.gpu_worker.layers.expert_weights import stacked_experts
-from blockyard.services.gpu_worker.layers.experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import FULL, SLIDING, read_rope
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding, Rotation

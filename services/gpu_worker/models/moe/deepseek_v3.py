@@ -13,11 +13,11 @@ from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.decoder_layers import PreNormLayer
 from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
-from blockyard.services.gpu_worker.layers.expert_weights import separate_experts
-from blockyard.services.gpu_worker.layers.experts import ExactRouter, RoutedExperts
 from blockyard.services.gpu_worker.layers.latent.latent_attention import LatentAttention, LatentSizes, latent_shape
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import ExactRouter, RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import read_rope
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding

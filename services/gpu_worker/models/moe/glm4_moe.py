@@ -9,10 +9,10 @@ import msgspec
 import torch
 
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions, SeparateQKV
-from blockyard.services.gpu_worker.layers.expert_weights import separate_experts
-from blockyard.services.gpu_worker.layers.experts import ExactRouter, RoutedExperts
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import ExactRouter, RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable

@@ -9,9 +9,9 @@ import msgspec
 
 from blockyard.kernels.moe.gates import SWIGLU_ALPHA, SWIGLU_LIMIT, Gate
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions, SeparateQKV
-from blockyard.services.gpu_worker.layers.expert_weights import transposed_experts
-from blockyard.services.gpu_worker.layers.experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.layers.moe.expert_weights import transposed_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable

@@ -12,10 +12,10 @@ import msgspec
 
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions
-from blockyard.services.gpu_worker.layers.expert_weights import stacked_experts
-from blockyard.services.gpu_worker.layers.experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_l2_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED, FULL, read_rope
 from blockyard.services.gpu_worker.layers.rotary import QueryScales, RotaryEmbedding

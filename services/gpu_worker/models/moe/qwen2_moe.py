@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions, SeparateQKV
-from blockyard.services.gpu_worker.layers.expert_weights import separate_experts
-from blockyard.services.gpu_worker.layers.experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder

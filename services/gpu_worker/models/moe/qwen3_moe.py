@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import msgspec
 
 from blockyard.kernels.moe.routing import Routing
-from blockyard.services.gpu_worker.layers.expert_weights import separate_experts
-from blockyard.services.gpu_worker.layers.experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward
+from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable

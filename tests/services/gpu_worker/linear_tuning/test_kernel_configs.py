@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from blockyard.services.gpu_worker.layers.moe import expert_configs
+from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertShape
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
 
@@ -96,17 +98,23 @@ def test_a_cache_file_round_trip(tmp_path: Path) -> None:
     path = kernel_configs.cache_path("NVIDIA H200", ("torch2.11.0+cu130",), environ={"XDG_CACHE_HOME": str(tmp_path)})
     assert path == tmp_path / "blockyard" / "linear-NVIDIA-H200-torch2.11.0+cu130.json"
     assert kernel_configs.read_cache(path) == []
+    experts = ExpertShape(8, 2, 64, 32)
+    of_experts = list(expert_configs.candidates(experts, 4))
     entries = [
         TunedConfig(LAYERS, "bfloat16", 1, [SKINNY, CUBLAS]),
         TunedConfig(LAYERS, "bfloat16", 16, [STREAM_K, CUBLAS]),
+        TunedConfig(LAYERS, "bfloat16", 16, [CUBLAS, CUBLAS], [experts], of_experts[:1]),
+        TunedConfig(LAYERS, "bfloat16", 4, [CUBLAS, CUBLAS], [experts], []),
     ]
     kernel_configs.write_cache(path, entries)
     assert kernel_configs.read_cache(path) == entries
     assert [f.name for f in path.parent.iterdir()] == [path.name]
-    assert kernel_configs.find(entries, LAYERS, "bfloat16", 16) == [STREAM_K, CUBLAS]
+    assert kernel_configs.find(entries, LAYERS, "bfloat16", 16) == entries[1]
     assert kernel_configs.find(entries, LAYERS, "float16", 16) is None
     assert kernel_configs.find(entries, LAYERS, "bfloat16", 8) is None
     assert kernel_configs.find(entries, LAYERS[:1], "bfloat16", 16) is None
+    assert kernel_configs.find(entries, LAYERS, "bfloat16", 16, [experts]) == entries[2]
+    assert kernel_configs.find(entries, LAYERS, "bfloat16", 4, [experts]) is None, "configs of experts are missing"
 
 
 def test_a_new_measurement_replaces_the_old_one() -> None:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.layers.experts import _Float32Weight
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, dense_linear
+from blockyard.services.gpu_worker.layers.moe.routed_experts import _Float32Weight
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig

@@ -13,7 +13,7 @@ from tiny_models import start
 from torch import Tensor
 
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers.experts import HostExperts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts
 from blockyard.services.gpu_worker.loading import dummy_routers
 from blockyard.services.gpu_worker.loading.checkpoint import fill_dummy
 from blockyard.services.gpu_worker.loading.weights import WeightTable

@@ -10,11 +10,11 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers import experts as experts_file
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
-from blockyard.services.gpu_worker.layers.experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
+from blockyard.services.gpu_worker.layers.moe import routed_experts as experts_file
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 24, 6
@@ -52,7 +52,7 @@ def plain(x: Tensor, experts: Tensor, factors: Tensor, of: ExpertWeights, gate: 
 def test_sums_of_experts(kind: str, gate: Gate, bias: bool, scales_input: bool, rows: int) -> None:
     weights = make_weights(bias)
     if kind == "grouped":
-        from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+        from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
         made: HostExperts | GroupedExperts = GroupedExperts(weights, ROUTING, gate, scales_input)
     else:
@@ -73,7 +73,7 @@ def test_products_count_how_often_experts_are_chosen(kind: str) -> None:
     load = LayerLoad(torch.full((NUM_EXPERTS,), 9, dtype=torch.int32, device=DEVICE))
     weights = replace(make_weights(), load=load)
     if kind == "grouped":
-        from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+        from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
         made: HostExperts | GroupedExperts = GroupedExperts(weights, ROUTING, Gate.SILU, False)
     else:
@@ -114,7 +114,7 @@ def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "grouped":
-        from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+        from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
         monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
         quick_interpreter.sum_dots_in_float64(monkeypatch)
@@ -131,7 +131,7 @@ def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
 
 
 def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blockyard.services.gpu_worker.layers import grouped_experts
+    from blockyard.services.gpu_worker.layers.moe import grouped_experts
 
     used = []
     product = grouped_experts.grouped_linear

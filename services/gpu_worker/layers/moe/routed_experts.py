@@ -8,11 +8,11 @@ from torch import Tensor
 
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertMethod, ExpertWeights
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertWeights
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
@@ -166,6 +166,6 @@ def find_experts(weights: ExpertWeights, routing: Routing, gate: Gate, scales_in
     if weights.device.type != "cuda":
         return HostExperts(weights, routing, gate, scales_input)
     # imports Triton, which is installed only on machines with a GPU
-    from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts  # noqa: PLC0415
+    from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts  # noqa: PLC0415
 
     return GroupedExperts(weights, routing, gate, scales_input)

@@ -1,7 +1,6 @@
 """The products of a mixture's experts as Triton kernels. Imported only on a GPU."""
 
-import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -11,28 +10,10 @@ from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.linear import Linear
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTilings:
-    """Sizes for both products, for so many pairs an expert on average; measured on an H200 with Qwen3-30B-A3B."""
-
-    most_pairs: float
-    tile: int  # pairs of a tile
-    gate_up: GroupedTiling
-    down: GroupedTiling
-
-
-TILINGS = (
-    ExpertTilings(0.25, 16, GroupedTiling(64, 128, 4, 4), GroupedTiling(32, 128, 3, 2)),
-    ExpertTilings(8, 16, GroupedTiling(64, 128, 3, 4), GroupedTiling(64, 128, 3, 4)),
-    ExpertTilings(32, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4)),
-    ExpertTilings(96, 64, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
-    ExpertTilings(math.inf, 128, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
-)
-BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
+from blockyard.services.gpu_worker.layers.moe import expert_configs
+from blockyard.services.gpu_worker.layers.moe.expert_configs import BATCH_INVARIANT, ExpertConfig, ExpertShape
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 
 
 class GroupedExperts:
@@ -41,9 +22,20 @@ class GroupedExperts:
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._weights, self._routing, self._gate, self._scales_input = weights, routing, gate, scales_input
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
+        (hidden, _), (inner, _) = weights.gate_up.shape, weights.down.shape
+        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner)
+        self._measured: Mapping[int, ExpertConfig] = {}
 
     def linears(self) -> list[Linear]:
         return []
+
+    def use(self, measured: Mapping[int, ExpertConfig]) -> None:
+        """Installs configs by number of rows."""
+        self._measured = measured
+
+    def weight(self) -> Tensor:
+        """Returns the weight of the first product: its dtype and device are those of both."""
+        return self._weights.gate_up.grouped_weight().weight
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route_experts(logits, self._routing, bias, factors)
@@ -51,25 +43,34 @@ class GroupedExperts:
     def forward(
         self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
     ) -> Tensor:
+        config = BATCH_INVARIANT if batch_invariant else expert_configs.pick(self.shape, len(x), self._measured)
+        return self.forward_with(config, x, experts, weights, shared, self._load)
+
+    def forward_with(
+        self,
+        config: ExpertConfig,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+        load: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward`. load: where the number of pairs of each expert is stored, None: nowhere."""
         gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
         num_pairs = experts.numel()
-        tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
-        mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
+        mapped = map_experts(experts, self._routing.num_experts, config.tile, load)
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = grouped_linear(
             x,
             gate_up.weight,
             mapped,
             num_pairs,
-            tilings.gate_up,
+            GroupedTiling(*config.gate_up),
             bias=gate_up.bias,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
         )
-        pairs = grouped_linear(inner, down.weight, mapped, num_pairs, tilings.down, bias=down.bias, scale=last)
+        tiling = GroupedTiling(*config.down)
+        pairs = grouped_linear(inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last)
         return combine_experts(pairs, self._routing.top_k, shared)
-
-
-def pick_tilings(num_pairs: int, num_experts: int) -> ExpertTilings:
-    return next(one for one in TILINGS if num_pairs <= one.most_pairs * num_experts)

@@ -1,0 +1,7 @@
+"""Mixtures of experts as the feed-forward sublayer of a model.
+
+- `routed_experts.RoutedExperts`: a router, its experts, and shared experts that every row has. Families make it.
+- `expert_weights`: the weights of a layer's experts, and how checkpoints store them.
+- `grouped_experts`: the products of the experts on a GPU. `expert_configs` lists their tile sizes, of which
+  `linear_tuning.expert_tuner` measures the fastest.
+"""
