@@ -8,6 +8,10 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 SPACES = " \t\r\n"
 
 
+def _any(text: str) -> bool:
+    return True
+
+
 class TextInput:
     """Text that has arrived, and the place up to which it is read.
 
@@ -15,13 +19,14 @@ class TextInput:
     syntax of the format, which the client does not see. A format that has read syntax in vain goes back with `rewind`.
     """
 
-    __slots__ = ("_at", "_base", "_before", "_data", "_ended", "_kept")
+    __slots__ = ("_at", "_base", "_before", "_data", "_ended", "_kept", "_kept_at_end")
 
     def __init__(self) -> None:
         self._data = ""
         self._at = 0
         self._ended = False
         self._kept = 0  # places from which text is kept for `rewind`
+        self._kept_at_end = 0  # those of them that were kept when the text ended
         self._before: list[str] = []  # pieces of text before `_data`, while some is kept
         self._base = 0  # the place of `_data` in the whole text
 
@@ -35,7 +40,7 @@ class TextInput:
 
     def end(self) -> None:
         """No more text will arrive."""
-        self._ended = True
+        self._ended, self._kept_at_end = True, self._kept
 
     @property
     def ended(self) -> bool:
@@ -47,8 +52,11 @@ class TextInput:
         self._kept += 1
         return self._base + self._at
 
-    def rewind(self, place: int) -> None:
-        """Goes back to a place of `keep`: the text from there on is unread again."""
+    def rewind(self, place: int) -> bool:
+        """Goes back to a place of `keep`: the text from there on is unread again.
+
+        True if the text has ended while it was read from there on: with more text it might have been read.
+        """
         if place >= self._base:
             self._at = place - self._base
         else:
@@ -56,11 +64,14 @@ class TextInput:
             cut = place - (self._base - len(before))
             self._before = [before[:cut]]
             self._data, self._at, self._base = before[cut:] + self._data, 0, place
+        is_cut = self._kept == self._kept_at_end > 0
         self.release()
+        return is_cut
 
     def release(self) -> None:
         """What was read since `keep` stays read."""
         self._kept -= 1
+        self._kept_at_end = min(self._kept_at_end, self._kept)
         if not self._kept:
             self._before.clear()
 
@@ -137,13 +148,18 @@ class TextInput:
                 return ""
             yield None
 
-    def before(self, markers: Markers, limit: int) -> Reading[str | None]:
+    def before(self, markers: Markers, limit: int, fits: Callable[[str], bool] = _any) -> Reading[str | None]:
         """Reads the text before the next marker, which stays unread.
 
-        None, with nothing read, if more than `limit` characters come before it, or the text ends without one.
+        None, with nothing read, if more than `limit` characters come before it, or the text ends without one, or its
+        beginning does not fit: no more text waits than may come before a marker.
         """
         while True:
             found = markers.find(self._data, self._at)
+            if fits is not _any:
+                end = markers.possible_start(self._data, self._at) if found is None else found[0]
+                if not fits(self._data[self._at : end]):
+                    return None
             if found is not None:
                 if found[0] - self._at > limit:
                     return None

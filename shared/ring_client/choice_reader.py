@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import TextDelta
+from blockyard.shared.output_parsing.cut_calls import CutCalls
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.output_parsing.reader import Format, OutputReader
 from blockyard.shared.ring_client.request_fields.output_format import (
@@ -13,6 +14,7 @@ from blockyard.shared.ring_client.request_fields.output_format import (
     ReasoningMeter,
     answer_format,
     call_id_form,
+    cut_calls,
     format_names,
 )
 from blockyard.shared.ring_client.request_fields.tools import ToolUse
@@ -26,11 +28,22 @@ ALWAYS_SHOWN = (PartKind.CONTENT, PartKind.ARGUMENTS)
 class ChoiceReader:
     """Lives as long as the client's connection: it is given each delta once, also after a request was sent again.
 
-    Every call gets an id, other than those of the calls before, and reasoning is left out if the client does not want
-    it. A format that raises ends the choice's parts, and `on_error` is told.
+    Every call gets an id, other than those of the calls before. Reasoning is left out if the client does not want it,
+    and so is the beginning of a call in which the answer ends. A format that raises ends the choice's parts, and
+    `on_error` is told.
     """
 
-    __slots__ = ("_call_id", "_ids", "_meter", "_num_calls", "_on_error", "_reader", "_shows_reasoning")
+    __slots__ = (
+        "_call_id",
+        "_cut",
+        "_ids",
+        "_last",
+        "_meter",
+        "_num_calls",
+        "_on_error",
+        "_reader",
+        "_shows_reasoning",
+    )
 
     def __init__(
         self,
@@ -39,10 +52,13 @@ class ChoiceReader:
         call_id: CallId,
         shows_reasoning: bool,
         on_error: Callable[[Exception], None],
+        cut: Callable[[], CutCalls] = CutCalls,
     ) -> None:
-        """`meter` watches the format `read`."""
+        """`meter` watches the format `read`; `cut` is called at the end of the answer."""
         self._reader: OutputReader | None = OutputReader(read)
         self._meter, self._call_id, self._shows_reasoning, self._on_error = meter, call_id, shows_reasoning, on_error
+        self._cut = cut
+        self._last: PartKind | None = None  # of the parts so far
         self._num_calls = 0
         self._ids: set[str] = set()  # of the calls so far
 
@@ -58,8 +74,10 @@ class ChoiceReader:
             return []
         try:
             parts = reader.push(delta.text) if delta.text else []
+            if parts:
+                self._last = parts[-1].kind
             if delta.finish is not None:
-                parts += reader.finish()
+                parts += self._cut().left_out(reader.finish(), self._last)
         except Exception as e:  # a format may be a user's: it ends this request and no other
             log.warning("an answer could not be read", exc_info=True)
             self._reader = None
@@ -101,7 +119,9 @@ def open_reader(
         on_error(RequestError(reason, status=422, code="output_parser_failed"))
 
     read = answer_format(form, use, formats, opened, meter)
-    return ChoiceReader(read, meter, call_id_form(formats), shows_reasoning, failed)
+    return ChoiceReader(
+        read, meter, call_id_form(formats), shows_reasoning, failed, lambda: cut_calls(form, use, formats)
+    )
 
 
 def joined(parts: list[Part]) -> list[Part]:

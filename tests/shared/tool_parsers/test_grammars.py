@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from grammar_walks import Writer
 from json_schemas import random_schema, validate
@@ -270,3 +271,19 @@ def test_openings_are_found_at_each_place_of_a_text() -> None:
 def test_openings_that_the_lexer_would_miss_are_refused(openings: list[str]) -> None:
     with pytest.raises(ValueError, match="first character"):
         GrammarRules().text_without(openings)
+
+
+@EACH
+def test_an_answer_with_several_calls_may_end_behind_the_first(tool_format: ToolFormat) -> None:
+    engines, writer = engines_and_writer(tool_format.markers)
+    tools = [Tool(ToolKind.FUNCTION, "get_weather", DAYS)]
+    one = writer.write(compiled(engines, calls_source(tool_format, tools, False, True)), random.Random(3), 1000)
+    assert one is not None
+    matcher = compiled(engines, calls_source(tool_format, tools, True, True)).matcher()
+    for token in engines_tokenizer(tool_format.markers).encode(one, add_special_tokens=False).ids:
+        assert matcher.accept([token]) == 1, one
+    words = np.zeros(
+        Vocabulary("", engines_tokenizer(tool_format.markers).get_vocab_size(), EOS).num_mask_words, np.int32
+    )
+    matcher.fill(words)
+    assert np.unpackbits(words.view(np.uint8), bitorder="little")[EOS[0]]

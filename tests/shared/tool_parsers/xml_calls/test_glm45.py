@@ -46,7 +46,7 @@ ANSWERS = (
     Answer(
         "cut between key and value",
         "<tool_call>search\n<arg_key>query</arg_key>\n",
-        call("search", "{}") + content("<arg_key>query</arg_key>\n"),
+        call("search", "") + content("<arg_key>query</arg_key>\n"),
     ),
     Answer("cut in the name", "<tool_call>sear", content("<tool_call>sear")),
     Answer(
