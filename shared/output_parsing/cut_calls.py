@@ -12,6 +12,8 @@ import msgspec
 
 from blockyard.shared.output_parsing.parts import Part, PartKind
 
+CUT_CHARACTER = "\ufffd"  # as the detokenizer writes bytes that are no whole character
+ENDS_OF_CALLS = (PartKind.CALL, PartKind.CALL_END)
 CALL_KINDS = (PartKind.CALL, PartKind.ARGUMENTS, PartKind.CALL_END)
 
 
@@ -31,20 +33,28 @@ class CutCalls:
     def of(cls, openings: Sequence[str], only_calls: bool, text_is_call: bool) -> "CutCalls":
         return cls(tuple(_dense(one) for one in openings), only_calls, text_is_call)
 
-    def left_out(self, rest: list[Part], last: PartKind | None) -> list[Part]:
+    def without_cut_character(self, text: str) -> tuple[str, str]:
+        """The last text of an answer, and what stands for a character in which it ends, perhaps one of a marker."""
+        whole = text if self.text_is_call else text.rstrip(CUT_CHARACTER)
+        return whole, text[len(whole) :]
+
+    def left_out(self, rest: list[Part], last: PartKind | None, cut_character: str = "") -> list[Part]:
         """Without the beginning of a call, and without the end of a call that is not whole.
 
         `rest` are the parts that were held back up to the end of the text, `last` is the kind of the part before them.
+        `cut_character` stands for a character that the text ends in: it belongs to the text before it.
         """
         shown: list[Part] = []
         for at, part in enumerate(rest):
             if part.kind == PartKind.CONTENT and self._begins_call(rest, at, last):
-                continue
+                return shown
             if part.kind == PartKind.CALL_END and not self.text_is_call and not _is_whole(rest[:at]):
                 continue
             shown.append(part)
             last = part.kind
-        return shown
+        if not cut_character or last in ENDS_OF_CALLS or (self.only_calls and last in (None, PartKind.CONTENT)):
+            return shown
+        return [*shown, Part(PartKind.CONTENT if last is None else last, cut_character)]
 
     def _begins_call(self, rest: list[Part], at: int, last: PartKind | None) -> bool:
         if any(part.kind != PartKind.CALL_END for part in rest[at + 1 :]):

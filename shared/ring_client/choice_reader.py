@@ -73,20 +73,25 @@ class ChoiceReader:
         if reader is None:
             return []
         try:
-            parts = reader.push(delta.text) if delta.text else []
-            if parts:
-                self._last = parts[-1].kind
-            if delta.finish is not None:
-                parts += self._cut().left_out(reader.finish(), self._last)
+            parts = self._read_last(reader, delta.text) if delta.finish is not None else reader.push(delta.text)
         except Exception as e:  # a format may be a user's: it ends this request and no other
             log.warning("an answer could not be read", exc_info=True)
             self._reader = None
             self._on_error(e)
             return []
+        if parts:
+            self._last = parts[-1].kind
         self._meter.count(len(delta.token_ids))
         if len(parts) == 1 and parts[0].kind in ALWAYS_SHOWN:  # nearly every token
             return parts
         return [shown for part in parts if (shown := self._shown(part)) is not None]
+
+    def _read_last(self, reader: OutputReader, text: str) -> list[Part]:
+        cut = self._cut()
+        text, cut_character = cut.without_cut_character(text)
+        parts = reader.push(text)
+        last = parts[-1].kind if parts else self._last
+        return parts + cut.left_out(reader.finish(), last, cut_character)
 
     def _shown(self, part: Part) -> Part | None:
         if part.kind == PartKind.CALL:

@@ -96,8 +96,9 @@ def read(tool_format: ToolFormat | None, asked: ToolUse, pieces: list[str]) -> l
     form = read_output_form(asked, formats)
     assert form is not None
     one = open_reader(form, asked, formats, None, True, lambda e: pytest.fail(str(e)))
-    deltas = [TextDelta("r", 0, 0, i, [i], piece) for i, piece in enumerate(pieces)]
-    deltas.append(TextDelta("r", 0, 0, len(pieces), [], "", FinishReason.LENGTH))
+    pieces = pieces or [""]
+    deltas = [TextDelta("r", 0, 0, i, [i], piece) for i, piece in enumerate(pieces[:-1])]
+    deltas.append(TextDelta("r", 0, 0, len(pieces), [], pieces[-1], FinishReason.LENGTH))
     return joined([part._replace(call_id="") for delta in deltas for part in one.push(delta)])
 
 
@@ -185,3 +186,26 @@ def test_a_header_of_harmony_is_no_content() -> None:
     for at in range(1, len(whole) + 1):
         if not any(whole[:at].endswith(one[:count]) for one in harmony.markers for count in range(1, len(one))):
             assert "Yes.".startswith(content_of(read(harmony, asked, list(whole[:at])))), whole[:at]
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["auto", "forced"])
+def test_a_character_that_is_cut_hides_no_marker(forced: bool) -> None:
+    [step3] = [one for one in FORMATS if one.name == "step3"]
+    asked, whole = use(forced), CALLS["step3"]
+    for cut in ("<｜tool_calls_begin｜>\n<\ufffd", whole[: whole.index("</steptml:invoke>")] + "</\ufffd"):
+        for pieces in ([cut], list(cut)):
+            parts = read(step3, asked, pieces)
+            assert not content_of(parts), (cut, parts)
+    for cut in ("so \ufffd", "2 <\ufffd"):
+        assert content_of(read(step3, asked, list(cut))) == ("so" if cut[0] == "s" else "2") * forced + cut * (
+            not forced
+        )
+
+
+def test_a_character_that_is_cut_belongs_to_the_text_before_it() -> None:
+    [hermes] = [one for one in FORMATS if one.name == "hermes"]
+    cut = '<tool_call>{"name": "search", "arguments": {"query": "Z\ufffd'
+    [begin, arguments] = read(hermes, use(False), list(cut))
+    assert (begin.text, arguments.text) == ("search", '{"query": "Z\ufffd')
+    custom = ToolUse(ToolMode.NAMED, [Tool(ToolKind.CUSTOM, "run", {})], b"")
+    assert [part.text for part in read(None, custom, list("l\ufffd"))] == ["run", "l\ufffd", ""]
