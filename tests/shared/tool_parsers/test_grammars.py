@@ -29,6 +29,7 @@ from blockyard.shared.tool_parsers.grammar_rules import MAX_CALLS, GrammarRules,
 from blockyard.shared.tool_parsers.interface import ToolFormat
 from blockyard.shared.tool_parsers.registry import FORMATS
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, TextSyntax, Tool, ToolKind
+from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT, TAGGED
 
 TOKENIZER = (Path(__file__).parents[3] / "shared/demo_model/tokenizer.json").read_text("utf-8")
 EOS = (1, 3)
@@ -287,3 +288,16 @@ def test_an_answer_with_several_calls_may_end_behind_the_first(tool_format: Tool
     )
     matcher.fill(words)
     assert np.unpackbits(words.view(np.uint8), bitorder="little")[EOS[0]]
+
+
+@SPECIAL
+def test_longcat_writes_the_object_where_tags_cannot_hold_the_schema(special: bool) -> None:
+    engines, writer = engines_and_writer(LONGCAT.markers if special else ())
+    patterns = {f"^{letter}": {"type": "integer"} for letter in "abcdef"}
+    schema = {"type": "object", "properties": {"now": {"type": "boolean"}}, "patternProperties": patterns}
+    tools = [Tool(ToolKind.FUNCTION, "f", {**schema, "additionalProperties": False})]
+    with pytest.raises(RequestError):
+        TAGGED.write_grammar(GrammarRules(), tools, False)
+    for seed in range(3):
+        text = writer.write(compiled(engines, calls_source(LONGCAT, tools, True, True)), random.Random(seed), 1000)
+        assert text is not None and '{"name": "f"' in text and "longcat_arg" not in text
