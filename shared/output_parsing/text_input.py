@@ -136,14 +136,21 @@ class TextInput:
         `encode` turns each piece into the text of its part.
         """
         while True:
-            found = markers.find(self._data, self._at)
-            # another marker may begin at the same place and be longer
-            if found is not None and (self._ended or markers.possible_start(self._data, found[0]) > found[0]):
-                yield from self._emit(kind, found[0], encode)
-                self._at += len(found[1])
-                return found[1]
-            certain = len(self._data) if self._ended else markers.possible_start(self._data, self._at)
-            yield from self._emit(kind, certain if found is None else min(found[0], certain), encode)
+            if markers.is_far(self._data, self._at):
+                found, certain = None, len(self._data)
+            else:
+                found = markers.find(self._data, self._at)
+                # another marker may begin at the same place and be longer
+                if found is not None and (self._ended or markers.possible_start(self._data, found[0]) > found[0]):
+                    if found[0] > self._at:
+                        yield self._taken(kind, found[0], encode)
+                    self._at += len(found[1])
+                    return found[1]
+                certain = len(self._data) if self._ended else markers.possible_start(self._data, self._at)
+                if found is not None:
+                    certain = min(found[0], certain)
+            if certain > self._at:
+                yield self._taken(kind, certain, encode)
             if self._ended:
                 return ""
             yield None
@@ -172,7 +179,8 @@ class TextInput:
     def rest(self, kind: PartKind) -> Reading[None]:
         """Yields all text to the end as parts of this kind."""
         while not self.ended:
-            yield from self._emit(kind, len(self._data), None)
+            if len(self._data) > self._at:
+                yield self._taken(kind, len(self._data))
             if not self._ended:
                 yield None
 
@@ -185,9 +193,9 @@ class TextInput:
 
     def emit(self, kind: PartKind, count: int) -> Reading[None]:
         """Yields the next `count` characters, which `peek` has shown, as a part of this kind."""
-        yield from self._emit(kind, self._at + count, None)
+        if count:
+            yield self._taken(kind, self._at + count)
 
-    def _emit(self, kind: PartKind, end: int, encode: Callable[[str], str] | None) -> Reading[None]:
-        if end > self._at:
-            text, self._at = self._data[self._at : end], end
-            yield Part(kind, text if encode is None else encode(text))
+    def _taken(self, kind: PartKind, end: int, encode: Callable[[str], str] | None = None) -> Part:
+        text, self._at = self._data[self._at : end], end
+        return Part(kind, text if encode is None else encode(text))

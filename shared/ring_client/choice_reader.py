@@ -22,7 +22,7 @@ from blockyard.shared.tool_parsers.interface import CallId, new_call_id
 
 log = logging.getLogger(__name__)
 
-ALWAYS_SHOWN = (PartKind.CONTENT, PartKind.ARGUMENTS)
+AS_THEY_ARE = (PartKind.CONTENT, PartKind.ARGUMENTS)  # parts that are shown unchanged
 
 
 class ChoiceReader:
@@ -34,6 +34,7 @@ class ChoiceReader:
     """
 
     __slots__ = (
+        "_as_they_are",
         "_call_id",
         "_cut",
         "_ids",
@@ -57,6 +58,7 @@ class ChoiceReader:
         """`meter` watches the format `read`; `cut` is called at the end of the answer."""
         self._reader: OutputReader | None = OutputReader(read)
         self._meter, self._call_id, self._shows_reasoning, self._on_error = meter, call_id, shows_reasoning, on_error
+        self._as_they_are = (*AS_THEY_ARE, PartKind.REASONING) if shows_reasoning else AS_THEY_ARE
         self._cut = cut
         self._last: PartKind | None = None  # of the parts so far
         self._num_calls = 0
@@ -82,7 +84,7 @@ class ChoiceReader:
         if parts:
             self._last = parts[-1].kind
         self._meter.count(len(delta.token_ids))
-        if len(parts) == 1 and parts[0].kind in ALWAYS_SHOWN:  # nearly every token
+        if len(parts) == 1 and parts[0].kind in self._as_they_are:  # nearly every token
             return parts
         return [shown for part in parts if (shown := self._shown(part)) is not None]
 

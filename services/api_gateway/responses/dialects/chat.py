@@ -91,6 +91,8 @@ class ChatEvents:
     """The events of one choice. A call begins with an event of its name; its arguments follow as they come."""
 
     __slots__ = (
+        "_arguments_head",
+        "_arguments_tail",
         "_call_head",
         "_call_tail",
         "_head",
@@ -109,6 +111,7 @@ class ChatEvents:
         self._num_calls = 0
         self._is_open = False  # the call that was begun last has not ended
         self._call_head = self._call_tail = b""  # around arguments of the call that was begun last, in a delta
+        self._arguments_head = self._arguments_tail = b""  # the same, in an event without other fields
         self._head = b'%b,"choices":[{"index":%d,"delta":' % (event_head(options, EVENT_KIND), index)
         tail = self._tail_of(PLAIN)
         self._plain_tail = tail + close_event(None)
@@ -122,9 +125,12 @@ class ChatEvents:
         return self._head + delta + self._tail_of(EventFields(usage=usage), prompt_ids) + close_event(None)
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
-        if part is not None and part.kind == PartKind.CALL_END:
-            self._is_open = False
-            return b""
+        if part is not None:
+            if part.kind is PartKind.ARGUMENTS and fields is PLAIN:  # nearly every token of a call
+                return self._arguments_head + encode(part.text) + self._arguments_tail
+            if part.kind is PartKind.CALL_END:
+                self._is_open = False
+                return b""
         delta = b"{}" if part is None else self._delta(part)
         if fields is PLAIN:
             return self._head + delta + self._plain_tail
@@ -149,13 +155,16 @@ class ChatEvents:
         self._is_open = True
         name = encode(part.text)
         if self._options.function_call:
-            self._call_head, self._call_tail = b'{"function_call":{"arguments":', b"}}"
+            self._set_call(b'{"function_call":{"arguments":', b"}}")
             return b'{"function_call":{"name":%b,"arguments":""}}' % name
         kind, key = (b"custom", b"input") if part.text in self._options.custom_tools else (b"function", b"arguments")
-        self._call_head = b'{"tool_calls":[{"index":%d,"%b":{"%b":' % (index, kind, key)
-        self._call_tail = b"}}]}"
+        self._set_call(b'{"tool_calls":[{"index":%d,"%b":{"%b":' % (index, kind, key), b"}}]}")
         form = b'{"tool_calls":[{"index":%d,"id":%b,"type":"%b","%b":{"name":%b,"%b":""}}]}'
         return form % (index, encode(part.call_id), kind, kind, name, key)
+
+    def _set_call(self, head: bytes, tail: bytes) -> None:
+        self._call_head, self._call_tail = head, tail
+        self._arguments_head, self._arguments_tail = self._head + head, tail + self._plain_tail
 
     def _tail_of(self, fields: EventFields, prompt_ids: list[int] | None = None) -> bytes:
         """An event from the end of its delta to the place of the stamp."""
