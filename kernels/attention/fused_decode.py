@@ -35,7 +35,7 @@ from blockyard.kernels.kv_cache.rope_write_kv import qkv_arguments, rope_write_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-_PROGRAMS = 2 * 132  # at most, if keys are split: two a multiprocessor
+_MULTIPROCESSORS = 132
 _COMBINED_ELEMENTS = 4096  # elements of splits that are combined at a time
 
 
@@ -65,10 +65,16 @@ class FusedDecodeConfig:
     min_keys: int  # keys of a split, if a row has more than that
     keys: int  # of a thread at a time
     warps: int
+    programs: int = 2  # at most, for each multiprocessor, if keys are split
 
 
-_CONFIG = FusedDecodeConfig(512, 16, 8)
-_LARGE_HEADS = FusedDecodeConfig(512, 8, 8)  # over 256 numbers: a lane is a warp, and has as many bytes at a time
+def choose_config(head_dim: int) -> FusedDecodeConfig:
+    """The config of a head size. A split is short enough that a program loads all its keys at once."""
+    if head_dim > 256:  # a lane is a warp
+        return FusedDecodeConfig(32, 4, 8)
+    if head_dim > 128:
+        return FusedDecodeConfig(32, 8, 4, 4)
+    return FusedDecodeConfig(128, 8, 4, 4) if head_dim <= 64 else FusedDecodeConfig(64, 8, 4, 4)
 
 
 class SplitSemaphores:
@@ -88,14 +94,17 @@ def _fused_decode_kernel(
     NORM: tl.constexpr, NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
     MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
-    # program (s, j, i): split s of the keys of row i for query head j; lanes are combined at the end
+    # program (j, s, i): split s of the keys of row i for query head j; lanes are combined at the end. The first splits of
+    # all heads come first: where keys are few, the programs behind them have none
     if PDL:
         gdc_launch_dependents()
-    split, q_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    q_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     head = q_head // GROUP
     slot = tl.load(slots_ptr + row)
     position = tl.where(slot >= 0, tl.load(positions_ptr + row), 0).to(tl.int32)
-    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(0), WINDOW, CHUNKED, MIN_KEYS)
+    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(1), WINDOW, CHUNKED, MIN_KEYS)
+    if split >= num_splits:  # without a wait: the first splits wait for the kernel before, so this kernel ends after it
+        return
     table = tables_ptr + slot * table_stride
     k, v = load_kv_tile(begin, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
     lanes, dims = tl.arange(0, LANES)[:, None], tl.arange(0, DIM)
@@ -106,56 +115,55 @@ def _fused_decode_kernel(
         k_norm_weight = load_head(norm_weight_ptr, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM)
     if PDL:
         gdc_wait()
-    if split < num_splits:
-        cos, sin, k_scale, v_scale = 1.0, 0.0, 1.0, 1.0
-        if FP8_MAX > 0:
-            k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
-        source = qkv_ptr + row * row_stride
-        if ROTATE:
-            angle = load_head(rotation_ptr, row, dims, inside, HEAD_DIM, LANES, DIM)
-            cos, sin = tl.split(tl.reshape(angle, [LANES, DIM // 2, 2]))
-        # the new key belongs to the last split, to its first lane
-        new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
-        new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
-        new_k = norm_and_rotate(new_k, k_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        if NORM_VALUES:
-            v_norm_weight = load_head(
-                norm_weight_ptr, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM
-            )
-            new_v = norm_and_rotate(new_v, v_norm_weight, cos, sin, eps, HEAD_DIM, False, True)
-        new_k = quantize(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
-        new_v = quantize(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
-        here = tl.where(split == num_splits - 1, lanes, 1) == 0
-        if (slot >= 0) & (q_head % GROUP == 0):
-            write_kv(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-        q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
-        q = norm_and_rotate(q, q_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
-        new_score = apply_soft_cap(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
-        m_i = tl.max(tl.where(here, new_score, float("-inf")), 1)
-        acc = tl.where(here, new_v.to(tl.float32), 0.0)
-        l_i = tl.max(here.to(tl.float32), 1)
-        valid = begin + tl.arange(0, KEYS * LANES) < stop
+    cos, sin, k_scale, v_scale = 1.0, 0.0, 1.0, 1.0
+    if FP8_MAX > 0:
+        k_scale, v_scale = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    source = qkv_ptr + row * row_stride
+    if ROTATE:
+        angle = load_head(rotation_ptr, row, dims, inside, HEAD_DIM, LANES, DIM)
+        cos, sin = tl.split(tl.reshape(angle, [LANES, DIM // 2, 2]))
+    # the new key belongs to the last split, to its first lane
+    new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+    new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+    new_k = norm_and_rotate(new_k, k_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
+    if NORM_VALUES:
+        v_norm_weight = load_head(
+            norm_weight_ptr, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM
+        )
+        new_v = norm_and_rotate(new_v, v_norm_weight, cos, sin, eps, HEAD_DIM, False, True)
+    new_k = quantize(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
+    new_v = quantize(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
+    here = tl.where(split == num_splits - 1, lanes, 1) == 0
+    if (slot >= 0) & (q_head % GROUP == 0):
+        write_kv(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+    q = norm_and_rotate(q, q_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
+    new_score = apply_soft_cap(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
+    m_i = tl.max(tl.where(here, new_score, float("-inf")), 1)
+    acc = tl.where(here, new_v.to(tl.float32), 0.0)
+    l_i = tl.max(here.to(tl.float32), 1)
+    valid = begin + tl.arange(0, KEYS * LANES) < stop
+    acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+    for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
+        k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
+        valid = start + tl.arange(0, KEYS * LANES) < stop
         acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
-        for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
-            k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
-            valid = start + tl.arange(0, KEYS * LANES) < stop
-            acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
-        m_row = tl.max(m_i, 0)
-        alpha = tl.exp2(m_i - m_row)
-        l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, q_head, num_splits, KV_HEADS * GROUP)
-        acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
-        out_head = row * (KV_HEADS * GROUP) + q_head
-        if num_splits == 1:
-            acc = tl.where(slot >= 0, acc, 0.0)
-            tl.store(out_ptr + out_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
-        else:
-            split_head = out_head * tl.num_programs(0) + split
-            tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
-            tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
-            combine_head_if_last(
-                out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr, KV_HEADS * GROUP,
-                HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,
-            )  # fmt: skip
+    m_row = tl.max(m_i, 0)
+    alpha = tl.exp2(m_i - m_row)
+    l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, q_head, num_splits, KV_HEADS * GROUP)
+    acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
+    out_head = row * (KV_HEADS * GROUP) + q_head
+    if num_splits == 1:
+        acc = tl.where(slot >= 0, acc, 0.0)
+        tl.store(out_ptr + out_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+    else:
+        split_head = out_head * tl.num_programs(1) + split
+        tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+        tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
+        combine_head_if_last(
+            out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr, KV_HEADS * GROUP,
+            HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,
+        )  # fmt: skip
 
 
 def fused_decode(
@@ -187,11 +195,11 @@ def fused_decode(
     check_sinks(qkv[:, :heads], sinks)
     if len(semaphores.counts) < rows * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
-    config = config or (_CONFIG if head_dim <= 256 else _LARGE_HEADS)
+    config = config or choose_config(head_dim)
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
     lanes = max(config.warps * 512 // (dim * qkv.element_size()), config.warps if head_dim > 256 else 1)
     num_keys = max_seq_len if window is None else min(window, max_seq_len)
-    max_splits = max(min(_PROGRAMS // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
+    max_splits = max(min(config.programs * _MULTIPROCESSORS // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
     num_partials = rows * heads * max_splits
     partial_out = torch.empty((num_partials, head_dim), dtype=torch.float32, device=qkv.device)
     lse = torch.empty(num_partials, dtype=torch.float32, device=qkv.device)
@@ -199,7 +207,7 @@ def fused_decode(
     if rows == 0:
         return out
     pdl = supports_pdl(qkv.device)
-    _fused_decode_kernel[(max_splits, heads, rows)](
+    _fused_decode_kernel[(heads, max_splits, rows)](
         *arguments, partial_out, lse, semaphores.counts, out, qkv.stride(0), metadata.tables.stride(0),
         scale if soft_cap is not None else scale * LOG2E,
         0.0 if norm is None else norm.eps,

@@ -135,7 +135,7 @@ def combine_head_if_last(
     """If this program is the last of a head's splits, combines all of them and resets the counter."""
     if is_last_split(semaphores_ptr + out_head, num_splits):
         tl.debug_barrier()
-        first = out_head * tl.num_programs(0)
+        first = out_head * tl.num_programs(1)
         combine_head_splits(
             out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, sinks_ptr,
             out_head % HEADS, HEADS, HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,

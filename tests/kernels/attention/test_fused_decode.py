@@ -39,6 +39,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "torch", Torch())
 
 
+def use_small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "choose_config", lambda head_dim: FusedDecodeConfig(32, 2, 2))
+
+
 class Case:
     """Lengths count the new token; 0 is a row that pads. The pool is NaN wherever no older token lies."""
 
@@ -135,8 +139,7 @@ def test_fused_decode(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_CONFIG", "_LARGE_HEADS"):
-        monkeypatch.setattr(file, name, FusedDecodeConfig(32, 2, 2))
+    use_small_splits(monkeypatch)
     monkeypatch.setattr(file, "_COMBINED_ELEMENTS", 64)
     case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
     if not any(lengths):
@@ -148,7 +151,7 @@ def test_fused_decode(
 @pytest.mark.parametrize("window", [None, 40])
 def test_sinks(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several splits and in one."""
-    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    use_small_splits(monkeypatch)
     Case([90], 6, 2, 16, 8).check(dtype, True, window, None, has_sinks=True)
     Case([20, 1, 0], 4, 2, 16, 8).check(dtype, False, window, None, has_sinks=True)
 
@@ -161,7 +164,7 @@ def test_values_are_normalised(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [20, 64, 100])
 def test_rows_attend_within_their_chunk(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    use_small_splits(monkeypatch)
     Case([64, 65, 0, 90], 2, 1, 16, 8).check(dtype, False, chunk, None, chunked=True)
 
 
