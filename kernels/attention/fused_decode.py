@@ -92,10 +92,10 @@ def _fused_decode_kernel(
     FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
     NORM: tl.constexpr, NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
+    SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
-    # program (j, s, i): split s of the keys of row i for query head j; lanes are combined at the end. The first splits of
-    # all heads come first: where keys are few, the programs behind them have none
+    # program (j, s, i): split s of the keys of row i for query head j; lanes are combined at the end. The first splits
+    # of all heads come first: where keys are few, the programs behind them have none
     if PDL:
         gdc_launch_dependents()
     q_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -113,6 +113,8 @@ def _fused_decode_kernel(
     if NORM:
         q_norm_weight = load_head(norm_weight_ptr, q_head, dims, inside, HEAD_DIM, LANES, DIM)
         k_norm_weight = load_head(norm_weight_ptr, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM)
+    writes = (slot >= 0) & (q_head % GROUP == 0) & (split == num_splits - 1)
+    new_block = tl.load(table + position // BLOCK_SIZE, mask=writes, other=0).to(tl.int64)
     if PDL:
         gdc_wait()
     cos, sin, k_scale, v_scale = 1.0, 0.0, 1.0, 1.0
@@ -125,29 +127,29 @@ def _fused_decode_kernel(
     # the new key belongs to the last split, to its first lane
     new_k = load_head(source, KV_HEADS * GROUP + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
     new_v = load_head(source, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+    q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
     new_k = norm_and_rotate(new_k, k_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
     if NORM_VALUES:
-        v_norm_weight = load_head(
-            norm_weight_ptr, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM
-        )
+        v_norm_weight = load_head(norm_weight_ptr, KV_HEADS * (GROUP + 1) + head, dims, inside, HEAD_DIM, LANES, DIM)
         new_v = norm_and_rotate(new_v, v_norm_weight, cos, sin, eps, HEAD_DIM, False, True)
     new_k = quantize(new_k, k_scale, layer_ptr.dtype.element_ty, FP8_MAX)
     new_v = quantize(new_v, v_scale, layer_ptr.dtype.element_ty, FP8_MAX)
     here = tl.where(split == num_splits - 1, lanes, 1) == 0
-    if (slot >= 0) & (q_head % GROUP == 0):
-        write_kv(table, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-    q = load_head(source, q_head, dims, inside, HEAD_DIM, LANES, DIM).to(tl.float32)
+    if writes:
+        write_kv(new_block, layer_ptr, head, position, new_k, new_v, here & inside, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
     q = norm_and_rotate(q, q_norm_weight, cos, sin, eps, HEAD_DIM, ROTATE, NORM)
     new_score = apply_soft_cap(tl.sum(q * new_k.to(tl.float32), 1), scale * k_scale, CAP)[:, None]
     m_i = tl.max(tl.where(here, new_score, float("-inf")), 1)
     acc = tl.where(here, new_v.to(tl.float32), 0.0)
     l_i = tl.max(here.to(tl.float32), 1)
-    valid = begin + tl.arange(0, KEYS * LANES) < stop
-    acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+    acc, l_i, m_i = online_softmax_update(
+        q, k, v, begin, stop, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP
+    )  # fmt: skip
     for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
         k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
-        valid = start + tl.arange(0, KEYS * LANES) < stop
-        acc, l_i, m_i = online_softmax_update(q, k, v, valid, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP)
+        acc, l_i, m_i = online_softmax_update(
+            q, k, v, start, stop, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP
+        )  # fmt: skip
     m_row = tl.max(m_i, 0)
     alpha = tl.exp2(m_i - m_row)
     l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, q_head, num_splits, KV_HEADS * GROUP)
@@ -162,7 +164,7 @@ def _fused_decode_kernel(
         tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
         combine_head_if_last(
             out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr, KV_HEADS * GROUP,
-            HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,
+            HEAD_DIM, DIM, SPLITS_AT_ONCE,
         )  # fmt: skip
 
 
@@ -196,10 +198,11 @@ def fused_decode(
     if len(semaphores.counts) < rows * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
     config = config or choose_config(head_dim)
+    most_programs = config.programs * _MULTIPROCESSORS
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
     lanes = max(config.warps * 512 // (dim * qkv.element_size()), config.warps if head_dim > 256 else 1)
     num_keys = max_seq_len if window is None else min(window, max_seq_len)
-    max_splits = max(min(config.programs * _MULTIPROCESSORS // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
+    max_splits = max(min(most_programs // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
     num_partials = rows * heads * max_splits
     partial_out = torch.empty((num_partials, head_dim), dtype=torch.float32, device=qkv.device)
     lse = torch.empty(num_partials, dtype=torch.float32, device=qkv.device)
@@ -214,8 +217,8 @@ def fused_decode(
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, CHUNKED=chunked, GROUP=group,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None,
         NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
-        MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes, MAX_SPLITS=next_power_of_2(max_splits),
-        SPLITS_AT_ONCE=max(_COMBINED_ELEMENTS // dim, 1), PDL=pdl,
+        MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes,
+        SPLITS_AT_ONCE=min(max(_COMBINED_ELEMENTS // dim, 1), next_power_of_2(max_splits)), PDL=pdl,
         sinks_ptr=sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),
     )  # fmt: skip
     return out

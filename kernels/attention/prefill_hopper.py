@@ -124,8 +124,8 @@ def _consume(
             gl.thread_barrier()
             acc, m_i, l_i = attend_item(
                 q, half_start_m, context_len, count, top_tile, num_masked, num_whole, num_tiles, scale, k_tiles,
-                v_tiles, k_full, k_empty, v_full, v_empty, my_turn, next_turn, FIRST, WINDOW, CAP, GROUP, HALF_M, BLOCK_N,
-                HEAD_DIM, STAGES, SCORES, ACC,
+                v_tiles, k_full, k_empty, v_full, v_empty, my_turn, next_turn, FIRST, WINDOW, CAP, GROUP, HALF_M,
+                BLOCK_N, HEAD_DIM, STAGES, SCORES, ACC,
             )  # fmt: skip
             if SINKS and not SPLIT_KV:
                 l_i = add_sinks(l_i, m_i, sinks_ptr, head, half_start_m, GROUP, HALF_M, SCORES)
