@@ -77,7 +77,9 @@ class Case:
         with_values: bool = False,
         chunked: bool = False,
         has_sinks: bool = False,
+        spare: int = 0,
     ) -> None:
+        """spare: tokens by which sequences may be longer as far as the host knows, so that programs have no keys."""
         wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
         layer, before = self.layer.to(DEVICE, dtype), qkv.clone()
@@ -90,7 +92,7 @@ class Case:
         want = fused_decode_reference(
             qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap, chunked, sinks
         )
-        semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
+        semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1 + spare
         for _ in range(2):  # the counters that the first call leaves serve the second
             options = {"chunked": chunked, "sinks": sinks}
             got = fused_decode(
@@ -145,6 +147,14 @@ def test_fused_decode(
     if not any(lengths):
         case.seqs.slots.fill_(-1)
     case.check(dtype, plain, window, soft_cap)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(8, 64), (8, 128), (4, 256), (2, 512)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_configs_of_head_sizes(heads: int, head_dim: int, window: int | None) -> None:
+    """All query heads share one K/V head, and most programs of a short sequence have no keys."""
+    num = 2 * file.choose_config(head_dim).min_keys + 5
+    Case([num, 7], heads, 1, head_dim, 16).check(torch.float16, False, window, None, spare=200)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

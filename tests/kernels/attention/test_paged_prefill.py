@@ -197,16 +197,30 @@ def test_tiles_are_shared(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(8, 2, 128, 16), (6, 2, 64, 32)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(8, 2, 128, 16), (6, 2, 64, 32), (8, 4, 256, 16)]
+)
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"),
+    [(None, None, False), (9, None, False), (150, None, True), (None, 0.5, False), (300, 0.5, True)],
+)
 @pytest.mark.parametrize("longest", [640, 20_000])  # keys are shared by programs where sequences may be long
-def test_hopper(heads: int, kv_heads: int, head_dim: int, block_size: int, longest: int, dtype: torch.dtype) -> None:
+def test_hopper(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    has_sinks: bool,
+    longest: int,
+) -> None:
     seqs = [(0, 300), (400, 150), (-1, 40), (0, 1), (0, 0), (77, 2), *[(0, 3)] * 40]
     case = Case(seqs, heads, kv_heads, head_dim, block_size, decodes=3, rest=50.0)
-    layer = case.layer.to(dtype)
+    dtype, layer = torch.bfloat16, case.layer.bfloat16()
     if not file.prefill_hopper.fits(case.q[:, : heads * head_dim].view(-1, heads, head_dim).to(dtype), layer):
         pytest.skip("another kind of GPU")
-    case.run(dtype, None, longest=longest)
+    case.run(dtype, window, soft_cap, longest, has_sinks=has_sinks)
 
 
 def test_hopper_prefill_is_for_triton_versions_that_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
