@@ -62,10 +62,12 @@ def fused_decode_reference(
 class FusedDecodeConfig:
     """How a program divides its keys."""
 
-    min_keys: int  # keys of a split, if a row has more than that
+    min_keys: int  # keys of a split, at least
     keys: int  # of a thread at a time
     warps: int
     programs: int = 2  # at most, for each multiprocessor, if keys are split
+    alone: int = 0  # keys of a row that are not split, as combining splits takes 3 us
+    ahead: bool = False
 
 
 def choose_config(head_dim: int) -> FusedDecodeConfig:
@@ -92,7 +94,7 @@ def _fused_decode_kernel(
     FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
     NORM: tl.constexpr, NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
+    SPLITS_AT_ONCE: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (j, s, i): split s of the keys of row i for query head j; lanes are combined at the end. The first splits
     # of all heads come first: where keys are few, the programs behind them have none
@@ -102,11 +104,15 @@ def _fused_decode_kernel(
     head = q_head // GROUP
     slot = tl.load(slots_ptr + row)
     position = tl.where(slot >= 0, tl.load(positions_ptr + row), 0).to(tl.int32)
-    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(1), WINDOW, CHUNKED, MIN_KEYS)
+    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(1), WINDOW, CHUNKED, MIN_KEYS, ALONE)
     if split >= num_splits:  # without a wait: the first splits wait for the kernel before, so this kernel ends after it
         return
     table = tables_ptr + slot * table_stride
     k, v = load_kv_tile(begin, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
+    if AHEAD:
+        k_next, v_next = load_kv_tile(
+            begin + KEYS * LANES, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES
+        )  # fmt: skip
     lanes, dims = tl.arange(0, LANES)[:, None], tl.arange(0, DIM)
     inside = tl.broadcast_to((dims < HEAD_DIM)[None, :], [LANES, DIM])
     q_norm_weight, k_norm_weight = 1.0, 1.0
@@ -146,7 +152,15 @@ def _fused_decode_kernel(
         q, k, v, begin, stop, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP
     )  # fmt: skip
     for start in range(begin + KEYS * LANES, stop, KEYS * LANES):
-        k, v = load_kv_tile(start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES)
+        if AHEAD:
+            k, v = k_next, v_next
+            k_next, v_next = load_kv_tile(
+                start + KEYS * LANES, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES
+            )  # fmt: skip
+        else:
+            k, v = load_kv_tile(
+                start, stop, table, layer_ptr, head, KV_HEADS, HEAD_DIM, DIM, BLOCK_SIZE, KEYS * LANES
+            )  # fmt: skip
         acc, l_i, m_i = online_softmax_update(
             q, k, v, start, stop, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP
         )  # fmt: skip
@@ -218,7 +232,8 @@ def fused_decode(
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None,
         NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes,
-        SPLITS_AT_ONCE=min(max(_COMBINED_ELEMENTS // dim, 1), next_power_of_2(max_splits)), PDL=pdl,
+        SPLITS_AT_ONCE=min(max(_COMBINED_ELEMENTS // dim, 1), next_power_of_2(max_splits)),
+        ALONE=config.alone, AHEAD=config.ahead, PDL=pdl,
         sinks_ptr=sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),
     )  # fmt: skip
     return out

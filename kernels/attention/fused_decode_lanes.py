@@ -87,14 +87,15 @@ def combine_head_splits(
 
 @triton.jit
 def split_key_range(
-    position, split, max_splits, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MIN_KEYS: tl.constexpr
+    position, split, max_splits,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MIN_KEYS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """First and end key of a split, all older than the new key, and the number of splits, at most `max_splits`."""
     first = 0
     if WINDOW > 0:
         first = oldest_key(position, WINDOW, CHUNKED)
     keys = position - first
-    num_splits = tl.minimum(tl.maximum(tl.cdiv(keys, MIN_KEYS), 1), max_splits)
+    num_splits = tl.where(keys > ALONE, tl.minimum(tl.maximum(tl.cdiv(keys, MIN_KEYS), 1), max_splits), 1)
     keys_per_split = tl.cdiv(tl.cdiv(keys, num_splits), 16) * 16
     begin = first + split * keys_per_split
     return (
