@@ -3,9 +3,9 @@
 A program has a split of the keys of one row and query head; where keys are few, all of them. The last program of a
 head to finish combines the splits.
 
-With PDL (see `programmatic_launch`) the kernel loads slots, positions and its first keys and values before it waits for
-the kernel before it. Earlier steps wrote those keys and values, but `gather_inputs` writes slots and positions in this
-step. So the model must launch a kernel without PDL between `gather_inputs` and this kernel.
+With PDL (see `programmatic_launch`) the kernel loads slots, positions, block tables and its first keys and values
+before it waits for the kernel before it. Earlier steps wrote those keys and values, but the rest is written in this
+step, by `gather_inputs` last. So the model must launch a kernel without PDL between `gather_inputs` and this kernel.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E, add_sinks, apply_soft_cap, check_sinks
+from blockyard.kernels.attention.attention_tiles import LOG2E, apply_soft_cap, check_sinks
 from blockyard.kernels.attention.fused_decode_lanes import (
-    combine_head_if_last,
     load_head,
     load_kv_tile,
     norm_and_rotate,
     online_softmax_update,
     quantize,
     split_key_range,
+    store_split,
     write_kv,
 )
 from blockyard.kernels.attention.paged_decode import paged_decode_reference
@@ -62,21 +62,23 @@ def fused_decode_reference(
 class FusedDecodeConfig:
     """How a program divides its keys."""
 
-    min_keys: int  # keys of a split, at least
+    min_keys: int  # keys of a split, at least; combining splits takes 3 us
     keys: int  # of a thread at a time
     warps: int
-    programs: int = 2  # at most, for each multiprocessor, if keys are split
-    alone: int = 0  # keys of a row that are not split, as combining splits takes 3 us
-    ahead: bool = False
+    programs: int  # at most, for each multiprocessor, if keys are split
+    ahead: bool = False  # the next keys are loaded before these are used
 
 
 def choose_config(head_dim: int) -> FusedDecodeConfig:
-    """The config of a head size. A split is short enough that a program loads all its keys at once."""
+    """The config of a head size, with which a program loads all keys of a short split before it waits.
+
+    Registers hold 256 keys of up to 128 numbers: rows of so many are not split.
+    """
     if head_dim > 256:  # a lane is a warp
-        return FusedDecodeConfig(32, 4, 8)
+        return FusedDecodeConfig(32, 8, 4, 2)
     if head_dim > 128:
-        return FusedDecodeConfig(32, 8, 4, 4)
-    return FusedDecodeConfig(128, 8, 4, 4) if head_dim <= 64 else FusedDecodeConfig(64, 8, 4, 4)
+        return FusedDecodeConfig(64, 8, 4, 2, ahead=True)
+    return FusedDecodeConfig(256, 8, 8, 2) if head_dim <= 64 else FusedDecodeConfig(256, 16, 8, 1)
 
 
 class SplitSemaphores:
@@ -94,7 +96,7 @@ def _fused_decode_kernel(
     FP8_MAX: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
     NORM: tl.constexpr, NORM_VALUES: tl.constexpr, MIN_KEYS: tl.constexpr, KEYS: tl.constexpr, LANES: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
+    AHEAD: tl.constexpr, SPLITS_AT_ONCE: tl.constexpr, PDL: tl.constexpr, sinks_ptr=None,
 ):  # fmt: skip
     # program (j, s, i): split s of the keys of row i for query head j; lanes are combined at the end. The first splits
     # of all heads come first: where keys are few, the programs behind them have none
@@ -104,7 +106,7 @@ def _fused_decode_kernel(
     head = q_head // GROUP
     slot = tl.load(slots_ptr + row)
     position = tl.where(slot >= 0, tl.load(positions_ptr + row), 0).to(tl.int32)
-    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(1), WINDOW, CHUNKED, MIN_KEYS, ALONE)
+    begin, stop, num_splits = split_key_range(position, split, tl.num_programs(1), WINDOW, CHUNKED, MIN_KEYS)
     if split >= num_splits:  # without a wait: the first splits wait for the kernel before, so this kernel ends after it
         return
     table = tables_ptr + slot * table_stride
@@ -164,22 +166,10 @@ def _fused_decode_kernel(
         acc, l_i, m_i = online_softmax_update(
             q, k, v, start, stop, scale * k_scale, acc, l_i, m_i, KEYS, LANES, DIM, CAP
         )  # fmt: skip
-    m_row = tl.max(m_i, 0)
-    alpha = tl.exp2(m_i - m_row)
-    l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, q_head, num_splits, KV_HEADS * GROUP)
-    acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
-    out_head = row * (KV_HEADS * GROUP) + q_head
-    if num_splits == 1:
-        acc = tl.where(slot >= 0, acc, 0.0)
-        tl.store(out_ptr + out_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
-    else:
-        split_head = out_head * tl.num_programs(1) + split
-        tl.store(partial_out_ptr + split_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
-        tl.store(lse_ptr + split_head, m_row + tl.log2(l_i))
-        combine_head_if_last(
-            out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr, KV_HEADS * GROUP,
-            HEAD_DIM, DIM, SPLITS_AT_ONCE,
-        )  # fmt: skip
+    store_split(
+        acc, l_i, m_i, v_scale, slot, row * (KV_HEADS * GROUP) + q_head, split, num_splits, out_ptr, partial_out_ptr,
+        lse_ptr, semaphores_ptr, sinks_ptr, KV_HEADS * GROUP, HEAD_DIM, DIM, SPLITS_AT_ONCE,
+    )  # fmt: skip
 
 
 def fused_decode(
@@ -233,7 +223,7 @@ def fused_decode(
         NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes,
         SPLITS_AT_ONCE=min(max(_COMBINED_ELEMENTS // dim, 1), next_power_of_2(max_splits)),
-        ALONE=config.alone, AHEAD=config.ahead, PDL=pdl,
+        AHEAD=config.ahead, PDL=pdl,
         sinks_ptr=sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),
     )  # fmt: skip
     return out

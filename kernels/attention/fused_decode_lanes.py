@@ -87,15 +87,14 @@ def combine_head_splits(
 
 @triton.jit
 def split_key_range(
-    position, split, max_splits,
-    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MIN_KEYS: tl.constexpr, ALONE: tl.constexpr,
+    position, split, max_splits, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, MIN_KEYS: tl.constexpr
 ):  # fmt: skip
     """First and end key of a split, all older than the new key, and the number of splits, at most `max_splits`."""
     first = 0
     if WINDOW > 0:
         first = oldest_key(position, WINDOW, CHUNKED)
     keys = position - first
-    num_splits = tl.where(keys > ALONE, tl.minimum(tl.maximum(tl.cdiv(keys, MIN_KEYS), 1), max_splits), 1)
+    num_splits = tl.minimum(tl.maximum(tl.cdiv(keys, MIN_KEYS), 1), max_splits)
     keys_per_split = tl.cdiv(tl.cdiv(keys, num_splits), 16) * 16
     begin = first + split * keys_per_split
     return (
@@ -132,16 +131,30 @@ def load_head(ptr, head, dims, inside, HEAD_DIM: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
-def combine_head_if_last(
-    out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr,
+def store_split(
+    acc, l_i, m_i, v_scale, slot, out_head, split, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr,
+    sinks_ptr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """If this program is the last of a head's splits, combines all of them and resets the counter."""
-    if is_last_split(semaphores_ptr + out_head, num_splits):
-        tl.debug_barrier()
+    """Combines the lanes of a split and stores it. The last of a head's programs combines the splits, SPLITS at a time,
+    and resets the counter.
+    """
+    dims = tl.arange(0, DIM)
+    m_row = tl.max(m_i, 0)
+    alpha = tl.exp2(m_i - m_row)
+    l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, out_head % HEADS, num_splits, HEADS)
+    acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
+    if num_splits == 1:
+        acc = tl.where(slot >= 0, acc, 0.0)
+        tl.store(out_ptr + out_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+    else:
         first = out_head * tl.num_programs(1)
-        combine_head_splits(
-            out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, sinks_ptr,
-            out_head % HEADS, HEADS, HEAD_DIM, DIM, SPLITS,
-        )  # fmt: skip
-        tl.store(semaphores_ptr + out_head, 0)
+        tl.store(partial_out_ptr + (first + split) * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+        tl.store(lse_ptr + first + split, m_row + tl.log2(l_i))
+        if is_last_split(semaphores_ptr + out_head, num_splits):
+            tl.debug_barrier()
+            combine_head_splits(
+                out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits,
+                sinks_ptr, out_head % HEADS, HEADS, HEAD_DIM, DIM, SPLITS,
+            )  # fmt: skip
+            tl.store(semaphores_ptr + out_head, 0)

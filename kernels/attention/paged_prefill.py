@@ -195,7 +195,8 @@ def paged_prefill(
     num_seqs = len(query_start_loc) - 1
     if num_seqs < 1 or not len(out):
         return
-    hopper = scales is None and not (window and chunked) and prefill_hopper.fits(q, layer)
+    seen = max_seq_len if window is None else min(window, max_seq_len)
+    hopper = scales is None and not (window and chunked) and prefill_hopper.fits(q, layer, seen)
     config, group = choose_config(head_dim, q.dtype), heads // kv_heads
     block_m = prefill_hopper.BLOCK_M if hopper else config.block_m
     tiles = len(out) * group // block_m + num_seqs
@@ -235,6 +236,14 @@ def paged_prefill(
             sinks_ptr=sinks,
             num_warps=1,
         )
+
+
+def kernel_lengths(head_dim: int) -> tuple[int, ...]:
+    """Values of `max_seq_len` with which `paged_prefill` takes each of its kernels for a head size, without and with
+    split keys.
+    """
+    few = (1,) if prefill_hopper.min_keys(head_dim) else ()
+    return (*few, _SPLIT_MIN_LEN - 1, 1 << 20)
 
 
 def _num_splits(programs: int, max_seq_len: int, max_programs: int, key_us: float, elements: int) -> int:

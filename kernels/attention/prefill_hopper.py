@@ -30,9 +30,10 @@ class Tiles(NamedTuple):
     block_n: int  # keys of a tile
     stages: int  # tiles of keys, and of values, in shared memory
     key_us: float  # of `key_us`
+    min_keys: int = 0  # a token has to attend to so many, or the Triton kernel is quicker: an item takes 3 us more
 
 
-_TILES = {64: Tiles(128, 4, 0.009), 128: Tiles(128, 2, 0.0125), 256: Tiles(64, 2, 0.024)}
+_TILES = {64: Tiles(128, 4, 0.009, 512), 128: Tiles(128, 2, 0.0125), 256: Tiles(64, 2, 0.024)}
 _SEQS = 16  # sequences that are searched at a time
 _ROUNDS = 3  # rounds of persistent programs; with fewer each item has a program, because padding items end soon
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # constructing it takes 5 us
@@ -200,8 +201,10 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fits(q: Tensor, layer: Tensor) -> bool:
-    """Whether `prefill_hopper` supports these tensors on this GPU, and compiles with the installed Triton."""
+def fits(q: Tensor, layer: Tensor, num_keys: int) -> bool:
+    """Whether `prefill_hopper` supports these tensors on this GPU, compiles with the installed Triton, and is the
+    quicker kernel for tokens that attend to `num_keys` keys at most.
+    """
     head_dim, block_size = layer.shape[4], layer.shape[3]
     return (
         _GLUON_HAS_NAMES
@@ -210,8 +213,14 @@ def fits(q: Tensor, layer: Tensor) -> bool:
         and q.dtype == layer.dtype
         and q.dtype == torch.bfloat16  # float16 compiles but has not run
         and head_dim in _TILES
+        and num_keys >= _TILES[head_dim].min_keys
         and block_size in (16, 32, 64)
     )
+
+
+def min_keys(head_dim: int) -> int:
+    """The fewest keys of a token for which `fits` may hold; 0 if it does not depend on them."""
+    return _TILES[head_dim].min_keys if head_dim in _TILES else 0
 
 
 def key_us(head_dim: int) -> float:

@@ -40,7 +40,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "choose_config", lambda head_dim: FusedDecodeConfig(32, 2, 2, 2, 40, True))
+    monkeypatch.setattr(file, "choose_config", lambda head_dim: FusedDecodeConfig(32, 2, 2, 2, ahead=head_dim < 100))
 
 
 class Case:
