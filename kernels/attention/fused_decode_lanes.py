@@ -42,10 +42,11 @@ def load_kv_tile(
 
 @triton.jit
 def online_softmax_update(
-    q, k, v, valid, scale, acc, l_i, m_i,
+    q, k, v, start, stop, scale, acc, l_i, m_i,
     KEYS: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile to acc, l_i and m_i of each lane."""
+    """Adds a tile, whose keys from `start` on end at `stop`, to acc, l_i and m_i of each lane."""
+    valid = start + tl.arange(0, KEYS * LANES) < stop
     k = tl.reshape(k.to(tl.float32), [KEYS, LANES, DIM])
     v = tl.reshape(v.to(tl.float32), [KEYS, LANES, DIM])
     scores = apply_soft_cap(tl.sum(k * q[None, :, :], 2), scale, CAP)
@@ -61,22 +62,26 @@ def online_softmax_update(
 @triton.jit
 def combine_head_splits(
     out_ptr, partial_out_ptr, lse_ptr, num_splits, sinks_ptr, head,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combines a head's splits, at most MAX_SPLITS, by their log-sum-exp."""
-    split, dims = tl.arange(0, MAX_SPLITS), tl.arange(0, DIM)
-    lse = tl.load(lse_ptr + split, mask=split < num_splits, other=float("-inf"), cache_modifier=".cg")
-    m_i = tl.max(lse, 0)
-    l_i = add_sinks(tl.sum(tl.exp2(lse - m_i), 0), m_i, sinks_ptr, head, 1, HEADS)
+    """Combines a head's splits by their log-sum-exp, SPLITS at a time, all of which are loaded at once."""
+    dims = tl.arange(0, DIM)
+    m_i = float("-inf")
+    l_i = 0.0
     acc = tl.zeros([DIM], tl.float32)
-    for start in range(0, num_splits, SPLITS_AT_ONCE):
-        splits = start + tl.arange(0, SPLITS_AT_ONCE)
-        lse_some = tl.load(lse_ptr + splits, mask=splits < num_splits, other=float("-inf"), cache_modifier=".cg")
-        inside = (splits < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
-        places = partial_out_ptr + splits[:, None] * HEAD_DIM + dims[None, :]
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        lse = tl.load(lse_ptr + split, mask=split < num_splits, other=float("-inf"), cache_modifier=".cg")
+        inside = (split < num_splits)[:, None] & (dims < HEAD_DIM)[None, :]
+        places = partial_out_ptr + split[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(places, mask=inside, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(values * tl.exp2(lse_some - m_i)[:, None], 0)
+        m_new = tl.maximum(m_i, tl.max(lse, 0))
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2(lse - m_new)
+        l_i = l_i * alpha + tl.sum(p, 0)
+        acc = acc * alpha + tl.sum(values * p[:, None], 0)
+        m_i = m_new
+    l_i = add_sinks(l_i, m_i, sinks_ptr, head, 1, HEADS)
     tl.store(out_ptr + dims, acc / l_i, mask=dims < HEAD_DIM)
 
 
@@ -109,11 +114,10 @@ def quantize(x, scale, dtype: tl.constexpr, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def write_kv(
-    table, layer_ptr, head, position, k, v, mask,
+    block, layer_ptr, head, position, k, v, mask,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the new key and value of a head, from the row of k and v that `mask` selects."""
-    block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    """Writes the new key and value of a head to a block, from the row of k and v that `mask` selects."""
     kv_row = ((block * (2 * KV_HEADS) + head) * BLOCK_SIZE + position % BLOCK_SIZE) * HEAD_DIM
     places = layer_ptr + kv_row + tl.broadcast_to(tl.arange(0, k.shape[1])[None, :], k.shape)
     tl.store(places, k, mask=mask)
@@ -127,17 +131,30 @@ def load_head(ptr, head, dims, inside, HEAD_DIM: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
-def combine_head_if_last(
-    out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SPLITS_AT_ONCE: tl.constexpr,
+def store_split(
+    acc, l_i, m_i, v_scale, slot, out_head, split, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr,
+    sinks_ptr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """If this program is the last of a head's splits, combines all of them and resets the counter."""
-    if is_last_split(semaphores_ptr + out_head, num_splits):
-        tl.debug_barrier()
-        first = out_head * tl.num_programs(0)
-        combine_head_splits(
-            out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, sinks_ptr,
-            out_head % HEADS, HEADS, HEAD_DIM, DIM, MAX_SPLITS, SPLITS_AT_ONCE,
-        )  # fmt: skip
-        tl.store(semaphores_ptr + out_head, 0)
+    """Combines the lanes of a split and stores it. The last of a head's programs combines the splits, SPLITS at a time,
+    and resets the counter.
+    """
+    dims = tl.arange(0, DIM)
+    m_row = tl.max(m_i, 0)
+    alpha = tl.exp2(m_i - m_row)
+    l_i = add_sinks(tl.sum(l_i * alpha, 0), m_row, sinks_ptr, out_head % HEADS, num_splits, HEADS)
+    acc = tl.sum(acc * alpha[:, None], 0) * (v_scale / l_i)
+    if num_splits == 1:
+        acc = tl.where(slot >= 0, acc, 0.0)
+        tl.store(out_ptr + out_head * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+    else:
+        first = out_head * tl.num_programs(1)
+        tl.store(partial_out_ptr + (first + split) * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
+        tl.store(lse_ptr + first + split, m_row + tl.log2(l_i))
+        if is_last_split(semaphores_ptr + out_head, num_splits):
+            tl.debug_barrier()
+            combine_head_splits(
+                out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits,
+                sinks_ptr, out_head % HEADS, HEADS, HEAD_DIM, DIM, SPLITS,
+            )  # fmt: skip
+            tl.store(semaphores_ptr + out_head, 0)

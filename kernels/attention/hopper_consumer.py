@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+LOG2E = gl.constexpr(1.4426950408889634)
+
 
 @gluon.jit
 def _release(barrier):
@@ -15,9 +17,12 @@ def _release(barrier):
 @gluon.jit
 def _online_softmax(
     scores, m_i, l_i, tile, positions, scale,
-    MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+    MASK: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """p of a tile of scores, alpha, and the new m_i and l_i."""
+    """p of a tile of scores, alpha, and the new m_i and l_i. scale includes log2(e)."""
+    if CAP > 0:  # CAP * tanh(scores * scale / CAP), where the scale does not include log2(e)
+        scores = CAP * LOG2E - 2 * CAP * LOG2E / (1 + gl.exp2(scores * (2 / CAP * scale)))
+        scale = 1.0
     if MASK:
         keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         visible = keys[None, :] <= positions[:, None]
@@ -53,11 +58,22 @@ def _to_operand(p, q, ACC: gl.constexpr):
 
 
 @gluon.jit
+def add_sinks(
+    l_i, m_i, sinks_ptr, head, start_m, GROUP: gl.constexpr, HALF_M: gl.constexpr, SCORES: gl.constexpr
+):  # fmt: skip
+    """l_i of HALF_M rows from `start_m` on, with the sinks of their query heads; see `attention_tiles.add_sinks`."""
+    offs_m = start_m + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, SCORES))
+    sinks = gl.load(sinks_ptr + head * GROUP + offs_m % GROUP)
+    m_safe = gl.where(m_i == float("-inf"), 0.0, m_i)
+    return l_i + gl.exp2(gl.minimum(sinks * LOG2E - m_safe, 126.0))
+
+
+@gluon.jit
 def _main_loop(
     begin, stop, count, top_tile, q, acc, m_i, l_i, p, alpha, positions, scale, k_tiles, v_tiles, k_full, k_empty,
     v_full, v_empty, my_turn, next_turn,
-    FIRST: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, HALF_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
+    FIRST: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, HALF_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Main loop over key tiles `begin` to `stop`: the scores of tile i, and p @ V of tile i - 1.
 
@@ -80,7 +96,7 @@ def _main_loop(
         scores = warpgroup_mma_wait(1, deps=[scores])
         _release(k_empty.index(stage))
         p, alpha, m_i, l_i = _online_softmax(
-            scores, m_i, l_i, top_tile - i, positions, scale, MASK, WINDOW, BLOCK_N, SCORES
+            scores, m_i, l_i, top_tile - i, positions, scale, MASK, WINDOW, CAP, BLOCK_N, SCORES
         )
         acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
         _release(v_empty.index(last_stage))
@@ -91,8 +107,8 @@ def _main_loop(
 def attend_item(
     q, start_m, context_len, count, top_tile, num_masked, num_whole, num_tiles, scale, k_tiles, v_tiles, k_full,
     k_empty, v_full, v_empty, my_turn, next_turn,
-    FIRST: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr, HALF_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
+    FIRST: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, GROUP: gl.constexpr, HALF_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: HALF_M rows from `start_m` on, over `num_tiles` key tiles from `top_tile` downwards.
 
@@ -110,20 +126,22 @@ def attend_item(
     mbarrier.arrive(next_turn, count=1)
     scores = warpgroup_mma_wait(0, deps=[scores])
     _release(k_empty.index(count % STAGES))
-    p, alpha, m_i, l_i = _online_softmax(scores, m_i, l_i, top_tile, positions, scale, True, WINDOW, BLOCK_N, SCORES)
+    p, alpha, m_i, l_i = _online_softmax(
+        scores, m_i, l_i, top_tile, positions, scale, True, WINDOW, CAP, BLOCK_N, SCORES
+    )
     acc, m_i, l_i, p, alpha = _main_loop(
         1, num_masked, count, top_tile, q, acc, m_i, l_i, p, alpha, positions, scale, k_tiles, v_tiles, k_full,
-        k_empty, v_full, v_empty, my_turn, next_turn, FIRST, True, WINDOW, HALF_M, BLOCK_N, STAGES, SCORES, ACC,
+        k_empty, v_full, v_empty, my_turn, next_turn, FIRST, True, WINDOW, CAP, HALF_M, BLOCK_N, STAGES, SCORES, ACC,
     )  # fmt: skip
     acc, m_i, l_i, p, alpha = _main_loop(
         num_masked, num_whole, count, top_tile, q, acc, m_i, l_i, p, alpha, positions, scale, k_tiles, v_tiles, k_full,
-        k_empty, v_full, v_empty, my_turn, next_turn, FIRST, False, WINDOW, HALF_M, BLOCK_N, STAGES, SCORES, ACC,
+        k_empty, v_full, v_empty, my_turn, next_turn, FIRST, False, WINDOW, CAP, HALF_M, BLOCK_N, STAGES, SCORES, ACC,
     )  # fmt: skip
     if WINDOW > 0:
         acc, m_i, l_i, p, alpha = _main_loop(
             num_whole, num_tiles, count, top_tile, q, acc, m_i, l_i, p, alpha, positions, scale, k_tiles, v_tiles,
-            k_full, k_empty, v_full, v_empty, my_turn, next_turn, FIRST, True, WINDOW, HALF_M, BLOCK_N, STAGES, SCORES,
-            ACC,
+            k_full, k_empty, v_full, v_empty, my_turn, next_turn, FIRST, True, WINDOW, CAP, HALF_M, BLOCK_N, STAGES,
+            SCORES, ACC,
         )  # fmt: skip
     last = count + num_tiles - 1
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]

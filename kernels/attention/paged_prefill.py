@@ -32,7 +32,6 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention
 _PROGRAMS = 132  # multiprocessors: with fewer programs, keys are split
 _MAX_SPLITS = 16
 _SPLIT_MIN_LEN = 1024  # shorter sequences are not worth a combine kernel
-_HOPPER_KEY_US = 0.0125  # us a key of a program of `prefill_hopper`, one of which runs at a time on a multiprocessor
 _COMBINE_US = 3.0  # the combine kernel's launch
 _SPLIT_US = 3.2e-6  # an element of a split, written and read: 8 bytes at 2.5 TB/s
 
@@ -196,14 +195,15 @@ def paged_prefill(
     num_seqs = len(query_start_loc) - 1
     if num_seqs < 1 or not len(out):
         return
-    hopper = scales is None and sinks is None and soft_cap is None and window is None and prefill_hopper.fits(q, layer)
+    seen = max_seq_len if window is None else min(window, max_seq_len)
+    hopper = scales is None and not (window and chunked) and prefill_hopper.fits(q, layer, seen)
     config, group = choose_config(head_dim, q.dtype), heads // kv_heads
     block_m = prefill_hopper.BLOCK_M if hopper else config.block_m
     tiles = len(out) * group // block_m + num_seqs
     num_keys = max_seq_len if window is None else min(window + len(out), max_seq_len)
     work = ceil_div(len(out) * group, block_m) * kv_heads  # for one sequence; with several, some tiles are not full
     if hopper:
-        num_splits = _num_splits(work, num_keys, _PROGRAMS, _HOPPER_KEY_US, out.numel())
+        num_splits = _num_splits(work, num_keys, _PROGRAMS, prefill_hopper.key_us(head_dim), out.numel())
     else:
         num_splits = _num_splits(work, num_keys, config.programs * _PROGRAMS, config.key_us, out.numel())
     partial_out, lse = out, out
@@ -214,7 +214,9 @@ def paged_prefill(
         q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, lse, sinks
     )
     if hopper:
-        prefill_hopper.prefill_hopper(q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits)
+        prefill_hopper.prefill_hopper(
+            q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits, soft_cap, sinks
+        )
     else:
         _paged_prefill_kernel[(kv_heads, tiles, num_splits)](
             *arguments,
@@ -234,6 +236,14 @@ def paged_prefill(
             sinks_ptr=sinks,
             num_warps=1,
         )
+
+
+def kernel_lengths(head_dim: int) -> tuple[int, ...]:
+    """Values of `max_seq_len` with which `paged_prefill` takes each of its kernels for a head size, without and with
+    split keys.
+    """
+    few = (1,) if prefill_hopper.min_keys(head_dim) else ()
+    return (*few, _SPLIT_MIN_LEN - 1, 1 << 20)
 
 
 def _num_splits(programs: int, max_seq_len: int, max_programs: int, key_us: float, elements: int) -> int:

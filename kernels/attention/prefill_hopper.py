@@ -7,6 +7,7 @@ block is, and is multiplied by 0: it must be finite.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +17,23 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from blockyard.kernels.attention.attention_tiles import LOG2E
-from blockyard.kernels.attention.hopper_consumer import attend_item
+from blockyard.kernels.attention.hopper_consumer import add_sinks, attend_item
 from blockyard.kernels.attention.hopper_producer import count_tiles, next_item, produce, warp_uniform
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 BLOCK_M = 128  # rows of a query tile, half of them for each warpgroup
-_BLOCK_N = 128
-_STAGES = 2
+
+
+class Tiles(NamedTuple):
+    """Tiles of a head size."""
+
+    block_n: int  # keys of a tile
+    stages: int  # tiles of keys, and of values, in shared memory
+    key_us: float  # of `key_us`
+    min_keys: int = 0  # a token has to attend to so many, or the Triton kernel is quicker: an item takes 3 us more
+
+
+_TILES = {64: Tiles(128, 4, 0.009, 512), 128: Tiles(128, 2, 0.0125), 256: Tiles(64, 2, 0.024)}
 _SEQS = 16  # sequences that are searched at a time
 _ROUNDS = 3  # rounds of persistent programs; with fewer each item has a program, because padding items end soon
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # constructing it takes 5 us
@@ -68,15 +79,16 @@ def _store(
 @gluon.jit
 def _consume(
     half, q_ptr, slots_ptr, positions_ptr, query_start_ptr, out_ptr, lse_ptr, q_stride, num_seqs, all_tiles,
-    num_splits, scale, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-    FIRST: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT_KV: gl.constexpr, SEQS: gl.constexpr,
+    num_splits, scale, sinks_ptr, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+    FIRST: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, GROUP: gl.constexpr,
+    KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_KV: gl.constexpr, SEQS: gl.constexpr,
 ):  # fmt: skip
     """A consumer warpgroup: attention of half the rows of each item to all its keys."""
     HALF_M: gl.constexpr = BLOCK_M // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     base = gl.load(query_start_ptr)
     q = q_tiles.index(half)
     my_turn, next_turn = turns.index(half), turns.index(1 - half)
@@ -113,9 +125,11 @@ def _consume(
             gl.thread_barrier()
             acc, m_i, l_i = attend_item(
                 q, half_start_m, context_len, count, top_tile, num_masked, num_whole, num_tiles, scale, k_tiles,
-                v_tiles, k_full, k_empty, v_full, v_empty, my_turn, next_turn, FIRST, WINDOW, GROUP, HALF_M, BLOCK_N,
-                HEAD_DIM, STAGES, SCORES, ACC,
+                v_tiles, k_full, k_empty, v_full, v_empty, my_turn, next_turn, FIRST, WINDOW, CAP, GROUP, HALF_M,
+                BLOCK_N, HEAD_DIM, STAGES, SCORES, ACC,
             )  # fmt: skip
+            if SINKS and not SPLIT_KV:
+                l_i = add_sinks(l_i, m_i, sinks_ptr, head, half_start_m, GROUP, HALF_M, SCORES)
             l_i = gl.where(l_i > 0, l_i, 1.0)
             scale_out = gl.where(slot >= 0, 1.0 / l_i, 0.0)
             acc = acc * gl.convert_layout(scale_out, gl.SliceLayout(1, ACC))[:, None]
@@ -133,10 +147,10 @@ def _consume(
 )
 def _prefill_hopper_kernel(
     desc, q_ptr, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, out_ptr, lse_ptr, q_stride, table_stride,
-    num_seqs, num_splits, scale,
-    WINDOW: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT_KV: gl.constexpr, SEQS: gl.constexpr,
+    num_seqs, num_splits, scale, sinks_ptr,
+    WINDOW: gl.constexpr, CAP: gl.constexpr, SINKS: gl.constexpr, GROUP: gl.constexpr, KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT_KV: gl.constexpr, SEQS: gl.constexpr,
 ):  # fmt: skip
     # item (split, query tile from the end, K/V head), the head fastest
     BLOCKS: gl.constexpr = BLOCK_N // BLOCK_SIZE
@@ -166,11 +180,13 @@ def _prefill_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, q_ptr, slots_ptr, positions_ptr, query_start_ptr, out_ptr, lse_ptr, q_stride, num_seqs,
-                        all_tiles, num_splits, scale, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                        turns, 1, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SPLIT_KV, SEQS)),
+                        all_tiles, num_splits, scale, sinks_ptr, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full,
+                        v_empty, turns, 1, WINDOW, CAP, SINKS, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES,
+                        SPLIT_KV, SEQS)),
             (_consume, (1, q_ptr, slots_ptr, positions_ptr, query_start_ptr, out_ptr, lse_ptr, q_stride, num_seqs,
-                        all_tiles, num_splits, scale, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-                        turns, 0, WINDOW, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SPLIT_KV, SEQS)),
+                        all_tiles, num_splits, scale, sinks_ptr, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full,
+                        v_empty, turns, 0, WINDOW, CAP, SINKS, GROUP, KV_HEADS, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES,
+                        SPLIT_KV, SEQS)),
             (produce, (desc, slots_ptr, positions_ptr, tables_ptr, query_start_ptr, table_stride, num_seqs, all_tiles,
                        num_splits, k_blocks, v_blocks, k_full, k_empty, v_full, v_empty,
                         WINDOW, GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_M, BLOCK_N, HALVES, STAGES, SEQS)),
@@ -185,18 +201,31 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fits(q: Tensor, layer: Tensor) -> bool:
-    """Whether `prefill_hopper` supports these tensors on this GPU, and compiles with the installed Triton."""
+def fits(q: Tensor, layer: Tensor, num_keys: int) -> bool:
+    """Whether `prefill_hopper` supports these tensors on this GPU, compiles with the installed Triton, and is the
+    quicker kernel for tokens that attend to `num_keys` keys at most.
+    """
     head_dim, block_size = layer.shape[4], layer.shape[3]
     return (
         _GLUON_HAS_NAMES
         and q.device.type == "cuda"
         and torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == layer.dtype
-        and q.dtype == torch.bfloat16  # float16 and head size 64 compile but have not run
-        and head_dim == 128
+        and q.dtype == torch.bfloat16  # float16 compiles but has not run
+        and head_dim in _TILES
+        and num_keys >= _TILES[head_dim].min_keys
         and block_size in (16, 32, 64)
     )
+
+
+def min_keys(head_dim: int) -> int:
+    """The fewest keys of a token for which `fits` may hold; 0 if it does not depend on them."""
+    return _TILES[head_dim].min_keys if head_dim in _TILES else 0
+
+
+def key_us(head_dim: int) -> float:
+    """us a key of a program, one of which runs at a time on a multiprocessor."""
+    return _TILES[head_dim].key_us
 
 
 def prefill_hopper(
@@ -209,22 +238,25 @@ def prefill_hopper(
     out: Tensor,
     lse: Tensor,
     num_splits: int,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    """As `paged_prefill`, which has checked the inputs.
+    """As `paged_prefill`, which has checked the inputs. A window slides: chunks are not supported.
 
     With several splits out is [rows, heads, num_splits, head_dim] float32, lse [rows, heads, num_splits] float32, and a
     split that has no keys writes only its lse.
     """
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    group, num_seqs = heads // kv_heads, len(query_start_loc) - 1
+    group, num_seqs, tiles = heads // kv_heads, len(query_start_loc) - 1, _TILES[head_dim]
     blocks = TensorDescriptor.from_tensor(layer.view(-1, head_dim), [block_size, 64], _BLOCK_LAYOUT)
     # further sequences add tiles too, but in a padded graph most of these are empty
     items = (len(out) * group // BLOCK_M + min(num_seqs, 2)) * kv_heads * num_splits
     num_multiprocessors = _num_multiprocessors(q.device)
     _prefill_hopper_kernel[(items if items < _ROUNDS * num_multiprocessors else num_multiprocessors,)](
         blocks, q, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, lse, q.stride(0),
-        metadata.tables.stride(0), num_seqs, num_splits, scale * LOG2E,
-        WINDOW=window or 0, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M,
-        BLOCK_N=_BLOCK_N, STAGES=_STAGES, SPLIT_KV=num_splits > 1, SEQS=_SEQS, num_warps=4,
+        metadata.tables.stride(0), num_seqs, num_splits, scale * LOG2E, lse if sinks is None else sinks,
+        WINDOW=window or 0, CAP=soft_cap or 0.0, SINKS=sinks is not None, GROUP=group, KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M, BLOCK_N=tiles.block_n, STAGES=tiles.stages,
+        SPLIT_KV=num_splits > 1, SEQS=_SEQS, num_warps=4,
     )  # fmt: skip

@@ -81,6 +81,9 @@ def _nested(text: TextInput, kind: PartKind, ends: Markers | None) -> Reading[bo
                 return False
             yield None
             continue
+        if scan.is_text(data):  # nearly all pieces of long arguments
+            yield from text.emit(kind, len(data))
+            continue
         count = 0
         for char in data:
             if ends is not None and not scan.in_string and ends.may_start_with(char):
@@ -107,6 +110,10 @@ class _Brackets:
     def __init__(self) -> None:
         self.in_string = self.closed = self._is_escaped = False
         self._depth = 0
+
+    def is_text(self, data: str) -> bool:
+        """Whether all of this stands inside of a string, which goes on behind it."""
+        return self.in_string and not self._is_escaped and '"' not in data and "\\" not in data
 
     def read(self, char: str) -> None:
         if self._is_escaped:

@@ -21,6 +21,13 @@ class Markers:
         """Characters of the longest marker: more are never held back."""
         return self._longest
 
+    def is_far(self, data: str, start: int) -> bool:
+        """Whether no marker begins from `start` on, not even in part: that of nearly all pieces of text."""
+        for char in self._firsts:  # noqa: SIM110  # a generator expression takes as long as all the rest
+            if data.find(char, start) >= 0:
+                return False
+        return True
+
     def find(self, data: str, start: int = 0) -> tuple[int, str] | None:
         """The place of the first marker from `start` on, and the marker; None if there is none."""
         best, found = -1, ""

@@ -33,7 +33,10 @@ class OutputReader:
         for part in self._reading:
             if part is None:
                 break
-            append(parts, part)
+            if parts:
+                append(parts, part)
+            else:
+                parts.append(part)
         return parts
 
 

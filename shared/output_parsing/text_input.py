@@ -8,6 +8,10 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 SPACES = " \t\r\n"
 
 
+def _any(text: str) -> bool:
+    return True
+
+
 class TextInput:
     """Text that has arrived, and the place up to which it is read.
 
@@ -15,13 +19,14 @@ class TextInput:
     syntax of the format, which the client does not see. A format that has read syntax in vain goes back with `rewind`.
     """
 
-    __slots__ = ("_at", "_base", "_before", "_data", "_ended", "_kept")
+    __slots__ = ("_at", "_base", "_before", "_data", "_ended", "_kept", "_kept_at_end")
 
     def __init__(self) -> None:
         self._data = ""
         self._at = 0
         self._ended = False
         self._kept = 0  # places from which text is kept for `rewind`
+        self._kept_at_end = 0  # those of them that were kept when the text ended
         self._before: list[str] = []  # pieces of text before `_data`, while some is kept
         self._base = 0  # the place of `_data` in the whole text
 
@@ -35,7 +40,7 @@ class TextInput:
 
     def end(self) -> None:
         """No more text will arrive."""
-        self._ended = True
+        self._ended, self._kept_at_end = True, self._kept
 
     @property
     def ended(self) -> bool:
@@ -47,8 +52,11 @@ class TextInput:
         self._kept += 1
         return self._base + self._at
 
-    def rewind(self, place: int) -> None:
-        """Goes back to a place of `keep`: the text from there on is unread again."""
+    def rewind(self, place: int) -> bool:
+        """Goes back to a place of `keep`: the text from there on is unread again.
+
+        True if the text has ended while it was read from there on: with more text it might have been read.
+        """
         if place >= self._base:
             self._at = place - self._base
         else:
@@ -56,11 +64,14 @@ class TextInput:
             cut = place - (self._base - len(before))
             self._before = [before[:cut]]
             self._data, self._at, self._base = before[cut:] + self._data, 0, place
+        is_cut = self._kept == self._kept_at_end > 0
         self.release()
+        return is_cut
 
     def release(self) -> None:
         """What was read since `keep` stays read."""
         self._kept -= 1
+        self._kept_at_end = min(self._kept_at_end, self._kept)
         if not self._kept:
             self._before.clear()
 
@@ -125,25 +136,37 @@ class TextInput:
         `encode` turns each piece into the text of its part.
         """
         while True:
-            found = markers.find(self._data, self._at)
-            # another marker may begin at the same place and be longer
-            if found is not None and (self._ended or markers.possible_start(self._data, found[0]) > found[0]):
-                yield from self._emit(kind, found[0], encode)
-                self._at += len(found[1])
-                return found[1]
-            certain = len(self._data) if self._ended else markers.possible_start(self._data, self._at)
-            yield from self._emit(kind, certain if found is None else min(found[0], certain), encode)
+            if markers.is_far(self._data, self._at):
+                found, certain = None, len(self._data)
+            else:
+                found = markers.find(self._data, self._at)
+                # another marker may begin at the same place and be longer
+                if found is not None and (self._ended or markers.possible_start(self._data, found[0]) > found[0]):
+                    if found[0] > self._at:
+                        yield self._taken(kind, found[0], encode)
+                    self._at += len(found[1])
+                    return found[1]
+                certain = len(self._data) if self._ended else markers.possible_start(self._data, self._at)
+                if found is not None:
+                    certain = min(found[0], certain)
+            if certain > self._at:
+                yield self._taken(kind, certain, encode)
             if self._ended:
                 return ""
             yield None
 
-    def before(self, markers: Markers, limit: int) -> Reading[str | None]:
+    def before(self, markers: Markers, limit: int, fits: Callable[[str], bool] = _any) -> Reading[str | None]:
         """Reads the text before the next marker, which stays unread.
 
-        None, with nothing read, if more than `limit` characters come before it, or the text ends without one.
+        None, with nothing read, if more than `limit` characters come before it, or the text ends without one, or its
+        beginning does not fit: no more text waits than may come before a marker.
         """
         while True:
             found = markers.find(self._data, self._at)
+            if fits is not _any:
+                end = markers.possible_start(self._data, self._at) if found is None else found[0]
+                if not fits(self._data[self._at : end]):
+                    return None
             if found is not None:
                 if found[0] - self._at > limit:
                     return None
@@ -156,7 +179,8 @@ class TextInput:
     def rest(self, kind: PartKind) -> Reading[None]:
         """Yields all text to the end as parts of this kind."""
         while not self.ended:
-            yield from self._emit(kind, len(self._data), None)
+            if len(self._data) > self._at:
+                yield self._taken(kind, len(self._data))
             if not self._ended:
                 yield None
 
@@ -169,9 +193,9 @@ class TextInput:
 
     def emit(self, kind: PartKind, count: int) -> Reading[None]:
         """Yields the next `count` characters, which `peek` has shown, as a part of this kind."""
-        yield from self._emit(kind, self._at + count, None)
+        if count:
+            yield self._taken(kind, self._at + count)
 
-    def _emit(self, kind: PartKind, end: int, encode: Callable[[str], str] | None) -> Reading[None]:
-        if end > self._at:
-            text, self._at = self._data[self._at : end], end
-            yield Part(kind, text if encode is None else encode(text))
+    def _taken(self, kind: PartKind, end: int, encode: Callable[[str], str] | None = None) -> Part:
+        text, self._at = self._data[self._at : end], end
+        return Part(kind, text if encode is None else encode(text))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import TextDelta
+from blockyard.shared.output_parsing.cut_calls import CutCalls
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.output_parsing.reader import Format, OutputReader
 from blockyard.shared.ring_client.request_fields.output_format import (
@@ -13,6 +14,7 @@ from blockyard.shared.ring_client.request_fields.output_format import (
     ReasoningMeter,
     answer_format,
     call_id_form,
+    cut_calls,
     format_names,
 )
 from blockyard.shared.ring_client.request_fields.tools import ToolUse
@@ -20,17 +22,29 @@ from blockyard.shared.tool_parsers.interface import CallId, new_call_id
 
 log = logging.getLogger(__name__)
 
-ALWAYS_SHOWN = (PartKind.CONTENT, PartKind.ARGUMENTS)
+AS_THEY_ARE = (PartKind.CONTENT, PartKind.ARGUMENTS)  # parts that are shown unchanged
 
 
 class ChoiceReader:
     """Lives as long as the client's connection: it is given each delta once, also after a request was sent again.
 
-    Every call gets an id, other than those of the calls before, and reasoning is left out if the client does not want
-    it. A format that raises ends the choice's parts, and `on_error` is told.
+    Every call gets an id, other than those of the calls before. Reasoning is left out if the client does not want it,
+    and so is the beginning of a call in which the answer ends. A format that raises ends the choice's parts, and
+    `on_error` is told.
     """
 
-    __slots__ = ("_call_id", "_ids", "_meter", "_num_calls", "_on_error", "_reader", "_shows_reasoning")
+    __slots__ = (
+        "_as_they_are",
+        "_call_id",
+        "_cut",
+        "_ids",
+        "_last",
+        "_meter",
+        "_num_calls",
+        "_on_error",
+        "_reader",
+        "_shows_reasoning",
+    )
 
     def __init__(
         self,
@@ -39,10 +53,14 @@ class ChoiceReader:
         call_id: CallId,
         shows_reasoning: bool,
         on_error: Callable[[Exception], None],
+        cut: Callable[[], CutCalls] = CutCalls,
     ) -> None:
-        """`meter` watches the format `read`."""
+        """`meter` watches the format `read`; `cut` is called at the end of the answer."""
         self._reader: OutputReader | None = OutputReader(read)
         self._meter, self._call_id, self._shows_reasoning, self._on_error = meter, call_id, shows_reasoning, on_error
+        self._as_they_are = (*AS_THEY_ARE, PartKind.REASONING) if shows_reasoning else AS_THEY_ARE
+        self._cut = cut
+        self._last: PartKind | None = None  # of the parts so far
         self._num_calls = 0
         self._ids: set[str] = set()  # of the calls so far
 
@@ -57,18 +75,25 @@ class ChoiceReader:
         if reader is None:
             return []
         try:
-            parts = reader.push(delta.text) if delta.text else []
-            if delta.finish is not None:
-                parts += reader.finish()
+            parts = self._read_last(reader, delta.text) if delta.finish is not None else reader.push(delta.text)
         except Exception as e:  # a format may be a user's: it ends this request and no other
             log.warning("an answer could not be read", exc_info=True)
             self._reader = None
             self._on_error(e)
             return []
+        if parts:
+            self._last = parts[-1].kind
         self._meter.count(len(delta.token_ids))
-        if len(parts) == 1 and parts[0].kind in ALWAYS_SHOWN:  # nearly every token
+        if len(parts) == 1 and parts[0].kind in self._as_they_are:  # nearly every token
             return parts
         return [shown for part in parts if (shown := self._shown(part)) is not None]
+
+    def _read_last(self, reader: OutputReader, text: str) -> list[Part]:
+        cut = self._cut()
+        text, cut_character = cut.without_cut_character(text)
+        parts = reader.push(text)
+        last = parts[-1].kind if parts else self._last
+        return parts + cut.left_out(reader.finish(), last, cut_character)
 
     def _shown(self, part: Part) -> Part | None:
         if part.kind == PartKind.CALL:
@@ -101,7 +126,9 @@ def open_reader(
         on_error(RequestError(reason, status=422, code="output_parser_failed"))
 
     read = answer_format(form, use, formats, opened, meter)
-    return ChoiceReader(read, meter, call_id_form(formats), shows_reasoning, failed)
+    return ChoiceReader(
+        read, meter, call_id_form(formats), shows_reasoning, failed, lambda: cut_calls(form, use, formats)
+    )
 
 
 def joined(parts: list[Part]) -> list[Part]:

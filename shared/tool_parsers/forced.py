@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from blockyard.shared.output_parsing.json_text import json_value
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall
@@ -33,5 +34,10 @@ def read_arguments(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
     if not (yield from text.peek()):
         return
     yield Part(PartKind.CALL, tools[0].name)
-    yield from text.rest(PartKind.ARGUMENTS)
-    yield CALL_END
+    if (yield from text.peek()) == "{" and tools[0].kind == ToolKind.FUNCTION:
+        yield from json_value(text, PartKind.ARGUMENTS)
+        yield CALL_END
+        yield from text.rest(PartKind.CONTENT)
+    else:
+        yield from text.rest(PartKind.ARGUMENTS)
+        yield CALL_END

@@ -27,11 +27,13 @@ class ToolFormat:
     """A value of --tool-call-parser.
 
     `read` reads a whole answer behind its reasoning, given the tools that the answer may call. Text that is no call is
-    content, a call whose beginning is malformed too: no character is lost, and nothing is raised.
+    content, a call whose beginning is malformed too: no character is lost, and nothing is raised. CALL_END follows the
+    last argument at once: one that only the end of the text brings is of a call that was cut.
     `write_grammar` returns a Lark expression for one or more calls (one alone without the last argument), with rules
-    that it adds: what it allows is read back by `read`. `openings` are the texts with which calls of these
-    tools begin, if that is not the first of `markers`: text before calls that are not forced has none of them. The
-    first quoted text or marker of calls in the grammar has all of the first of them.
+    that it adds: what it allows is read back by `read`. `openings` are the texts with which calls of these tools begin,
+    if that is not the first of `markers`: text before calls that are not forced has none of them, and from one on the
+    beginning of a call in which an answer ends is not shown (`output_parsing/cut_calls.py`). The first quoted text or
+    marker of calls in the grammar has all of the first of them.
     """
 
     name: str

@@ -12,7 +12,6 @@ from blockyard.shared.tool_parsers.json_calls.hunyuan_a13b import HUNYUAN_A13B
 from blockyard.shared.tool_parsers.json_calls.internlm import INTERNLM
 from blockyard.shared.tool_parsers.json_calls.jamba import JAMBA
 from blockyard.shared.tool_parsers.json_calls.llama3_json import LLAMA3_JSON
-from blockyard.shared.tool_parsers.json_calls.longcat import LONGCAT
 from blockyard.shared.tool_parsers.json_calls.minimax import MINIMAX
 from blockyard.shared.tool_parsers.json_calls.phi4_mini_json import PHI4_MINI_JSON
 from blockyard.shared.tool_parsers.json_calls.xlam import XLAM
@@ -28,6 +27,7 @@ from blockyard.shared.tool_parsers.token_calls.mistral import MISTRAL
 from blockyard.shared.tool_parsers.xml_calls.deepseek_v32 import DEEPSEEK_V4, DEEPSEEK_V32
 from blockyard.shared.tool_parsers.xml_calls.glm45 import GLM45, GLM47
 from blockyard.shared.tool_parsers.xml_calls.hy_v3 import HY_V3
+from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT
 from blockyard.shared.tool_parsers.xml_calls.mimo import MIMO
 from blockyard.shared.tool_parsers.xml_calls.minicpm5 import MINICPM5
 from blockyard.shared.tool_parsers.xml_calls.minimax_m2 import MINIMAX_M2

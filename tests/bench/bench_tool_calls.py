@@ -1,32 +1,38 @@
 """Forced tool calls of each format through all services: how many are read back, with arguments valid by their schema.
 
-    PYTHONPATH=.src:tests/bench:tests/support python -P tests/bench/bench_tool_calls.py [--sets 20] [--parsers NAME ...]
+    PYTHONPATH=.src:tests/bench:tests/support python -P tests/bench/bench_tool_calls.py [--device cuda] [--sets 20]
 
-For each format `blockyard serve demo --tool-call-parser NAME` answers requests at temperature 1 with random sets of 1
-to 4 tools of `tests/support/json_schemas.py`: half of them with `tool_choice: required`, half with a named tool. The
-demo model was trained on none of the formats: the grammar gives its answers their form. An answer counts as failed if
-its calls are not those of the choice, arguments are not valid by jsonschema (formats included), or text is beside them.
-Values of the schemas are short and the end of the text is made likelier, so that answers end: one that reaches the
-limit of tokens is printed and asked for once more with another seed. Sets whose grammar is refused are replaced by
-another one. The exit status is 1 if a format has failures or less than `--sets` answers. Most of the time is the demo
-model's.
+One ring serves the demo model, with a gateway (`blockyard run api-gateway --tool-call-parser NAME`) for each format. It
+answers requests at temperature 1 with random sets of 1 to 4 tools of `tests/support/json_schemas.py`: half of them with
+`tool_choice: required`, half with a named tool. The demo model was trained on none of the formats: the grammar gives
+its answers their form. An answer counts as failed if its calls are not those of the choice, arguments are not valid by
+jsonschema (formats included), or text is beside them. Values of the schemas are short and the end of the text is made
+likelier, so that answers end: one that reaches the limit of tokens is printed and asked for once more with another
+seed, and fails too if text is beside its calls. Sets whose grammar is refused are replaced by another one. The exit
+status is 1 if a format has failures or less than `--sets` answers. Most of the time is the demo model's.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
+import socket
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import openai
 from json_schemas import bounded, random_schema, validate
-from rig import serve
+from rig import ROOT, Server, serve, wait_ready
 
 from blockyard.shared.tool_parsers.registry import FORMATS
 
@@ -34,7 +40,7 @@ NO_PARSER = "(none)"  # the grammar of models without a format of their own
 MAX_TOKENS = 500
 END_BIAS = {"1": 3, "3": 3}  # the demo model's ends of text, or it writes the same call up to the limit of calls
 TRIES = 2  # seeds for answers that reach the limit
-AT_ONCE = 24  # requests to one server
+AT_ONCE = 24  # requests to one gateway
 CUT_CHARS = 1000  # printed of an answer that reaches the limit
 NAMES = ("get_weather", "search.files", "a", "note-2", "Find_All", "x" * 40)
 
@@ -123,6 +129,8 @@ async def ask(client: openai.AsyncOpenAI, seed: int, row: Row) -> bool:
         if answer.choices[0].finish_reason == "length":
             text = answer.choices[0].message.model_dump_json(exclude_none=True)
             row.cut_texts.append(f"set {seed} is cut: {text[:CUT_CHARS]}")
+            if answer.choices[0].message.content:
+                row.failed.append(f"set {seed}: a cut answer has the text {answer.choices[0].message.content!r}")
             continue
         said = fault(asked, answer.choices[0].message)
         if said:
@@ -143,10 +151,31 @@ async def run(url: str, row: Row, num_sets: int) -> None:
             judged += sum(await asyncio.gather(*(ask(client, one, row) for one in seeds)))
 
 
-def measure(parser: str, num_sets: int) -> Row:
+@contextlib.contextmanager
+def gateway(run_dir: str, parser: str) -> Iterator[Server]:
+    """Another gateway of the ring, with this format, until the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--run-dir", run_dir, "--name", f"api_gateway {parser}", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-m", "blockyard", "run", "api-gateway", "demo", *flags, "--tool-call-parser", parser]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / ".src"), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        server = Server(process, port, time.perf_counter())
+        wait_ready(server)
+        yield server
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def measure(run_dir: str, url: str, parser: str, num_sets: int) -> Row:
     row = Row(parser)
-    flags = [] if parser == NO_PARSER else ["--tool-call-parser", parser]
-    with serve("demo", "--device", "cpu", *flags) as server:
+    if parser == NO_PARSER:
+        asyncio.run(run(url, row, num_sets))
+        return row
+    with gateway(run_dir, parser) as server:
         asyncio.run(run(server.url, row, num_sets))
     return row
 
@@ -166,17 +195,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sets", type=int, default=20, help="tool sets of each format")
     parser.add_argument("--parsers", nargs="*", default=[NO_PARSER, *(one.name for one in FORMATS)])
-    parser.add_argument("--servers", type=int, default=2, help="formats that are measured side by side")
+    parser.add_argument("--gateways", type=int, default=2, help="formats that are measured side by side")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--log", type=Path, help="of the ring")
     args = parser.parse_args()
     began = time.monotonic()
 
     def measured(name: str) -> Row:
-        row = measure(name, args.sets)
+        row = measure(run_dir, server.url, name, args.sets)
         lines = row.failed + row.cut_texts
-        print(f"{name}: {row.ok} of {args.sets}", *lines, sep="\n  ", file=sys.stderr, flush=True)
+        spent = f"{time.monotonic() - began:.0f} s"
+        print(f"{name}: {row.ok} of {args.sets} after {spent}", *lines, sep="\n  ", file=sys.stderr, flush=True)
         return row
 
-    with ThreadPoolExecutor(args.servers) as threads:
+    with (
+        tempfile.TemporaryDirectory() as run_dir,
+        serve("demo", "--device", args.device, "--run-dir", run_dir, log=args.log) as server,
+        ThreadPoolExecutor(args.gateways) as threads,
+    ):
+        print(f"the ring was ready after {server.ready_s:.0f} s", file=sys.stderr, flush=True)
         rows = list(threads.map(measured, args.parsers))
     print(table(rows))
     print(f"{time.monotonic() - began:.0f} s")

@@ -1,9 +1,11 @@
-"""Triton's interpreter without its slowest part: at each call of a device function it lists all of triton.language."""
+"""Triton's interpreter without its slowest part, the list of all of triton.language at each call of a device function.
+
+Its dots sum in float64, so that tests of equal bits do not depend on the machine's BLAS.
+"""
 
 from typing import Any
 
 import numpy as np
-import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -31,13 +33,18 @@ def use() -> None:
                 patch_one(place, name, member, *scope)
 
     interpreter._patch_builtin = patch_builtin
+    _sum_dots_in_float64()
 
 
-def sum_dots_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def _sum_dots_in_float64() -> None:
     """Makes a column of `tl.dot` independent of its place: some BLAS kernels sum the last columns in another order."""
+    builder = interpreter.InterpreterBuilder
+    plain_dot = builder.create_dot
 
-    def create_dot(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+    def create_dot(own: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.dtype.primitive_bitwidth == 8 or b.dtype.primitive_bitwidth == 8:
+            return plain_dot(own, a, b, d, *options)
         total = np.matmul(a.data, b.data, dtype=np.float64) + d.data
         return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    builder.create_dot = create_dot

@@ -68,15 +68,22 @@ class EventStream:
         self._echo = echo
 
     def push(self, delta: TextDelta, now: float, stamp_s: float) -> None:
-        writer = self._writer
+        writer, text = self._writer, delta.text
+        may_be_plain = self._plain and delta.finish is None and writer.chunked and not writer.paused
         if self._reader is not None:
-            self._push_parts(delta, self._reader.push(delta), now, stamp_s)
+            parts = self._reader.push(delta)
+            if not may_be_plain or len(parts) != 1 or parts[0].kind is not PartKind.CONTENT:
+                self._push_parts(delta, parts, now, stamp_s)
+                return
+            text = parts[0].text
         elif writer.paused:
             self._keep(Kept(delta, [], stamp_s), size_of(delta))
-        elif not self._plain or delta.finish is not None or not writer.chunked:
+            return
+        elif not may_be_plain:
             self._write(Kept(delta, [], stamp_s), now)
-        elif delta.text:
-            encoded, tail = encode(delta.text), self._tail
+            return
+        if text:
+            encoded, tail = encode(text), self._tail
             size = self._fixed + len(encoded)
             if self._options.stamps:
                 tail = self._open_tail + close_event(stamp_s) + CRLF

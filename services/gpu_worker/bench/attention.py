@@ -1,7 +1,8 @@
 """Times attention over the paged KV pool: decode and prefill, also with an 8-bit KV cache and batch-invariant.
 
 Shapes of Llama-3.1-8B: 32 query heads, 8 KV heads, head size 128; blocks of 16 tokens in random order. Some rows have
-the larger heads of Gemma-4-26B-A4B. The lower bound of a decode is one read of its K and V.
+the larger heads of Gemma-4-26B-A4B, or the smaller ones of gpt-oss-20b. The lower bound of a decode is one read of its
+K and V. Rows of a window say which part of the time without the window they take.
 """
 
 from collections.abc import Callable
@@ -37,6 +38,7 @@ class HeadShape(NamedTuple):
 
 
 LLAMA = HeadShape(32, 8, 128)
+GPT_OSS = HeadShape(64, 8, 64)
 GEMMA = (HeadShape(16, 8, 256, 1024), HeadShape(16, 8, 256), HeadShape(16, 2, 512))
 BLOCK_SIZE = 16
 LONGEST = 131072
@@ -61,6 +63,7 @@ PREFILLS = {  # (tokens in the cache, new tokens) of each sequence
     "32 x 128": [(0, 128)] * 32,
 }
 INVARIANT = ("1 x 300", "64 x 1,024", "256 x 1,024")
+WINDOWED = ((LLAMA, 1024), (GPT_OSS, 128), (GEMMA[1], 1024))  # prefills of 8,192 with and without a window
 LARGE_HEADS = (("1 x 300", "1 x 8,000", "64 x 1,024"), ("2,048", "8,192"))  # decodes, prefills
 
 
@@ -105,6 +108,8 @@ def measure() -> list[Row]:
         for shape in GEMMA:
             rows += [decode_row(name, DECODES[name], shape=shape) for name in LARGE_HEADS[0]]
             rows += [prefill_row(name, PREFILLS[name], shape) for name in LARGE_HEADS[1]]
+        rows += [prefill_row(name, PREFILLS[name], GPT_OSS) for name in LARGE_HEADS[1]]
+        rows += [_windowed_prefill("8,192", *windowed) for windowed in WINDOWED]
     return rows
 
 
@@ -130,6 +135,12 @@ def prefill_row(name: str, spans: list[tuple[int, int]], shape: HeadShape = LLAM
         paged_prefill(case.q, layer, case.seqs, case.starts, shape.scale, shape.window, longest, case.out)
 
     return row("prefill attention", f"{name}{shape}", _seconds(case, attend), case.num_bytes, case.operations)
+
+
+def _windowed_prefill(name: str, shape: HeadShape, window: int) -> Row:
+    whole = prefill_row(name, PREFILLS[name], shape)
+    windowed = prefill_row(name, PREFILLS[name], shape._replace(window=window))
+    return windowed._replace(rate=f"{windowed.us / whole.us:.2f} of the time without the window")
 
 
 def _invariant_decode(name: str) -> Row:

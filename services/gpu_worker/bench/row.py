@@ -15,7 +15,7 @@ class Row(NamedTuple):
     name: str
     shape: str
     us: float
-    rate: str  # with unit: GB/s if bound by memory, TFLOP/s if bound by arithmetic
+    rate: str  # with unit: GB/s if bound by memory, TFLOP/s if bound by arithmetic; or a share of another row's time
     ceiling_share: float  # share of the measured limit of this GPU, 1.0: all of it
 
 

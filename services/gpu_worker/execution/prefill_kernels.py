@@ -12,7 +12,7 @@ from triton.errors import TritonError
 
 from blockyard.kernels.attention.latent.latent_prefill import KeyPiece, PrefillState, latent_prefill
 from blockyard.kernels.attention.latent.prefill_in_pieces import gather_rows
-from blockyard.kernels.attention.paged_prefill import paged_prefill
+from blockyard.kernels.attention.paged_prefill import kernel_lengths, paged_prefill
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.cores import compile_threads
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -21,7 +21,6 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 log = logging.getLogger(__name__)
 
 ROWS = 16  # also the width of block tables here; workers have multiples of it
-MAX_SEQ_LENS = (ROWS, 1 << 20)  # without and with split-KV
 
 
 def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
@@ -29,7 +28,8 @@ def compile_prefills(pool: KVPool, dtype: torch.dtype) -> None:
 
     Failures are logged: a step that needs the kernel reports them.
     """
-    kernels = [(shape, max_seq_len) for shape in dict.fromkeys(pool.shape.attention) for max_seq_len in MAX_SEQ_LENS]
+    shapes = dict.fromkeys(pool.shape.attention)
+    kernels = [(shape, max_seq_len) for shape in shapes for max_seq_len in kernel_lengths(shape.head_dim)]
     with ThreadPoolExecutor(compile_threads(len(kernels))) as threads:
         runs = [threads.submit(_run, pool, dtype, *kernel) for kernel in kernels]
     for run in runs:

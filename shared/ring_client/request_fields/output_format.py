@@ -9,6 +9,7 @@ import msgspec
 from blockyard.shared import parser_plugins
 from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.output_parsing.compose import in_order, read_content, trimmed, with_custom_inputs, without_marks
+from blockyard.shared.output_parsing.cut_calls import CALL_KINDS, CutCalls
 from blockyard.shared.output_parsing.parts import PartKind, Reading
 from blockyard.shared.output_parsing.reader import Format
 from blockyard.shared.output_parsing.text_input import TextInput
@@ -17,8 +18,6 @@ from blockyard.shared.ring_client.request_fields.tools import ToolMode, ToolUse
 from blockyard.shared.tool_parsers import forced
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
 from blockyard.shared.tool_parsers.tools import ToolKind
-
-CALL_KINDS = (PartKind.CALL, PartKind.ARGUMENTS, PartKind.CALL_END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +109,17 @@ def shown_special(form: OutputForm, formats: OutputFormats) -> list[str]:
     if form.calls == CallForm.FAMILY and formats.tools is not None:
         markers.update(formats.tools.markers)
     return sorted(markers)
+
+
+def cut_calls(form: OutputForm, use: ToolUse | None, formats: OutputFormats) -> CutCalls:
+    """What tells the beginning of a call, or a header, from content where an answer ends in it."""
+    openings = shown_special(form, formats)
+    if use is None or form.calls == CallForm.NONE:
+        return CutCalls.of(openings, only_calls=False, text_is_call=False)
+    if form.calls == CallForm.FAMILY and formats.tools is not None and formats.tools.openings is not None:
+        openings += formats.tools.openings(use.tools)
+    text_is_call = form.calls == CallForm.ARGUMENTS and use.tools[0].kind == ToolKind.CUSTOM
+    return CutCalls.of(openings, use.is_forced, text_is_call)
 
 
 def prompt_markers(form: OutputForm, formats: OutputFormats) -> list[str]:

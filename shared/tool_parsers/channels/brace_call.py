@@ -55,8 +55,7 @@ class BraceCalls:
 
     def _name(self, text: TextInput) -> Reading[str]:
         """Reads the name up to the brace behind it, which stays unread. Empty if something else follows."""
-        name = ((yield from text.before(_BEHIND_NAME, MAX_NAME_CHARS)) or "").strip()
-        return name if _NAME_CHARS.issuperset(name) else ""
+        return ((yield from text.before(_BEHIND_NAME, MAX_NAME_CHARS, _may_be_name)) or "").strip()
 
     def _end(self, text: TextInput) -> Reading[None]:
         place = text.keep()
@@ -78,6 +77,10 @@ class BraceCalls:
             return False
         yield Part(PartKind.ARGUMENTS, '"')
         return True
+
+
+def _may_be_name(text: str) -> bool:
+    return _NAME_CHARS.issuperset(text.strip())
 
 
 def json_of_word(word: str) -> str | None:

@@ -31,6 +31,7 @@ _KINDS = {"": PartKind.CONTENT, "analysis": PartKind.REASONING} | dict.fromkeys(
     ("commentary", "final"), PartKind.CONTENT
 )
 _CONTENT_TYPES = frozenset({"json", "code", "text"})
+_WORDS = ("assistant", "to=", *_CONTENT_TYPES, *filter(None, _KINDS))  # of headers, besides recipients
 _FUNCTIONS = "functions."
 _BUILT_IN = frozenset({"python", "browser.search", "browser.open", "browser.find"})  # the server does not run them
 
@@ -137,8 +138,13 @@ def _header_fields(text: TextInput) -> Reading[_MessageHeader | None]:
 
 def _words(text: TextInput) -> Reading[list[str] | None]:
     """The words up to the next marker. None if none comes."""
-    found = yield from text.before(_IN_HEADER, _MAX_HEADER_CHARS)
+    found = yield from text.before(_IN_HEADER, _MAX_HEADER_CHARS, _may_be_header)
     return None if found is None else found.split()
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether each word is one of a header, or its beginning."""
+    return all(word.startswith("to=") or any(one.startswith(word) for one in _WORDS) for word in text.split())
 
 
 def _call(text: TextInput, name: str) -> Reading[None]:

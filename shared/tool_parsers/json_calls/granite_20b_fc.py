@@ -7,7 +7,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, write_call
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, quoted_names, write_call
 from blockyard.shared.tool_parsers.tools import Tool
 
 START = "<function_call>"
@@ -16,7 +16,7 @@ CALL = JsonCall()
 
 
 def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    names = {tool.name for tool in tools}  # of no tool, `no_function`, is written where none fits: that is content
+    names = quoted_names(tools)  # of no tool, `no_function`, is written where none fits: that is content
     while (yield from text.until(PartKind.CONTENT, STARTS)):
         if not (yield from CALL.read(text, STARTS, names)):
             yield Part(PartKind.CONTENT, START)

@@ -1,4 +1,4 @@
-"""Jamba 1.5 to 1.7: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>."""
+"""Jamba 1.5 to 1.7: <tool_calls>[{"name": ..., "arguments": {...}}, ...]</tool_calls>, with each call in a line."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ read = tagged_reader(Markers(START), Markers(END))
 
 
 def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
-    calls = rules.repeated(write_call(rules, tools), parallel, rules.text(",\n  "))
-    return f'{rules.marker(START)} "[\\n  " {calls} "\\n]" {rules.marker(END)}'
+    calls = rules.repeated(write_call(rules, tools), parallel, rules.text(",\n    "))
+    return f'{rules.marker(START)} "[\\n    " {calls} "\\n]" {rules.marker(END)}'
 
 
 JAMBA = ToolFormat(

@@ -1,6 +1,6 @@
 """Reads calls that are written as JSON objects, such as {"name": "get_weather", "arguments": {"city": "Paris"}}."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,8 +25,8 @@ class JsonCall:
     call_id: str = "id"
     name_first: bool = False  # where any object of a text may be a call: arguments before the name are none
 
-    def read(self, text: TextInput, ends: Markers | None = None, names: Collection[str] | None = None) -> Reading[bool]:
-        """Reads the object that follows. False, with nothing read, if it is no call (of one of `names`).
+    def read(self, text: TextInput, ends: Markers | None = None, names: Markers | None = None) -> Reading[bool]:
+        """Reads the object that follows. False, with nothing read, if it is no call of one of `names` (`quoted_names`).
 
         The name is yielded once it and the arguments' key were read, the arguments as they come. The keys may stand in
         any order; arguments before the name wait for it. `ends` end malformed arguments.
@@ -53,7 +53,7 @@ class JsonCall:
         yield from self._close(text)
         return True
 
-    def _header(self, text: TextInput, names: Collection[str] | None) -> Reading["_Header | None"]:
+    def _header(self, text: TextInput, names: Markers | None) -> Reading["_Header | None"]:
         """Reads up to the arguments, or up to the end of the object if they come before the name."""
         name, call_id, arguments = "", "", None
         for _ in range(4):
@@ -61,8 +61,8 @@ class JsonCall:
             if key in self.arguments and name:
                 return _Header(name, call_id)
             if key == self.name and not name:
-                name = (yield from json_string(text)) or ""
-                if not name or (names is not None and name not in names):
+                name = (yield from (json_string(text) if names is None else _known(text, names))) or ""
+                if not name:
                     return None
             elif key in self.arguments and arguments is None and not self.name_first:
                 arguments = yield from collected(json_value(text, PartKind.ARGUMENTS), MAX_EARLY_ARGUMENTS)
@@ -94,11 +94,16 @@ class JsonCall:
             text.rewind(place)
 
 
+def quoted_names(tools: Sequence[Tool]) -> Markers:
+    """The names of the tools as JSON: text that is none of them waits no longer than it may become one."""
+    return Markers(*(f'"{tool.name}"' for tool in tools))
+
+
 def read_calls(
     text: TextInput,
     call: JsonCall,
     ends: Markers | None = None,
-    names: Collection[str] | None = None,
+    names: Markers | None = None,
     separators: Markers | None = None,
 ) -> Reading[bool]:
     """Reads a list of calls, or calls one after another, with one of `separators` between them where there is one.
@@ -173,6 +178,10 @@ class _Header(NamedTuple):
     name: str
     call_id: str
     arguments: str | None = None  # that stood before the name
+
+
+def _known(text: TextInput, names: Markers) -> Reading[str]:
+    return (yield from text.one_of(names))[1:-1]
 
 
 def _key(text: TextInput) -> Reading[str | None]:

@@ -11,7 +11,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, write_call
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, quoted_names, read_calls, write_call
 from blockyard.shared.tool_parsers.tools import Tool
 
 TAG, START, END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
@@ -22,7 +22,7 @@ MARKED, BARE = JsonCall(KEYS), JsonCall(KEYS, name_first=True)
 
 
 def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    names = {tool.name for tool in tools}
+    names = quoted_names(tools)
     while found := (yield from text.until(PartKind.CONTENT, STARTS)):
         if found in (TAG, START):
             is_call = yield from read_calls(text, MARKED, ENDS, None, SEPARATORS)

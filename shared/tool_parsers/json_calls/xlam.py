@@ -10,7 +10,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, write_list
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, quoted_names, read_calls, write_list
 from blockyard.shared.tool_parsers.tools import Tool
 
 FENCE, FENCE_END, LIST = "```json", "```", "["
@@ -19,7 +19,7 @@ CALL = JsonCall(name_first=True)
 
 
 def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    names = {tool.name for tool in tools}
+    names = quoted_names(tools)
     while found := (yield from text.until(PartKind.CONTENT, STARTS)):
         if found == LIST:
             text.back(1)

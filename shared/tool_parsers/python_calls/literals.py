@@ -84,8 +84,8 @@ def _name(text: TextInput, names: Markers | None) -> Reading[str]:
     """Reads a name and its bracket. Empty if something else follows."""
     if names is not None:
         return (yield from text.one_of(names))[:-1]
-    name = yield from text.before(_BEHIND_NAME, MAX_NAME_CHARS)
-    if not name or not _NAME_CHARS.issuperset(name):
+    name = yield from text.before(_BEHIND_NAME, MAX_NAME_CHARS, _NAME_CHARS.issuperset)
+    if not name:
         return ""
     text.skip(1)
     return name
@@ -107,18 +107,21 @@ def _arguments_follow(text: TextInput, positions: Collection[str]) -> Reading[bo
     if (yield from text.literal("**")):
         yield from text.spaces()
         return (yield from text.peek()) == "{"
-    return (yield from _key(text)) is not None
+    return bool((yield from _key(text)))
 
 
 def _key(text: TextInput) -> Reading[str | None]:
-    """Reads `key=`. None, with nothing read, if something else follows."""
+    """Reads `key=`. None, with nothing read, if something else follows; empty if the text ends before the sign."""
     place = text.keep()
-    key = ((yield from text.before(_BEHIND_KEY, MAX_NAME_CHARS)) or "").strip()
+    key = ((yield from text.before(_BEHIND_KEY, MAX_NAME_CHARS, _may_be_key)) or "").strip()
     if key and not key.startswith("*") and (yield from text.literal("=")):
         text.release()
         return key
-    text.rewind(place)
-    return None
+    return "" if text.rewind(place) else None
+
+
+def _may_be_key(text: str) -> bool:
+    return len(text.split()) < 2
 
 
 def _arguments(text: TextInput, positions: Sequence[str]) -> Reading[bool]:
@@ -132,6 +135,8 @@ def _arguments(text: TextInput, positions: Sequence[str]) -> Reading[bool]:
     num_read = 0
     while not (yield from text.literal(")")):
         key = yield from _key(text)
+        if key == "":
+            return False
         if key is None:
             if num_read >= len(positions):
                 return False

@@ -63,3 +63,8 @@ def read_arguments(text: TextInput, ends: Markers) -> Reading[None]:
 def is_name(text: str) -> bool:
     """Whether this may be the name of a tool: what a model writes by mistake mostly is not."""
     return bool(text) and NO_NAME.isdisjoint(text)
+
+
+def begins_name(text: str) -> bool:
+    """Whether this may be a name, or its beginning, with whitespace around it."""
+    return NO_NAME.isdisjoint(text.strip())

@@ -8,7 +8,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.token_calls.call_section import CallSection, is_name
+from blockyard.shared.tool_parsers.token_calls.call_section import CallSection, begins_name, is_name
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -20,11 +20,11 @@ KIND = "function"  # there is no other
 
 def _head(text: TextInput) -> Reading[Part | None]:
     """function<｜tool▁sep｜>get_weather, and the beginning of a code block in the next line."""
-    kind = yield from text.before(SEPARATORS, MAX_NAME_CHARS)
+    kind = yield from text.before(SEPARATORS, MAX_NAME_CHARS, lambda kind: KIND.startswith(kind.strip()))
     if kind is None or kind.strip() != KIND:
         return None
     yield from text.literal(SEPARATOR)
-    name = yield from text.before(LINE_END, MAX_NAME_CHARS)
+    name = yield from text.before(LINE_END, MAX_NAME_CHARS, begins_name)
     if name is None or not is_name(name.strip()):
         return None
     yield from text.spaces()

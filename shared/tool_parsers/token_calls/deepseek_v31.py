@@ -8,7 +8,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.token_calls.call_section import CallSection, is_name
+from blockyard.shared.tool_parsers.token_calls.call_section import CallSection, begins_name, is_name
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -17,7 +17,7 @@ SEPARATORS = Markers(SEPARATOR)
 
 
 def _head(text: TextInput) -> Reading[Part | None]:
-    name = yield from text.before(SEPARATORS, MAX_NAME_CHARS)
+    name = yield from text.before(SEPARATORS, MAX_NAME_CHARS, begins_name)
     if name is None or not is_name(name.strip()):
         return None
     yield from text.literal(SEPARATOR)

@@ -8,18 +8,19 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
-from blockyard.shared.tool_parsers.token_calls.call_section import CallSection, is_name
+from blockyard.shared.tool_parsers.token_calls.call_section import NO_NAME, CallSection, is_name
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 ARGUMENTS_START = Markers(ARGUMENTS)
 PREFIX = "functions."
+_NO_ID = NO_NAME - {":"}
 
 
 def _head(text: TextInput) -> Reading[Part | None]:
     """functions.get_weather:0 is the id; its number may be left out."""
-    call_id = yield from text.before(ARGUMENTS_START, MAX_NAME_CHARS)
+    call_id = yield from text.before(ARGUMENTS_START, MAX_NAME_CHARS, _begins_id)
     if call_id is None:
         return None
     yield from text.literal(ARGUMENTS)
@@ -29,6 +30,10 @@ def _head(text: TextInput) -> Reading[Part | None]:
         name, call_id = call_id, ""
     name = name.removeprefix(PREFIX)
     return Part(PartKind.CALL, name, call_id) if is_name(name) else None
+
+
+def _begins_id(text: str) -> bool:
+    return _NO_ID.isdisjoint(text.strip())
 
 
 SECTION = CallSection(START, CALL, CALL_END, END, _head)

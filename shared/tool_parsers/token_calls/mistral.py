@@ -12,7 +12,12 @@ from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
 from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, write_list
-from blockyard.shared.tool_parsers.token_calls.call_section import arguments_follow, is_name, read_arguments
+from blockyard.shared.tool_parsers.token_calls.call_section import (
+    arguments_follow,
+    begins_name,
+    is_name,
+    read_arguments,
+)
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -40,10 +45,10 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
 
 def _head(text: TextInput) -> Reading[Part | None]:
     """get_weather[CALL_ID]a1B2c3D4e[ARGS]: one marker or both may be left out before an object."""
-    name = yield from text.before(NAME_ENDS, MAX_NAME_CHARS)
+    name = yield from text.before(NAME_ENDS, MAX_NAME_CHARS, begins_name)
     call_id: str | None = ""
     if (yield from text.literal(CALL_ID)):
-        call_id = yield from text.before(ID_ENDS, MAX_ID_CHARS)
+        call_id = yield from text.before(ID_ENDS, MAX_ID_CHARS, begins_name)
     yield from text.literal(ARGUMENTS)
     if name is None or call_id is None or not is_name(name.strip()):
         return None

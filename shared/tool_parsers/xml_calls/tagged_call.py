@@ -62,24 +62,24 @@ class TaggedCall:
 
     def _name(self, text: TextInput) -> Reading[str]:
         ends = Markers(self.name_end) if self.name_end else Markers("\n", self.key, self.end)
-        found = yield from text.before(ends, MAX_NAME_CHARS)
+        found = yield from text.before(ends, MAX_NAME_CHARS, _may_be_name)
         if found is None:
             return ""
         if self.name_end:
             yield from text.literal(self.name_end)
-        found = found.strip(SPACES)
-        return "" if any(char in SPACES or char in "<>" for char in found) else found
+        return found.strip(SPACES)
 
     def _arguments(self, text: TextInput, schema: dict[str, Any]) -> Reading[None]:
         """The object stays open if the answer ends before the call does."""
         values, before = ValueText(self.value_end, self.padding), "{"
         start, end = self.quotes
+        in_key = False  # the text ends in the tag before a value
         while True:
             place = text.keep()
             yield from text.spaces()
             head = yield from self._key(text, schema)
             if head is None:
-                text.rewind(place)
+                in_key = text.rewind(place)
                 break
             text.release()
             key, types = head
@@ -88,7 +88,7 @@ class TaggedCall:
             quoted = bool(start) and (yield from text.literal(start))
             if not (yield from (ValueText(end + self.value_end) if quoted else values).read(text, types)):
                 return
-        if not (yield from self._is_cut(text)):
+        if not (yield from self._is_cut(text)) and not in_key:
             yield Part(PartKind.ARGUMENTS, "{}" if before == "{" else "}")
 
     def _key(self, text: TextInput, schema: dict[str, Any]) -> Reading[tuple[str, frozenset[str]] | None]:
@@ -182,6 +182,10 @@ class TaggedCall:
             written += [rules.marker(token)] if token else []
             text = text[at + len(token) :]
         return " ".join(written)
+
+
+def _may_be_name(text: str) -> bool:
+    return not any(char in SPACES or char in "<>" for char in text.strip(SPACES))
 
 
 @dataclass(frozen=True, slots=True)

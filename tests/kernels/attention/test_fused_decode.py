@@ -39,6 +39,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "torch", Torch())
 
 
+def use_small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "choose_config", lambda head_dim: FusedDecodeConfig(32, 2, 2, 2, ahead=head_dim < 100))
+
+
 class Case:
     """Lengths count the new token; 0 is a row that pads. The pool is NaN wherever no older token lies."""
 
@@ -73,7 +77,9 @@ class Case:
         with_values: bool = False,
         chunked: bool = False,
         has_sinks: bool = False,
+        spare: int = 0,
     ) -> None:
+        """spare: tokens by which sequences may be longer as far as the host knows, so that programs have no keys."""
         wide = torch.zeros(len(self.qkv), self.qkv[0].numel() + 8, dtype=dtype, device=DEVICE)
         qkv = wide[:, :-8].view_as(self.qkv).copy_(self.qkv)
         layer, before = self.layer.to(DEVICE, dtype), qkv.clone()
@@ -86,7 +92,7 @@ class Case:
         want = fused_decode_reference(
             qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap, chunked, sinks
         )
-        semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1
+        semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1 + spare
         for _ in range(2):  # the counters that the first call leaves serve the second
             options = {"chunked": chunked, "sinks": sinks}
             got = fused_decode(
@@ -135,8 +141,7 @@ def test_fused_decode(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("_CONFIG", "_LARGE_HEADS"):
-        monkeypatch.setattr(file, name, FusedDecodeConfig(32, 2, 2))
+    use_small_splits(monkeypatch)
     monkeypatch.setattr(file, "_COMBINED_ELEMENTS", 64)
     case = Case([max(n, 1) for n in lengths] if not any(lengths) else lengths, heads, kv_heads, head_dim, block_size)
     if not any(lengths):
@@ -144,11 +149,19 @@ def test_fused_decode(
     case.check(dtype, plain, window, soft_cap)
 
 
+@pytest.mark.parametrize(("heads", "head_dim"), [(8, 64), (8, 128), (4, 256), (2, 512)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_configs_of_head_sizes(heads: int, head_dim: int, window: int | None) -> None:
+    """All query heads share one K/V head, and most programs of a short sequence have no keys."""
+    num = 2 * file.choose_config(head_dim).min_keys + 5
+    Case([num, 7], heads, 1, head_dim, 16).check(torch.float16, False, window, None, spare=200)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 40])
 def test_sinks(window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several splits and in one."""
-    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    use_small_splits(monkeypatch)
     Case([90], 6, 2, 16, 8).check(dtype, True, window, None, has_sinks=True)
     Case([20, 1, 0], 4, 2, 16, 8).check(dtype, False, window, None, has_sinks=True)
 
@@ -161,7 +174,7 @@ def test_values_are_normalised(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [20, 64, 100])
 def test_rows_attend_within_their_chunk(chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "_CONFIG", FusedDecodeConfig(32, 2, 2))
+    use_small_splits(monkeypatch)
     Case([64, 65, 0, 90], 2, 1, 16, 8).check(dtype, False, chunk, None, chunked=True)
 
 

@@ -197,28 +197,66 @@ def test_tiles_are_shared(
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size"), [(8, 2, 128, 16), (6, 2, 64, 32)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(8, 2, 128, 16), (6, 2, 64, 32), (8, 4, 256, 16)]
+)
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"),
+    [(None, None, False), (9, None, False), (150, None, True), (None, 0.5, False), (300, 0.5, True)],
+)
 @pytest.mark.parametrize("longest", [640, 20_000])  # keys are shared by programs where sequences may be long
-def test_hopper(heads: int, kv_heads: int, head_dim: int, block_size: int, longest: int, dtype: torch.dtype) -> None:
+def test_hopper(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    has_sinks: bool,
+    longest: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiles = file.prefill_hopper._TILES
+    monkeypatch.setitem(tiles, head_dim, tiles[head_dim]._replace(min_keys=0))
     seqs = [(0, 300), (400, 150), (-1, 40), (0, 1), (0, 0), (77, 2), *[(0, 3)] * 40]
     case = Case(seqs, heads, kv_heads, head_dim, block_size, decodes=3, rest=50.0)
-    layer = case.layer.to(dtype)
-    if not file.prefill_hopper.fits(case.q[:, : heads * head_dim].view(-1, heads, head_dim).to(dtype), layer):
+    dtype, layer = torch.bfloat16, case.layer.bfloat16()
+    if not file.prefill_hopper.fits(case.q[:, : heads * head_dim].view(-1, heads, head_dim).to(dtype), layer, 1000):
         pytest.skip("another kind of GPU")
-    case.run(dtype, None, longest=longest)
+    case.run(dtype, window, soft_cap, longest, has_sinks=has_sinks)
+
+
+def hopper_fits(head_dim: int, num_keys: int) -> bool:
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 9, 4, 16, head_dim))
+    return file.prefill_hopper.fits(q, layer, num_keys)
 
 
 def test_hopper_prefill_is_for_triton_versions_that_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper = file.prefill_hopper
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 9, 4, 16, 128))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert hopper.fits(q, layer) == hasattr(gl, "thread_barrier")
+    assert hopper_fits(128, 1) == hasattr(gl, "thread_barrier")
     monkeypatch.setattr(hopper, "_GLUON_HAS_NAMES", False)
-    assert not hopper.fits(q, layer)
+    assert not hopper_fits(128, 1)
     monkeypatch.setattr(hopper, "_GLUON_HAS_NAMES", True)
-    assert hopper.fits(q, layer)
+    assert hopper_fits(128, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_keys", "fits"),
+    [(64, 511, False), (64, 512, True), (96, 8192, False), (256, 1, True), (512, 8192, False)],
+)
+def test_hopper_prefill_is_for_some_head_sizes_and_keys(
+    head_dim: int, num_keys: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(file.prefill_hopper, "_GLUON_HAS_NAMES", True)
+    assert hopper_fits(head_dim, num_keys) == fits
+
+
+def test_lengths_for_all_kernels_of_a_head_size() -> None:
+    assert file.kernel_lengths(64) == (1, 1023, 1 << 20)
+    assert file.kernel_lengths(256) == (1023, 1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from recorded_answers import pieces_of
+from recorded_answers import call, pieces_of
 
 from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
@@ -116,6 +116,39 @@ def test_pieces_are_joined_by_kind() -> None:
         CALL_END,
         content,
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "ernie45",
+            'The tool fits.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": "Paris"}}\n</tool_call>\n',
+            [Part(PartKind.REASONING, "The tool fits."), *call("f", '{"a": "Paris"}')],
+        ),
+        (
+            "ernie45",
+            "A greeting.\n\nI answer.\n</think>\n\n<response>\nHello!\nHow are you?\n</response>\n",
+            [Part(PartKind.REASONING, "A greeting.\n\nI answer."), Part(PartKind.CONTENT, "Hello!\nHow are you?")],
+        ),
+        (
+            "hunyuan_a13b",
+            "<think>\nNo tool.\n</think>\n<answer>\n助手：Which city?\n</answer>",
+            [Part(PartKind.REASONING, "No tool."), Part(PartKind.CONTENT, "Which city?")],
+        ),
+        (
+            "hunyuan_a13b",
+            '<think>\nso\n</think>\n<answer>\n<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>\n</answer>',
+            [Part(PartKind.REASONING, "so"), *call("f", "{}")],
+        ),
+    ],
+)
+def test_answers_of_families_with_their_reasoning(name: str, text: str, expected: list[Part]) -> None:
+    formats = OutputFormats.load(ToolDefaults(parser=name, reasoning_parser=name))
+    for draw in (None, random.Random(4), random.Random(5)):
+        one = open_reader(OutputForm(CallForm.FAMILY, True), USE, formats, None, True, pytest.fail)
+        parts = joined([part._replace(call_id="") for delta in deltas(text, draw) for part in one.push(delta)])
+        assert parts == expected
 
 
 def test_tags_around_an_answer_are_no_content() -> None:

@@ -21,7 +21,7 @@ LISTS = (
 )
 NAMED = (
     Answer("arguments", '{"city": "Paris"}', call("get_weather", '{"city": "Paris"}')),
-    Answer("behind whitespace", '\n\n{"city": 1}\n', call("get_weather", '{"city": 1}\n')),
+    Answer("behind whitespace", '\n\n{"city": 1}\n', call("get_weather", '{"city": 1}') + content("\n")),
     Answer("cut short", '{"ci', call("get_weather", '{"ci')),
     Answer("nothing", "", ()),
     Answer("whitespace alone", "\n ", ()),

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from grammar_walks import Writer
 from json_schemas import random_schema, validate
@@ -28,6 +29,7 @@ from blockyard.shared.tool_parsers.grammar_rules import MAX_CALLS, GrammarRules,
 from blockyard.shared.tool_parsers.interface import ToolFormat
 from blockyard.shared.tool_parsers.registry import FORMATS
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, TextSyntax, Tool, ToolKind
+from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT, TAGGED
 
 TOKENIZER = (Path(__file__).parents[3] / "shared/demo_model/tokenizer.json").read_text("utf-8")
 EOS = (1, 3)
@@ -270,3 +272,32 @@ def test_openings_are_found_at_each_place_of_a_text() -> None:
 def test_openings_that_the_lexer_would_miss_are_refused(openings: list[str]) -> None:
     with pytest.raises(ValueError, match="first character"):
         GrammarRules().text_without(openings)
+
+
+@EACH
+def test_an_answer_with_several_calls_may_end_behind_the_first(tool_format: ToolFormat) -> None:
+    engines, writer = engines_and_writer(tool_format.markers)
+    tools = [Tool(ToolKind.FUNCTION, "get_weather", DAYS)]
+    one = writer.write(compiled(engines, calls_source(tool_format, tools, False, True)), random.Random(3), 1000)
+    assert one is not None
+    matcher = compiled(engines, calls_source(tool_format, tools, True, True)).matcher()
+    for token in engines_tokenizer(tool_format.markers).encode(one, add_special_tokens=False).ids:
+        assert matcher.accept([token]) == 1, one
+    words = np.zeros(
+        Vocabulary("", engines_tokenizer(tool_format.markers).get_vocab_size(), EOS).num_mask_words, np.int32
+    )
+    matcher.fill(words)
+    assert np.unpackbits(words.view(np.uint8), bitorder="little")[EOS[0]]
+
+
+@SPECIAL
+def test_longcat_writes_the_object_where_tags_cannot_hold_the_schema(special: bool) -> None:
+    engines, writer = engines_and_writer(LONGCAT.markers if special else ())
+    patterns = {f"^{letter}": {"type": "integer"} for letter in "abcdef"}
+    schema = {"type": "object", "properties": {"now": {"type": "boolean"}}, "patternProperties": patterns}
+    tools = [Tool(ToolKind.FUNCTION, "f", {**schema, "additionalProperties": False})]
+    with pytest.raises(RequestError):
+        TAGGED.write_grammar(GrammarRules(), tools, False)
+    for seed in range(3):
+        text = writer.write(compiled(engines, calls_source(LONGCAT, tools, True, True)), random.Random(seed), 1000)
+        assert text is not None and '{"name": "f"' in text and "longcat_arg" not in text

@@ -91,10 +91,13 @@ class ChatEvents:
     """The events of one choice. A call begins with an event of its name; its arguments follow as they come."""
 
     __slots__ = (
+        "_arguments_head",
+        "_arguments_tail",
         "_call_head",
         "_call_tail",
         "_head",
         "_index",
+        "_is_open",
         "_num_calls",
         "_options",
         "_plain_tail",
@@ -106,7 +109,9 @@ class ChatEvents:
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
         self._options, self._index, self._prompt_ids = options, index, prompt_ids
         self._num_calls = 0
+        self._is_open = False  # the call that was begun last has not ended
         self._call_head = self._call_tail = b""  # around arguments of the call that was begun last, in a delta
+        self._arguments_head = self._arguments_tail = b""  # the same, in an event without other fields
         self._head = b'%b,"choices":[{"index":%d,"delta":' % (event_head(options, EVENT_KIND), index)
         tail = self._tail_of(PLAIN)
         self._plain_tail = tail + close_event(None)
@@ -120,8 +125,12 @@ class ChatEvents:
         return self._head + delta + self._tail_of(EventFields(usage=usage), prompt_ids) + close_event(None)
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
-        if part is not None and part.kind == PartKind.CALL_END:
-            return b""
+        if part is not None:
+            if part.kind is PartKind.ARGUMENTS and fields is PLAIN:  # nearly every token of a call
+                return self._arguments_head + encode(part.text) + self._arguments_tail
+            if part.kind is PartKind.CALL_END:
+                self._is_open = False
+                return b""
         delta = b"{}" if part is None else self._delta(part)
         if fields is PLAIN:
             return self._head + delta + self._plain_tail
@@ -143,15 +152,19 @@ class ChatEvents:
 
     def _begun(self, part: Part) -> bytes:
         index, self._num_calls = self._num_calls, self._num_calls + 1
+        self._is_open = True
         name = encode(part.text)
         if self._options.function_call:
-            self._call_head, self._call_tail = b'{"function_call":{"arguments":', b"}}"
+            self._set_call(b'{"function_call":{"arguments":', b"}}")
             return b'{"function_call":{"name":%b,"arguments":""}}' % name
         kind, key = (b"custom", b"input") if part.text in self._options.custom_tools else (b"function", b"arguments")
-        self._call_head = b'{"tool_calls":[{"index":%d,"%b":{"%b":' % (index, kind, key)
-        self._call_tail = b"}}]}"
+        self._set_call(b'{"tool_calls":[{"index":%d,"%b":{"%b":' % (index, kind, key), b"}}]}")
         form = b'{"tool_calls":[{"index":%d,"id":%b,"type":"%b","%b":{"name":%b,"%b":""}}]}'
         return form % (index, encode(part.call_id), kind, kind, name, key)
+
+    def _set_call(self, head: bytes, tail: bytes) -> None:
+        self._call_head, self._call_tail = head, tail
+        self._arguments_head, self._arguments_tail = self._head + head, tail + self._plain_tail
 
     def _tail_of(self, fields: EventFields, prompt_ids: list[int] | None = None) -> bytes:
         """An event from the end of its delta to the place of the stamp."""
@@ -159,7 +172,7 @@ class ChatEvents:
         if fields.logprobs is not None:
             logprobs = encode(chat_logprobs(fields.logprobs, options.num_top))
         if fields.finish is not None:
-            finish = encode(_finish_reason(options, fields.finish, self._num_calls))
+            finish = encode(_finish_reason(options, fields.finish, self._num_calls > 0 and not self._is_open))
         return b"".join(
             (
                 b',"logprobs":',
@@ -201,12 +214,13 @@ class ChatDialect:
 
 
 def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> ChatChoice:
-    num_calls = sum(part.kind == PartKind.CALL for part in choice.parts)
+    of_calls = [part.kind for part in choice.parts if part.kind in (PartKind.CALL, PartKind.CALL_END)]
+    has_calls = of_calls[-1:] == [PartKind.CALL_END]
     return ChatChoice(
         index,
         _message(options, choice.parts),
         chat_logprobs(choice.logprobs, options.num_top) if options.logprobs else None,
-        _finish_reason(options, choice.finish, num_calls),
+        _finish_reason(options, choice.finish, has_calls),
         choice.stop_reason,
         choice.output_ids,
     )
@@ -250,7 +264,8 @@ def _text(parts: Sequence[Part], kind: PartKind) -> str | None:
     return "".join(texts) if texts else None
 
 
-def _finish_reason(options: ResponseOptions, finish: FinishReason, num_calls: int) -> str:
-    if finish != FinishReason.STOP or not num_calls:
+def _finish_reason(options: ResponseOptions, finish: FinishReason, has_calls: bool) -> str:
+    """`has_calls`: the answer has calls, and the last one is whole."""
+    if finish != FinishReason.STOP or not has_calls:
         return REASONS[finish]
     return "function_call" if options.function_call else "tool_calls"

@@ -40,7 +40,17 @@ ANSWERS: dict[str, tuple[str, str | None, str | None, list[tuple[str, str, str]]
     "all": (f"<think>a</think>b{WEATHER}\n{RUN}", "b", "a", [CALLED_WEATHER, ("custom", "run", 'echo "é"\n')]),
     "a call that ends reasoning": (f"<think>so{TIME}", None, "so", [CALLED_TIME]),
     "a malformed call": ("<tool_call>\nget_time()\n</tool_call>", "<tool_call>\nget_time()\n</tool_call>", None, []),
-    "a call cut short": (WEATHER.partition("rich")[0], None, None, [("function", "get_weather", '{"city": "Zü')]),
+}
+# answers that end before their last call does
+CUT: dict[str, tuple[str, str | None, list[tuple[str, str, str]]]] = {
+    "in the arguments": (WEATHER.partition("rich")[0], None, [("function", "get_weather", '{"city": "Zü')]),
+    "in the name": ("Wait.\n" + WEATHER.partition("eather")[0], "Wait.", []),
+    "behind the marker": ("<tool_call>", None, []),
+    "in the second name": (f"{WEATHER}\n" + TIME.partition("time")[0], None, [CALLED_WEATHER]),
+    "in the second marker": (f"{WEATHER}\n<tool", None, [CALLED_WEATHER]),
+    "in a marker": ("A tag is <tool", "A tag is <tool", []),
+    "in the end of a call": (WEATHER[:-3], None, [CALLED_WEATHER]),
+    "in a custom tool": (RUN.partition("é")[0], None, [("custom", "run", 'echo "')]),
 }
 
 
@@ -109,11 +119,22 @@ async def test_streamed_and_whole_answers_have_the_same_parts(rig, name: str) ->
                 assert len(set(ids)) == len(ids) and all(i.startswith("call_") and len(i) == 29 for i in ids)
 
 
-async def test_an_answer_that_was_cut_says_length(rig) -> None:
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_an_answer_that_ends_in_a_call(rig, name: str, choice: str) -> None:
+    """The beginning of a call is not shown. The answer says length where that ended it, and else if calls are whole."""
+    text, content, calls = CUT[name]
+    whole = bool(calls) and calls[-1] == CALLED_WEATHER
     async with rig(tools=HERMES) as r:
-        r.ring.script = script(WEATHER)
-        for message in await both_ways(r, max_tokens=70):
-            assert (message["finish_reason"], len(message["tool_calls"])) == ("length", 1)
+        for seed in range(3):
+            r.ring.script = script(text, random.Random(seed) if seed else None)
+            for message in await both_ways(r, tool_choice=choice):
+                assert calls_of(message) == calls
+                assert message["content"] == content or (choice == "required" and "<" not in message["content"])
+                assert message["finish_reason"] == ("tool_calls" if whole else "stop")
+        r.ring.script = script(text)
+        for message in await both_ways(r, tool_choice=choice, max_tokens=len(text)):
+            assert (calls_of(message), message["finish_reason"]) == (calls, "length")
 
 
 async def test_text_is_plain_where_no_tool_may_be_called(rig) -> None:

@@ -14,7 +14,10 @@ def spell(*calls: Call) -> str:
 
 ANSWERS = [
     *common_answers(spell, ("<tool_calls>", "</tool_calls>")),
-    Answer("text", "助手：今天天气晴。", content("助手：今天天气晴。")),
+    Answer("text", "助手：今天天气晴。", content("今天天气晴。")),
+    Answer("text of an answer", "\n<answer>\n助手：晴。\n</answer>", content("<answer>晴。\n</answer>")),
+    Answer("another speaker", "<answer>助理：晴。", content("<answer>助理：晴。")),
+    Answer("a speaker in a text", "我是助手：晴。", content("我是助手：晴。")),
     Answer("text before", "查询。" + spell(WEATHER), content("查询。") + call(*WEATHER)),
     Answer("arguments as a text", spell(("search", '"{\\"query\\": 1}"')), call("search", '{"query": 1}')),
     Answer("two lists", spell(WEATHER) + spell(TIME), call(*WEATHER) + call(*TIME)),

@@ -15,9 +15,10 @@ def spell(*calls: Call) -> str:
 ANSWERS = [
     *common_answers(spell, ("<tool_calls>", "</tool_calls>")),
     Answer(
-        "line breaks",
-        spell(WEATHER, TIME).replace("[", "[\n  ").replace("}, {", "},\n  {").replace("]", "\n]"),
-        call(*WEATHER) + call(*TIME),
+        "as the template writes calls",
+        ' <tool_calls>[\n    {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}},\n'
+        '    {"name": "get_time", "arguments": {}}\n]</tool_calls>',
+        content(" ") + call(*WEATHER) + call(*TIME),
     ),
     Answer("no end", spell(WEATHER)[: -len("]</tool_calls>")], call(*WEATHER)),
     Answer("an empty list", "a <tool_calls>[]</tool_calls> b", content("a <tool_calls>[]</tool_calls> b")),

@@ -46,6 +46,11 @@ ANSWERS = (
         call("get_weather", '{"city": "Paris"}'),
     ),
     Answer("the end of the block is missing", BEGIN + ONE, PARIS),
+    Answer(
+        "as the encoding script writes a call without arguments",
+        f'I look.\n\n{BEGIN}<{TOKEN}invoke name="get_time">\n\n</{TOKEN}invoke>{END}',
+        content("I look.\n\n") + call("get_time", "{}"),
+    ),
     Answer("text behind", BEGIN + ONE + END + "\n\nb", PARIS + content("b")),
     Answer(
         "an unknown attribute",

@@ -46,13 +46,18 @@ ANSWERS = (
     Answer(
         "cut between key and value",
         "<tool_call>search\n<arg_key>query</arg_key>\n",
-        call("search", "{}") + content("<arg_key>query</arg_key>\n"),
+        call("search", "") + content("<arg_key>query</arg_key>\n"),
+    ),
+    Answer(
+        "an object, as the template of Laguna asks for",
+        'I look.\n<tool_call>\n{"name": "search", "arguments": {"query": "a"}}\n</tool_call>\n',
+        content("I look.\n") + call("search", '{"query": "a"}'),
     ),
     Answer("cut in the name", "<tool_call>sear", content("<tool_call>sear")),
     Answer(
         "malformed",
-        '<tool_call>\n{"name": "get_time"}\n</tool_call> b',
-        content('<tool_call>\n{"name": "get_time"}\n</tool_call> b'),
+        '<tool_call>\n{"tool": "get_time"}\n</tool_call> b',
+        content('<tool_call>\n{"tool": "get_time"}\n</tool_call> b'),
     ),
 )
 ANSWERS_IN_ONE_LINE = tagged_answers("", in_one_line, "", "")

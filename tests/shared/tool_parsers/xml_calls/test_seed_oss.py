@@ -40,7 +40,7 @@ ANSWERS = (
     Answer(
         "cut in a name",
         "<seed:tool_call>\n<function=search>\n<parameter=que",
-        call("search", "{}") + content("<parameter=que"),
+        call("search", "") + content("<parameter=que"),
     ),
     Answer(
         "malformed",
