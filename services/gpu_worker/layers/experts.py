@@ -27,11 +27,18 @@ class ExpertProducts(Protocol):
         """As `choose_experts`."""
 
     def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
         """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
 
-        batch_invariant: a row has the same bits whatever the number of rows.
+        batch_invariant: a row has the same bits whatever the number of rows. residual [rows, hidden]: the sum may be
+        added to it in place; then None is returned.
         """
 
 
@@ -88,25 +95,39 @@ class RoutedExperts:
     def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
         x = ops.add_norm(residual, delta, norm)
-        if self._shared is None:
-            return self._routed(x, None)
-        return self._routed(x, self._shared.finish(ops, self._shared_gate_up(self._shared, x), residual))
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.finish(ops, self._shared_gate_up(self._shared, x), residual)
+        return self._routed(x, shared, residual=residual)
 
     def apply(self, ops: FusedOps, x: Tensor) -> Tensor:
         """Implements `PlainFeedForward`."""
-        if self._shared is None:
-            return self._routed(x, None)
-        return self._routed(x, self._shared.finish_alone(ops, self._shared_gate_up(self._shared, x)))
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.finish_alone(ops, self._shared_gate_up(self._shared, x))
+        return self._routed_alone(x, shared)
 
     def apply_routed(self, x: Tensor, router_input: Tensor) -> Tensor:
         """The experts alone, where the router does not read what they read: both [rows, hidden]."""
-        return self._routed(x, None, router_input)
+        return self._routed_alone(x, None, router_input)
 
-    def _routed(self, x: Tensor, shared: Tensor | None, router_input: Tensor | None = None) -> Tensor:
+    def _routed_alone(self, x: Tensor, shared: Tensor | None, router_input: Tensor | None = None) -> Tensor:
+        routed = self._routed(x, shared, router_input)
+        assert routed is not None  # it is added only to a residual that was given
+        return routed
+
+    def _routed(
+        self,
+        x: Tensor,
+        shared: Tensor | None,
+        router_input: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
         logits = self._router(x if router_input is None else router_input)
         experts, weights = self._experts.choose(logits, self._choice_bias, self._expert_factors)
         # a batch-invariant worker has made the router so, as every linear layer; experts on a GPU are none
-        return self._experts.forward(x, experts, weights, shared, self._router_linear.is_batch_invariant)
+        is_invariant = self._router_linear.is_batch_invariant
+        return self._experts.forward(x, experts, weights, shared, is_invariant, residual)
 
     def _shared_gate_up(self, shared: GatedMLP, x: Tensor) -> Tensor:
         gate_up = shared.gate_up(x)
@@ -136,9 +157,15 @@ class HostExperts:
         return choose_experts(logits, self._routing, bias, factors)
 
     def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """batch_invariant: not read, because `linears` then are batch-invariant themselves."""
+        """batch_invariant: not read, because `linears` then are batch-invariant themselves. residual: not read."""
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blockyard.kernels.moe.combine_experts import combine_experts
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
+from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
-from blockyard.kernels.moe.map_experts import map_experts
+from blockyard.kernels.moe.map_experts import ExpertMap, map_experts
 from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
@@ -32,6 +34,11 @@ TILINGS = (
     ExpertTilings(96, 64, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
     ExpertTilings(math.inf, 128, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
 )
+# for one to a few rows, for which tensor cores wait for memory; measured likewise
+SKINNY = {
+    1: (SkinnyTiling(2, 1024, 4), SkinnyTiling(2, 256, 8)),
+    2: (SkinnyTiling(2, 1024, 4), SkinnyTiling(2, 256, 8)),
+}
 BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
 
 
@@ -49,11 +56,22 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors)
 
     def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor | None:
+        skinny = SKINNY.get(len(x))
+        if skinny is not None and not batch_invariant:
+            return self._forward_skinny(x, experts, weights, shared, residual, *skinny)
         own, num_pairs = self._weights, experts.numel()
         tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
-        mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
+        mapped: ExpertMap | Tensor = experts
+        if batch_invariant or len(x) > MAX_ROWS or tilings.tile != MAX_ROWS:
+            mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = grouped_linear(
             x,
@@ -65,9 +83,30 @@ class GroupedExperts:
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
+            loads=self._load,
         )
         pairs = grouped_linear(inner, own.down, mapped, num_pairs, tilings.down, bias=own.down_bias, scale=last)
         return combine_experts(pairs, self._routing.top_k, shared)
+
+    def _forward_skinny(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        residual: Tensor | None,
+        gate_up: SkinnyTiling,
+        down: SkinnyTiling,
+    ) -> Tensor | None:
+        own = self._weights
+        first, last = (weights, None) if self._scales_input else (None, weights)
+        inner = gate_up_skinny(
+            x, own.gate_up, experts, gate_up, self._gate, bias=own.gate_up_bias, scale=first, loads=self._load
+        )
+        y = down_skinny(
+            inner, own.down, experts, down, bias=own.down_bias, scale=last, shared=shared, add_to=residual
+        )
+        return y if residual is None else None
 
 
 def pick_tilings(num_pairs: int, num_experts: int) -> ExpertTilings:
