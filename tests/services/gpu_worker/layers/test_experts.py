@@ -46,7 +46,7 @@ def plain(x: Tensor, experts: Tensor, factors: Tensor, of: ExpertWeights, gate: 
     return out
 
 
-@pytest.mark.parametrize("rows", [0, 1, 20])  # 0: a step in which no sequence samples
+@pytest.mark.parametrize("rows", [0, 1, 5, 20])  # 0: a step in which no sequence samples
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize(("gate", "bias"), [(Gate.SILU, False), (Gate.CLAMPED_SWIGLU, True)])
 @pytest.mark.parametrize("kind", ["host", "grouped"])
@@ -65,12 +65,16 @@ def test_sums_of_experts(kind: str, gate: Gate, bias: bool, scales_input: bool, 
     assert experts.tolist() == choose_experts(logits, ROUTING)[0].tolist()
     expected = plain(x, experts, factors, weights, gate, scales_input)
     got = made.forward(x, experts, factors, shared)
-    assert torch.allclose(got, expected + shared, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(made.forward(x, experts, factors, None), expected, rtol=1e-4, atol=1e-4)
+    assert got is not None and torch.allclose(got, expected + shared, rtol=1e-4, atol=1e-4)
+    residual = torch.randn(rows, HIDDEN, device=DEVICE)
+    before, got = residual.clone(), made.forward(x, experts, factors, None, residual=residual)
+    added = residual if got is None else residual + got
+    assert torch.allclose(added, before + expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 20])
 @pytest.mark.parametrize("kind", ["host", "grouped"])
-def test_products_count_how_often_experts_are_chosen(kind: str) -> None:
+def test_products_count_how_often_experts_are_chosen(kind: str, rows: int) -> None:
     load = LayerLoad(torch.full((NUM_EXPERTS,), 9, dtype=torch.int32, device=DEVICE))
     weights = replace(make_weights(), load=load)
     if kind == "grouped":
@@ -80,8 +84,8 @@ def test_products_count_how_often_experts_are_chosen(kind: str) -> None:
     else:
         made = HostExperts(weights, ROUTING, Gate.SILU, False)
     assert load.top_k == ROUTING.top_k
-    experts, factors = made.choose(torch.randn(7, NUM_EXPERTS, device=DEVICE), None)
-    made.forward(torch.randn(7, HIDDEN, device=DEVICE), experts, factors, None)
+    experts, factors = made.choose(torch.randn(rows, NUM_EXPERTS, device=DEVICE), None)
+    made.forward(torch.randn(rows, HIDDEN, device=DEVICE), experts, factors, None)
     assert load.pairs.tolist() == experts.flatten().cpu().bincount(minlength=NUM_EXPERTS).tolist()
 
 
@@ -144,9 +148,8 @@ def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypa
         )[1],
     )
     made = grouped_experts.GroupedExperts(make_weights(), ROUTING, Gate.SILU, False)
-    for rows in (1, 40):
+    for rows in (1, 5, 40):
         x, logits = torch.randn(rows, HIDDEN, device=DEVICE), torch.randn(rows, NUM_EXPERTS, device=DEVICE)
         experts, weights = made.choose(logits, None)
-        for batch_invariant in (False, True):
-            made.forward(x, experts, weights, None, batch_invariant)
-    assert used[2:4] == used[6:8] and used[:2] != used[4:6], "gate and up, and down"
+        assert made.forward(x, experts, weights, None, True, x) is not None, "it is not added to the residual"
+    assert len(used) == 6 and used[:2] == used[2:4] == used[4:], "gate and up, and down"
