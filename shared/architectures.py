@@ -65,6 +65,7 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": Architecture("moe.qwen2_moe", "Qwen 1.5 and 2, mixtures of experts"),
     "Qwen3ForCausalLM": Architecture("llama_style.qwen3", "Qwen 3, dense"),
     "Qwen3MoeForCausalLM": Architecture("moe.qwen3_moe", "Qwen 3, mixtures of experts"),
+    "SeedOssForCausalLM": Architecture("llama_style.seed_oss", "Seed-OSS"),
     "SmolLM3ForCausalLM": Architecture("llama_style.smollm3", "SmolLM3"),
     "Starcoder2ForCausalLM": Architecture("layer_norm.starcoder2", "StarCoder 2"),
 }

@@ -15,13 +15,13 @@ from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import host_blocks
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
-from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, share_of_layers
+from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weight_offload import free_cache
-from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import (
     KVMemoryNeed,
     MemoryPlan,
@@ -166,13 +166,14 @@ def prepare(model: Model, config: WorkerConfig, max_model_len: int, report: Star
     """Prepares weights and picks kernels of linear layers. Returns the tuner if it has sizes to measure later."""
     report.phase("preparing weights")
     device = model.table.device
-    on_host = HostWeights(model.linears(), model.table) if model.table.on_host else None
+    on_host = HostWeights(model.linears(), model.table) if model.table.matrices_on_host else None
     report.note(*model.prepare(max_model_len))
     tuner = pick_products(model, config, device, on_host is not None, report)
     if on_host is not None:
         on_host.install()
         report.note(str(on_host))
-    elif config.cpu_offload_gib:
+    report.note(*describe_experts(model.table))
+    if config.cpu_offload_gib and device.type == "cpu":
         report.note("weights in host memory: all, this is a CPU (--cpu-offload-gb)")
     return tuner
 
@@ -216,7 +217,7 @@ def make_compiler(device: torch.device, processes: CompileProcesses | None) -> "
 
 def check(
     build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
-) -> float:
+) -> HostShare:
     """Checks tensor names, shapes and memory before weights are allocated. Returns `host_share`."""
     model = build(settings, WeightTable(dtype, torch.device("meta")))
     kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
@@ -227,16 +228,17 @@ def check(
     share = host_share(build, settings, dtype, config, device)
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory() // config.replicas
-    checkpoint_check.check_memory(model.table, share, model.shape.head_dim, max_model_len, device, free)
+    host_bytes = share.bytes_of(model.table)
+    checkpoint_check.check_memory(model.table, host_bytes, model.shape.head_dim, max_model_len, device, free)
     return share
 
 
 def host_share(
     build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, device: torch.device
-) -> float:
-    """Returns the share of the layers' weights that stays in host memory; 0 on the CPU."""
+) -> HostShare:
+    """Returns the share of the layers' weights that stays in host memory; nothing on the CPU."""
     if device.type == "cpu":
-        return 0.0
+        return ALL_ON_DEVICE
     return share_of_layers(partial(build, settings), dtype, config.cpu_offload_gib, free_memory() // config.replicas)
 
 

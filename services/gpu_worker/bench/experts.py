@@ -11,7 +11,7 @@ from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
 from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts, pick_tilings
 
 HIDDEN, INNER = 2048, 768
@@ -70,4 +70,7 @@ def _products(num_rows: int, experts: Tensor, kind: str) -> Row:
 def _layer() -> GroupedExperts:
     gate_up = torch.randn(ROUTING.num_experts, 2 * INNER, HIDDEN, dtype=DTYPE).mul_(0.02)
     down = torch.randn(ROUTING.num_experts, HIDDEN, INNER, dtype=DTYPE).mul_(0.02)
-    return GroupedExperts(ExpertWeights(gate_up=gate_up, down=down), ROUTING, Gate.SILU, scales_input=False)
+    weights = ExpertWeights(
+        gate_up=UnquantizedExperts(gate_up), down=UnquantizedExperts(down), device=torch.device(DEVICE)
+    )
+    return GroupedExperts(weights, ROUTING, Gate.SILU, scales_input=False)

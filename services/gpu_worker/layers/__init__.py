@@ -24,5 +24,6 @@ How to add a quantization format:
 3. In `prepare`, repack the loaded weights; in `apply`, multiply.
 4. `dense_weight` returns None unless the kernels of `linear_tuning/` can read the weight. `tensors` and `replace` let
    --cpu-offload-gb keep the tensors in host memory.
+   Experts of a mixture are stored likewise: a class with the methods of `ExpertMethod` (expert_weights.py).
 5. Add an entry to `LINEAR_METHODS`: `quant_method` of config.json, and a function that returns `create` for a layer.
 """

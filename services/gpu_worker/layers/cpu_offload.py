@@ -1,8 +1,9 @@
-"""--cpu-offload-gb: part of the layers' matrices stay in pinned host memory and are copied to the GPU in every step.
+"""--cpu-offload-gb: part of the layers' weights stay in pinned host memory, spread over the model.
 
-Two buffers on the GPU alternate: while a product reads one, the next matrix is copied to the other on another stream. A
-matrix has the same address in every step, so that CUDA graphs work. The matrices are spread over the model, so that
-copies overlap with the other layers.
+Experts go first: kernels read the weights of chosen experts where they are, over the host link, so that a step of few
+rows reads few of them. Matrices that every row needs are copied to the GPU in every step: two buffers on the GPU
+alternate, and while a product reads one, the next matrix is copied to the other on another stream. A matrix has the
+same address in every step, so that CUDA graphs work.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,31 +13,48 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
-from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.errors import LoadError
 
 BUFFERS = 2
 
 
-def share_of_layers(build: Callable[[WeightTable], object], dtype: torch.dtype, gib: float, free_bytes: int) -> float:
-    """The share of the layers' matrices in `gib`. Raises LoadError if host memory does not suffice.
+def share_of_layers(
+    build: Callable[[WeightTable], object], dtype: torch.dtype, gib: float, free_bytes: int
+) -> HostShare:
+    """The parts of the layers' weights that make `gib` together, experts first. Raises LoadError if host memory does
+    not suffice.
 
     build: declares the model's weights in a table.
     """
     if not gib:
-        return 0.0
+        return ALL_ON_DEVICE
     table = WeightTable(dtype, torch.device("meta"))
     build(table)
-    asked = min(int(gib * GIB), table.layer_bytes)
-    share = asked / table.layer_bytes
+    asked = min(int(gib * GIB), table.matrix_bytes + table.expert_bytes)
+    experts = min(asked, table.expert_bytes)
+    share = HostShare(_part(asked - experts, table.matrix_bytes), _part(experts, table.expert_bytes))
     trial = WeightTable(dtype, torch.device("meta"), share)
     build(trial)
-    if not trial.on_host:
-        raise LoadError(f"--cpu-offload-gb {gib:g}: no matrix is so small; layers have {table.layer_bytes / GIB:.4g}")
+    if not trial.matrices_on_host and not trial.experts_on_host:
+        all_gib = (table.matrix_bytes + table.expert_bytes) / GIB
+        raise LoadError(f"--cpu-offload-gb {gib:g}: no matrix is so small; layers have {all_gib:.4g}")
     if asked > free_bytes:
         raise LoadError(f"--cpu-offload-gb {gib:g}: {free_bytes / GIB:.2f} GiB of host memory are free")
     return share
+
+
+def _part(of: int, whole: int) -> float:
+    return of / whole if whole else 0.0
+
+
+def describe_experts(table: WeightTable) -> list[str]:
+    """Returns a line about the weights of experts in host memory, if there are any."""
+    size = sum(one.nbytes for one in table.experts_on_host)
+    if not size:
+        return []
+    return [f"experts in host memory: {size / GIB:.2f} GiB, of which a step reads those that its tokens choose"]
 
 
 @dataclass(slots=True)
@@ -54,7 +72,7 @@ class HostWeights:
 
     def __init__(self, linears: Sequence[Linear], table: WeightTable) -> None:
         """Call it after loading, before other code uses `linears`. At least one matrix has to be in host memory."""
-        host_ids = {id(weight) for weight in table.on_host}
+        host_ids = {id(weight) for weight in table.matrices_on_host}
         found = [
             (linear, name, tensor)
             for linear in linears

@@ -1,22 +1,59 @@
-"""The weights of a layer's experts, and where checkpoints have them."""
+"""The weights of a layer's experts, and where checkpoints have them.
+
+`ExpertMethod` is to the experts of a layer what `LinearMethod` is to one linear layer: the storage format of a weight.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, LinearMethod, UnquantizedLinear
 from blockyard.services.gpu_worker.loading import mxfp4
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
+class ExpertMethod(Protocol):
+    """The weight of one product of all experts of a layer: a `LinearMethod` with a leading dimension of experts."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of input and output features."""
+
+    def linear(self, expert: int) -> LinearMethod:
+        """Returns the weight of one expert, for devices that multiply expert by expert."""
+
+    def grouped_weight(self) -> DenseWeight:
+        """Returns weight [experts, out, in] and bias [experts, out] as the kernels of `kernels.moe` read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnquantizedExperts:
+    """Implements `ExpertMethod` for weights in the dtype of the model."""
+
+    weight: Tensor  # [experts, out, in]
+    bias: Tensor | None = None  # [experts, out]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[2], self.weight.shape[1]
+
+    def linear(self, expert: int) -> LinearMethod:
+        return UnquantizedLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
+
+    def grouped_weight(self) -> DenseWeight:
+        return DenseWeight(self.weight, self.bias)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The weights of all experts of a layer, in the dtype of the model."""
+    """The weights of all experts of a layer."""
 
-    gate_up: Tensor  # [experts, 2 * inner, hidden], the gate first
-    down: Tensor  # [experts, hidden, inner]
-    gate_up_bias: Tensor | None = None  # [experts, 2 * inner]
-    down_bias: Tensor | None = None  # [experts, hidden]
+    gate_up: ExpertMethod  # hidden -> 2 * inner, the gate first
+    down: ExpertMethod  # inner -> hidden
+    device: torch.device  # that multiplies
     load: LayerLoad | None = None  # counts how often each expert is chosen
 
 
@@ -29,14 +66,13 @@ def separate_experts(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> ExpertWeights:
     """Weights that the checkpoint has one by one: `prefix`.0.gate_proj.weight and so on."""
-    gate_up = table.empty(num_experts, 2 * inner, hidden)
-    down = table.empty(num_experts, hidden, inner)
+    gate_up, down = _stacks(table, num_experts, hidden, inner)
     gate_name, up_name, down_name = names
     for expert in range(num_experts):
         table.place(f"{prefix}.{expert}.{gate_name}.weight", gate_up[expert, :inner], (inner, hidden))
         table.place(f"{prefix}.{expert}.{up_name}.weight", gate_up[expert, inner:], (inner, hidden))
         table.place(f"{prefix}.{expert}.{down_name}.weight", down[expert], (hidden, inner))
-    return ExpertWeights(gate_up=gate_up, down=down, load=table.expert_load(num_experts))
+    return _unquantized(table, gate_up, down)
 
 
 def stacked_experts(
@@ -53,17 +89,13 @@ def stacked_experts(
 
     transposed: the checkpoint has them as [experts, hidden, 2 * inner] and [experts, inner, hidden].
     """
-    weights = ExpertWeights(
-        gate_up=table.empty(num_experts, 2 * inner, hidden),
-        down=table.empty(num_experts, hidden, inner),
-        load=table.expert_load(num_experts),
-    )
-    for name, target in ((gate_up_name, weights.gate_up), (down_name, weights.down)):
+    gate_up, down = _stacks(table, num_experts, hidden, inner)
+    for name, target in ((gate_up_name, gate_up), (down_name, down)):
         if transposed:
             table.place(name, target, tuple(target.mT.shape), _transpose)
         else:
             table.place(name, target, tuple(target.shape))
-    return weights
+    return _unquantized(table, gate_up, down)
 
 
 def _transpose(stored: Tensor) -> Tensor:
@@ -78,8 +110,8 @@ def transposed_experts(
     The checkpoint has `prefix`.gate_up_proj as [experts, hidden, 2 * inner] and `prefix`.down_proj as
     [experts, inner, hidden]; or as is_mxfp4 their transposes in that format.
     """
-    gate_up, gate_up_bias = table.empty(num_experts, 2 * inner, hidden), table.empty(num_experts, 2 * inner)
-    down, down_bias = table.empty(num_experts, hidden, inner), table.empty(num_experts, hidden)
+    gate_up, down = _stacks(table, num_experts, hidden, inner)
+    gate_up_bias, down_bias = table.empty(num_experts, 2 * inner), table.empty(num_experts, hidden)
     pairs, bias_pairs = gate_up.view(num_experts, 2, inner, hidden), gate_up_bias.view(num_experts, 2, inner)
     gate_up_name, down_name = f"{prefix}.gate_up_proj", f"{prefix}.down_proj"
     if is_mxfp4:
@@ -91,12 +123,26 @@ def transposed_experts(
         table.place(down_name, down, (num_experts, inner, hidden), lambda stacks: stacks.transpose(1, 2))
     table.place(f"{gate_up_name}_bias", bias_pairs, (num_experts, 2 * inner), _split_pairs)
     table.place(f"{down_name}_bias", down_bias, (num_experts, hidden))
+    return _unquantized(table, gate_up, down, gate_up_bias, down_bias)
+
+
+def _stacks(table: WeightTable, num_experts: int, hidden: int, inner: int) -> tuple[Tensor, Tensor]:
+    """Memory of both products."""
+    return table.experts(num_experts, 2 * inner, hidden), table.experts(num_experts, hidden, inner)
+
+
+def _unquantized(
+    table: WeightTable,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> ExpertWeights:
     return ExpertWeights(
-        gate_up=gate_up,
-        down=down,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        load=table.expert_load(num_experts),
+        gate_up=UnquantizedExperts(gate_up, gate_up_bias),
+        down=UnquantizedExperts(down, down_bias),
+        device=table.device,
+        load=table.expert_load(len(gate_up)),
     )
 
 

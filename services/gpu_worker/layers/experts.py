@@ -8,9 +8,9 @@ from torch import Tensor
 
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.layers.expert_weights import ExpertMethod, ExpertWeights
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
-from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import Norm
@@ -146,8 +146,8 @@ class HostExperts:
 
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
-        self._gate_up = _each_linear(weights.gate_up, weights.gate_up_bias)
-        self._down = _each_linear(weights.down, weights.down_bias)
+        self._gate_up = _each_linear(weights.gate_up, routing.num_experts)
+        self._down = _each_linear(weights.down, routing.num_experts)
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
 
     def linears(self) -> list[Linear]:
@@ -185,13 +185,12 @@ class HostExperts:
         return total if shared is None else total.add_(shared)
 
 
-def _each_linear(weight: Tensor, bias: Tensor | None) -> list[Linear]:
-    biases = [None] * len(weight) if bias is None else list(bias)
-    return [dense_linear(one, of) for one, of in zip(weight, biases, strict=True)]
+def _each_linear(method: ExpertMethod, num_experts: int) -> list[Linear]:
+    return [Linear(method.linear(expert), method.shape) for expert in range(num_experts)]
 
 
 def find_experts(weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> ExpertProducts:
-    if weights.down.device.type != "cuda":
+    if weights.device.type != "cuda":
         return HostExperts(weights, routing, gate, scales_input)
     # imports Triton, which is installed only on machines with a GPU
     from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts  # noqa: PLC0415

@@ -67,25 +67,26 @@ class GroupedExperts:
         skinny = SKINNY.get(len(x))
         if skinny is not None and not batch_invariant:
             return self._forward_skinny(x, experts, weights, shared, residual, *skinny)
-        own, num_pairs = self._weights, experts.numel()
+        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        num_pairs = experts.numel()
         tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
         mapped: ExpertMap | Tensor = experts
-        if batch_invariant or len(x) > MAX_ROWS or tilings.tile != MAX_ROWS:
+        if batch_invariant or len(x) > MAX_ROWS:
             mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = grouped_linear(
             x,
-            own.gate_up,
+            gate_up.weight,
             mapped,
             num_pairs,
             tilings.gate_up,
-            bias=own.gate_up_bias,
+            bias=gate_up.bias,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
             loads=self._load,
         )
-        pairs = grouped_linear(inner, own.down, mapped, num_pairs, tilings.down, bias=own.down_bias, scale=last)
+        pairs = grouped_linear(inner, down.weight, mapped, num_pairs, tilings.down, bias=down.bias, scale=last)
         return combine_experts(pairs, self._routing.top_k, shared)
 
     def _forward_skinny(
@@ -95,16 +96,16 @@ class GroupedExperts:
         weights: Tensor,
         shared: Tensor | None,
         residual: Tensor | None,
-        gate_up: SkinnyTiling,
-        down: SkinnyTiling,
+        gate_up_tiling: SkinnyTiling,
+        down_tiling: SkinnyTiling,
     ) -> Tensor | None:
-        own = self._weights
+        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = gate_up_skinny(
-            x, own.gate_up, experts, gate_up, self._gate, bias=own.gate_up_bias, scale=first, loads=self._load
+            x, gate_up.weight, experts, gate_up_tiling, self._gate, bias=gate_up.bias, scale=first, loads=self._load
         )
         y = down_skinny(
-            inner, own.down, experts, down, bias=own.down_bias, scale=last, shared=shared, add_to=residual
+            inner, down.weight, experts, down_tiling, bias=down.bias, scale=last, shared=shared, add_to=residual
         )
         return y if residual is None else None
 

@@ -40,20 +40,20 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
 
 
 def check_memory(
-    table: WeightTable, host_share: float, head_dim: int, max_model_len: int, device: torch.device, free_bytes: int
+    table: WeightTable, host_bytes: int, head_dim: int, max_model_len: int, device: torch.device, free_bytes: int
 ) -> None:
     """Raises LoadError if weights, or the rotations of all positions, need more than `free_bytes` of the device.
 
-    host_share: of the layers' matrices, which stays in host memory.
+    host_bytes: of the layers' weights, which stay in host memory.
     """
     where = "GPU memory" if device.type == "cuda" else "memory"
-    weights = table.size_bytes - int(host_share * table.layer_bytes)
+    weights = table.size_bytes - host_bytes
     if weights > free_bytes:
         dtype, missing = str(table.dtype).removeprefix("torch."), weights - free_bytes
         raise LoadError(
             f"the weights that config.json describes take {weights / GIB:.2f} GiB in {dtype}, "
             f"{missing / GIB:.2f} GiB more than the {free_bytes / GIB:.2f} GiB of {where} that are free; "
-            f"{_what_fits(table, host_share, device, free_bytes)}"
+            f"{_what_fits(table, host_bytes, device, free_bytes)}"
         )
     rotations = max_model_len * (head_dim // 2) * ROTATION_BYTES
     if rotations > free_bytes:
@@ -63,12 +63,12 @@ def check_memory(
         )
 
 
-def _what_fits(table: WeightTable, host_share: float, device: torch.device, free_bytes: int) -> str:
+def _what_fits(table: WeightTable, host_bytes: int, device: torch.device, free_bytes: int) -> str:
     """What would make weights fit that are larger than `free_bytes`."""
-    missing = table.size_bytes - int(host_share * table.layer_bytes) - free_bytes
+    missing = table.size_bytes - host_bytes - free_bytes
     halved = table.size_bytes // 2
-    if device.type == "cuda" and missing < (1 - host_share) * table.layer_bytes:
-        moved = math.ceil((host_share * table.layer_bytes + missing) / GIB)
+    if device.type == "cuda" and missing < table.matrix_bytes + table.expert_bytes - host_bytes:
+        moved = math.ceil((host_bytes + missing) / GIB)
         return f"--cpu-offload-gb {moved} or more would keep enough of them in host memory"
     if table.dtype.itemsize == 4 and halved <= free_bytes:
         return f"--dtype bfloat16 would fit, with {halved / GIB:.2f} GiB"

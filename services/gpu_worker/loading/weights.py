@@ -21,6 +21,20 @@ TEXT_PART = "language_model."
 
 
 @dataclass(frozen=True, slots=True)
+class HostShare:
+    """The parts of the layers' weights that are in host memory, from 0 to 1."""
+
+    matrices: float = 0.0
+    experts: float = 0.0  # stacked weights of experts
+
+    def bytes_of(self, table: "WeightTable") -> int:
+        return int(self.matrices * table.matrix_bytes + self.experts * table.expert_bytes)
+
+
+ALL_ON_DEVICE = HostShare()
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlace:
     """Part of a parameter, and how the checkpoint has it."""
 
@@ -34,13 +48,14 @@ class WeightPlace:
 class WeightTable:
     """A model allocates its parameters here, each under the names that checkpoints use."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, host_share: float = 0.0) -> None:
-        """host_share: the part of the layers' matrices that is in host memory, spread over the layers."""
+    def __init__(self, dtype: torch.dtype, device: torch.device, host_share: HostShare = ALL_ON_DEVICE) -> None:
+        """host_share: of the layers' weights, spread over the layers."""
         self.dtype, self.device = dtype, device
-        self.layer_bytes = 0  # of the layers' matrices, on device and host
-        self.on_host: list[Tensor] = []
+        self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
+        self.matrices_on_host: list[Tensor] = []
+        self.experts_on_host: list[Tensor] = []
         self.expert_loads: ExpertLoads | None = None  # None: how often experts are chosen is not counted
-        self._host_share, self._host_bytes = host_share, 0
+        self._host_share = host_share
         self.places: dict[str, WeightPlace] = {}
         self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
         self.size_bytes = 0
@@ -99,16 +114,24 @@ class WeightTable:
     def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
         if ".layers." not in name and ".h." not in name:  # GPT-2's name of it
             return self.empty(rows, columns)
-        size = rows * columns * self.dtype.itemsize
-        self.layer_bytes += size
-        if self._host_bytes + size > self._host_share * self.layer_bytes + HOST_SLACK:
-            return self.empty(rows, columns)
-        self._host_bytes += size
+        self.matrix_bytes += rows * columns * self.dtype.itemsize
+        return self._within(self._host_share.matrices * self.matrix_bytes, self.matrices_on_host, rows, columns)
+
+    def experts(self, num_experts: int, rows: int, columns: int) -> Tensor:
+        """Memory for one matrix of each expert of a layer: on the device or, as the host's share says, pinned."""
+        self.expert_bytes += num_experts * rows * columns * self.dtype.itemsize
+        most = self._host_share.experts * self.expert_bytes
+        return self._within(most, self.experts_on_host, num_experts, rows, columns)
+
+    def _within(self, most_bytes: float, on_host: list[Tensor], *shape: int) -> Tensor:
+        """Memory of the host, added to `on_host`, if that then has at most `most_bytes`; else memory of the device."""
+        size = math.prod(shape) * self.dtype.itemsize
+        if sum(one.nbytes for one in on_host) + size > most_bytes + HOST_SLACK:
+            return self.empty(*shape)
         self.size_bytes += size
         host = self.device if self.device.type == "meta" else torch.device("cpu")
-        pinned = self.device.type == "cuda"
-        self.on_host.append(torch.empty(rows, columns, dtype=self.dtype, device=host, pin_memory=pinned))
-        return self.on_host[-1]
+        on_host.append(torch.empty(shape, dtype=self.dtype, device=host, pin_memory=self.device.type == "cuda"))
+        return on_host[-1]
 
     def vector(self, name: str, size: int) -> Tensor:
         target = self.empty(size)

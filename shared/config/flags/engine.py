@@ -101,7 +101,7 @@ CACHE = (
         "cpu-offload-gb",
         FlagKind.FLOAT,
         0.0,
-        "Weights kept in host memory, in GiB per GPU; each GiB adds about 20 ms to every step.",
+        "Weights kept in host memory, in GiB per GPU, experts first; each GiB a step reads adds about 20 ms to it.",
         ("worker.cpu_offload_gib",),
         ge=0,
     ),

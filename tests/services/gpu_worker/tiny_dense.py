@@ -70,6 +70,8 @@ DENSE = [
          rewrite={"architectures": ["LLaMAForCausalLM"]}),
     Tiny("aquila", hf.LlamaConfig, hf.LlamaForCausalLM, LLAMA, PLAIN, rewrite={"architectures": ["AquilaForCausalLM"]}),
     Tiny("arcee", hf.ArceeConfig, hf.ArceeForCausalLM, LLAMA, PLAIN),
+    Tiny("seed-oss", hf.SeedOssConfig, hf.SeedOssForCausalLM, LLAMA | {"head_dim": 32, "attention_out_bias": True},
+         PLAIN),
     Tiny("phi3", hf.Phi3Config, hf.Phi3ForCausalLM, LLAMA | {"sliding_window": 20}, PLAIN),
     Tiny("phi3-long", hf.Phi3Config, hf.Phi3ForCausalLM,
          LLAMA | {"original_max_position_embeddings": 16, "tie_word_embeddings": True},

@@ -12,7 +12,8 @@ from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers import cpu_offload, linear_method
 from blockyard.services.gpu_worker.layers.cpu_offload import share_of_layers
-from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.loading.checkpoint_check import check_memory
+from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.shared.errors import LoadError
@@ -59,7 +60,7 @@ def test_outputs_equal_those_of_weights_on_the_device(
     copies = []
     copy = cpu_offload.HostWeights._copy
     monkeypatch.setattr(cpu_offload.HostWeights, "_copy", lambda self, i: (copies.append(i), copy(self, i))[1])
-    monkeypatch.setattr(engine, "host_share", lambda *given: share)
+    monkeypatch.setattr(engine, "host_share", lambda *given: HostShare(share, share))
     assert outputs() == plain
     assert copies[:2] == [0, 1] and max(copies) > 2
 
@@ -72,7 +73,7 @@ def test_kernels_are_measured_at_the_start_if_weights_are_replaced_after_it(
     at_once: list[bool] = []
     monkeypatch.setattr(linear_method, "can_pack", lambda weight: False)
     monkeypatch.setattr(engine, "pick_products", lambda model, config, device, now, report: at_once.append(now))
-    model = find_family(CONFIG)(CONFIG, WeightTable(torch.float32, torch.device("cpu"), share))
+    model = find_family(CONFIG)(CONFIG, WeightTable(torch.float32, torch.device("cpu"), HostShare(share)))
     engine.prepare(model, settings(tmp_path, device="cpu"), 64, engine.StartReport(lambda *of: None))
     assert at_once == [share > 0]
 
@@ -81,19 +82,59 @@ def test_offloaded_matrices_are_spread_and_within_the_limit() -> None:
     build = find_family(CONFIG)
     gib = 0.25 * 10 * LAYER_BYTES / GIB
     share = share_of_layers(partial(build, CONFIG), torch.float32, gib, free_bytes=GIB)
-    assert share == pytest.approx(0.25)
+    assert share.matrices == pytest.approx(0.25)
     table = WeightTable(torch.float32, torch.device("meta"), share)
     model = build(CONFIG, table)
-    stays = {id(weight) for weight in table.on_host}
+    stays = {id(weight) for weight in table.matrices_on_host}
     places = [i // 4 for i, one in enumerate(model.linears()) if id(one.method.tensors()["weight"]) in stays]
-    assert sum(weight.nbytes for weight in table.on_host) <= gib * GIB < 1.2 * sum(w.nbytes for w in table.on_host)
+    assert (
+        sum(weight.nbytes for weight in table.matrices_on_host)
+        <= gib * GIB
+        < 1.2 * sum(w.nbytes for w in table.matrices_on_host)
+    )
     assert {place // 5 for place in places} == {0, 1}
-    assert VOCAB not in {weight.shape[0] for weight in table.on_host}
+    assert VOCAB not in {weight.shape[0] for weight in table.matrices_on_host}
+
+
+MIXTURE = CONFIG | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+EXPERT_BYTES = 10 * 4 * 8 * 3 * 64 * 32  # gate and up, down
+
+
+@pytest.mark.parametrize(("asked", "matrices", "experts"), [(0.5, 0.0, 0.5), (1.0, 0.0, 1.0), (1.2, 0.5, 1.0)])
+def test_experts_go_to_host_memory_before_matrices(asked: float, matrices: float, experts: float) -> None:
+    """asked: by the bytes of all experts."""
+    build = partial(find_family(MIXTURE), MIXTURE)
+    whole = WeightTable(torch.float32, torch.device("meta"))
+    build(whole)
+    assert whole.expert_bytes == EXPERT_BYTES
+    asked_bytes = min(asked, 1) * EXPERT_BYTES + matrices * whole.matrix_bytes
+    share = share_of_layers(build, torch.float32, asked_bytes / GIB, free_bytes=GIB)
+    assert (share.matrices, share.experts) == pytest.approx((matrices, experts), abs=1e-4)
+    assert share.bytes_of(whole) == pytest.approx(asked_bytes, rel=1e-4)
+    table = WeightTable(torch.float32, torch.device("meta"), share)
+    build(table)
+    assert sum(one.nbytes for one in table.experts_on_host) == pytest.approx(experts * EXPERT_BYTES, rel=0.1)
+    assert bool(table.matrices_on_host) == bool(matrices)
+    assert table.size_bytes == whole.size_bytes
+
+
+def test_experts_that_do_not_fit_are_refused_with_what_to_keep_in_host_memory() -> None:
+    table = WeightTable(torch.float32, torch.device("meta"))
+    find_family(MIXTURE)(MIXTURE, table)
+    with pytest.raises(LoadError, match=r"--cpu-offload-gb 1 or more would keep enough"):
+        check_memory(table, 0, 16, 64, torch.device("cuda"), table.size_bytes - EXPERT_BYTES // 2)
+    check_memory(table, EXPERT_BYTES // 2, 16, 64, torch.device("cuda"), table.size_bytes - EXPERT_BYTES // 2)
 
 
 def test_all_layers_at_most(tmp_path: Path) -> None:
     build = find_family(CONFIG)
-    assert share_of_layers(partial(build, CONFIG), torch.float32, 5.0, free_bytes=6 * GIB) == 1.0
+    assert share_of_layers(partial(build, CONFIG), torch.float32, 5.0, free_bytes=6 * GIB) == HostShare(1.0)
     with pytest.raises(LoadError, match=r"--cpu-offload-gb 0.001: 0\.00 GiB of host memory are free"):
         share_of_layers(partial(build, CONFIG), torch.float32, 0.001, free_bytes=10_000)
     with pytest.raises(LoadError, match=r"--cpu-offload-gb 1e-06: no matrix is so small; layers have 0\.0012"):
@@ -106,7 +147,7 @@ def test_the_flag_gives_the_offloaded_share_and_nothing_is_offloaded_on_cpu(tmp_
         engine.host_share(find_family(CONFIG), CONFIG, torch.float32, config, torch.device(device))
         for device in ("meta", "cpu")
     ]
-    assert shares == [pytest.approx(0.25), 0.0]
+    assert [share.matrices for share in shares] == [pytest.approx(0.25), 0.0]
 
 
 def test_on_cpu_the_flag_only_prints_a_note(tmp_path: Path) -> None:
@@ -115,18 +156,20 @@ def test_on_cpu_the_flag_only_prints_a_note(tmp_path: Path) -> None:
     runner = engine.start(
         settings(tmp_path, device="cpu", cpu_offload_gib=1.0), lambda phase, progress, notes: seen.extend(notes)
     )
-    assert not runner.model.table.on_host
+    assert not runner.model.table.matrices_on_host
     assert "weights in host memory: all, this is a CPU (--cpu-offload-gb)" in seen
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_offload_by_the_flag_with_cuda_graphs(tmp_path: Path) -> None:
-    BY_NAME["llama"].save(tmp_path)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_offload_by_the_flag_with_cuda_graphs(tmp_path: Path, name: str) -> None:
+    BY_NAME[name].save(tmp_path)
     outputs = []
     for gib in (0.0, 0.0001):
         runner = start(tmp_path, device="cuda", max_model_len=128, cpu_offload_gib=gib)
-        assert bool(runner.model.table.on_host) == bool(gib)
+        table = runner.model.table
+        assert bool(table.experts_on_host if name == "qwen3-moe" else table.matrices_on_host) == bool(gib)
         driver = Driver(runner)
         stream = driver.add([5, 9, 3], Sampling(max_tokens=40, temperature=0.0, ignore_eos=True))
         driver.run()

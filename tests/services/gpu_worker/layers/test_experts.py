@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-import quick_interpreter  # noqa: F401, before kernels are imported
+import quick_interpreter  # before kernels are imported
 import torch
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
 from blockyard.services.gpu_worker.layers import experts as experts_file
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
 from blockyard.services.gpu_worker.layers.experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
@@ -27,21 +27,20 @@ def make_weights(bias: bool = False) -> ExpertWeights:
     sizes = ((NUM_EXPERTS, 2 * INNER), (NUM_EXPERTS, HIDDEN))
     biases = [torch.randn(*size, device=DEVICE) if bias else None for size in sizes]
     return ExpertWeights(
-        gate_up=torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, device=DEVICE) / 5,
-        down=torch.randn(NUM_EXPERTS, HIDDEN, INNER, device=DEVICE) / 5,
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
+        gate_up=UnquantizedExperts(torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, device=DEVICE) / 5, biases[0]),
+        down=UnquantizedExperts(torch.randn(NUM_EXPERTS, HIDDEN, INNER, device=DEVICE) / 5, biases[1]),
+        device=torch.device(DEVICE),
     )
 
 
 def plain(x: Tensor, experts: Tensor, factors: Tensor, of: ExpertWeights, gate: Gate, scales_input: bool) -> Tensor:
     """Row by row and expert by expert."""
-    out = torch.zeros_like(x)
+    out, gate_up, down = torch.zeros_like(x), of.gate_up.grouped_weight(), of.down.grouped_weight()
     for row in range(len(x)):
         for expert, factor in zip(experts[row].tolist(), factors[row], strict=True):
             given = x[row] * factor if scales_input else x[row]
-            first = of.gate_up[expert] @ given + (0 if of.gate_up_bias is None else of.gate_up_bias[expert])
-            last = of.down[expert] @ gated(first, gate) + (0 if of.down_bias is None else of.down_bias[expert])
+            first = gate_up.weight[expert] @ given + (0 if gate_up.bias is None else gate_up.bias[expert])
+            last = down.weight[expert] @ gated(first, gate) + (0 if down.bias is None else down.bias[expert])
             out[row] += last if scales_input else last * factor
     return out
 
@@ -122,6 +121,7 @@ def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
         from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
 
         monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
+        quick_interpreter.sum_dots_in_float64(monkeypatch)
     router = dense_linear(torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE))
     layer = RoutedExperts(router, make_weights(bias=True), ROUTING)
     for linear in layer.linears():
