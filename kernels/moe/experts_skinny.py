@@ -4,9 +4,9 @@ As in `layers/linear_skinny`, weights go straight to registers, and the products
 product has the gate in it. The second one sums the experts of a row, in the order of its pairs, and may add the sum to
 an existing tensor. Rows with the same expert read its weights each.
 
-With `pdl` (see `programmatic_launch`) the first product announces the second one after its own wait. By then the experts
-are known, so the second product may load their weights while the first one ends. It checks the experts after its wait
-and loads the weights again if they were others: correct results need no early read.
+With PDL (see `programmatic_launch`) the first product announces the second one after its own wait. By then the experts
+are known, so the second product may load their weights while the first one ends. It reads the experts again after its
+wait, and loads other weights if they were others: correct results need no early read.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts_reference
 from blockyard.kernels.moe.few_rows import store_loads
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import apply_gate, grouped_linear_reference
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-
-gate_up_skinny_reference = grouped_linear_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,25 @@ class SkinnyTiling:
     out_tile: int
     in_tile: int  # a multiple of 16 bytes
     warps: int
+
+
+def gate_up_skinny_reference(
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    gate: Gate,
+    *,
+    norm: RMSNorm | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Tensor:
+    if norm is not None:
+        x = x.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    pairs = grouped_linear_reference(
+        x.float(), weight, experts, bias=bias, gate=gate, scale=scale, scale_first=scale is not None
+    )
+    return pairs.to(weight.dtype)
 
 
 def down_skinny_reference(
@@ -53,21 +71,18 @@ def down_skinny_reference(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_skinny_kernel(
-    x_ptr, weight_ptr, bias_ptr, scale_ptr, experts_ptr, out_ptr, loads_ptr, inner, num_pairs,
+    x_ptr, norm_weight_ptr, weight_ptr, bias_ptr, scale_ptr, experts_ptr, out_ptr, loads_ptr, inner, num_pairs, eps,
     SIZE: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, OUT_TILE: tl.constexpr, TILE: tl.constexpr,
-    LANE: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, LOADS: tl.constexpr,
-    BINS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
+    LANE: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    LOADS: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # program (i, p): outputs i * OUT_TILE ... of pair p; a program after the last pair stores the loads
+    # program (i, p): outputs i * OUT_TILE ... of pair p
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     pair = tl.program_id(1)
     if LOADS:
-        if pair == num_pairs:
-            if tl.program_id(0) == 0:
-                store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
-            return
+        store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS, BINS, PAIRS)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     number = tl.arange(0, 2 * OUT_TILE)  # gate and up of one output after the other
     out = tl.program_id(0) * OUT_TILE + number // 2
@@ -77,13 +92,19 @@ def _gate_up_skinny_kernel(
     weights = weight_ptr + (output * SIZE)[:, None] + cols[None, :]
     x = x_ptr + pair // TOP_K * SIZE + cols
     totals = tl.zeros([2 * OUT_TILE, TILE // LANE], tl.float32)
+    squares = tl.zeros([TILE // LANE], tl.float32)
     for start in tl.static_range(0, SIZE, TILE):
         inside = start + cols < SIZE
         weight = tl.load(weights + start, mask=known[:, None] & inside[None, :], other=0.0)
         given = tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(tl.reshape(given * given, [TILE // LANE, LANE]), 1)
+            given *= tl.load(norm_weight_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
         products = tl.reshape(weight.to(tl.float32) * given[None, :], [2 * OUT_TILE, TILE // LANE, LANE])
         totals += tl.sum(products, 2)
     total = tl.sum(totals, 1)
+    if NORM:
+        total *= tl.rsqrt(tl.sum(squares, 0) / SIZE + eps)
     if SCALE:
         total *= tl.load(scale_ptr + pair)
     if BIAS:
@@ -99,7 +120,7 @@ def _read_experts(experts_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
     """The experts of a row as a tuple of numbers that exist, whatever is in memory."""
     experts = ()
     for i in tl.static_range(TOP_K):
-        one = tl.load(experts_ptr + i, volatile=True)  # not from an L1 cache: see `_down_skinny_kernel`
+        one = tl.load(experts_ptr + i)  # kept in L1: all programs read these few numbers, and L2 has them in one place
         experts += (tl.minimum(tl.maximum(one, 0), EXPERTS - 1),)  # type: ignore[assignment]
     return experts
 
@@ -176,15 +197,16 @@ def gate_up_skinny(
     tiling: SkinnyTiling,
     gate: Gate,
     *,
+    norm: RMSNorm | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     loads: Tensor | None = None,
 ) -> Tensor:
     """x [rows, in], weight [experts, 2 * inner, in], the gate first, experts [rows, top_k] int32 -> [pairs, inner].
 
-    bias [experts, 2 * inner]. scale [rows, top_k] float32 multiplies the input. loads [experts] int32 gets the number
-    of pairs of each expert. Sums are in float32. All tensors are contiguous. Raises ValueError for other shapes, dtypes
-    and layouts.
+    norm: x is normalised first; its weight may be float32. bias [experts, 2 * inner]. scale [rows, top_k] float32
+    multiplies the input. loads [experts] int32 gets the number of pairs of each expert. Sums are in float32. All
+    tensors are contiguous. Raises ValueError for other shapes, dtypes and layouts.
     """
     (rows, size), (num_experts, outs, _) = x.shape, weight.shape
     if gate is Gate.NONE or outs % 2:
@@ -192,14 +214,17 @@ def gate_up_skinny(
     _check(x, weight, experts, rows, bias, scale)
     if loads is not None and (loads.shape != (num_experts,) or loads.dtype != torch.int32 or not loads.is_contiguous()):
         raise ValueError(f"loads must be [{num_experts}] contiguous int32, got {list(loads.shape)} {loads.dtype}")
+    if norm is not None and (norm.weight.shape != (size,) or norm.weight.dtype not in (x.dtype, torch.float32)):
+        raise ValueError(f"the norm's {list(norm.weight.shape)} {norm.weight.dtype} does not fit {size} {x.dtype}")
     num_pairs, inner, pdl = experts.numel(), outs // 2, supports_pdl(x.device)
     out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel():
-        _gate_up_skinny_kernel[(ceil_div(inner, tiling.out_tile), num_pairs + (loads is not None))](
-            x, weight, weight if bias is None else bias, weight if scale is None else scale, experts, out,
-            experts if loads is None else loads, inner, num_pairs, SIZE=size, EXPERTS=num_experts,
-            TOP_K=experts.shape[1], OUT_TILE=tiling.out_tile, TILE=tiling.in_tile, LANE=16 // x.element_size(),
-            GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, LOADS=loads is not None,
+        _gate_up_skinny_kernel[(ceil_div(inner, tiling.out_tile), num_pairs)](
+            x, weight if norm is None else norm.weight, weight, weight if bias is None else bias,
+            weight if scale is None else scale, experts, out, experts if loads is None else loads, inner, num_pairs,
+            0.0 if norm is None else norm.eps, SIZE=size, EXPERTS=num_experts, TOP_K=experts.shape[1],
+            OUT_TILE=tiling.out_tile, TILE=tiling.in_tile, LANE=16 // x.element_size(), GATE=int(gate),
+            NORM=norm is not None, BIAS=bias is not None, SCALE=scale is not None, LOADS=loads is not None,
             BINS=next_power_of_2(num_experts + 1), PAIRS=max(next_power_of_2(num_pairs), 16), PDL=pdl,
             num_warps=tiling.warps, **pdl_options(pdl),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the programs of a product find out about few rows' experts by themselves, so that no kernel maps them before.
+"""What programs find out about the experts of few rows by themselves, so that no kernel maps them before.
 
 An expert is at most once among the experts of a row. So the pairs of an expert fit a tile with one place a row, and a
 program that looks at all pairs knows which of them are its own. The tile of an expert belongs to its first pair.
@@ -26,11 +26,21 @@ def own_pairs(experts_ptr, first, num_pairs, TOP_K: tl.constexpr, K_TILE: tl.con
 
 
 @triton.jit
-def store_loads(
-    experts_ptr, loads_ptr, num_pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr
+def store_loads(experts_ptr, loads_ptr, num_pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr):
+    """The first program stores how many of the pairs each expert has; PAIRS: at least their number."""
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        pair = tl.arange(0, PAIRS)
+        expert = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=BINS - 1)
+        bins = tl.arange(0, BINS)
+        tl.store(loads_ptr + bins, tl.histogram(expert, BINS), mask=bins < EXPERTS)
+
+
+@triton.jit
+def tile_pairs(
+    owners_ptr, pairs_ptr, tile, num_pairs, TOP_K: tl.constexpr, K_TILE: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Stores how many of the pairs each expert has; PAIRS: at least their number."""
-    pair = tl.arange(0, PAIRS)
-    expert = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=BINS - 1)
-    bins = tl.arange(0, BINS)
-    tl.store(loads_ptr + bins, tl.histogram(expert, BINS), mask=bins < EXPERTS)
+    """The expert and the pairs of a tile: of a map, or with TOP_K by `own_pairs`, and `owners_ptr` has the experts."""
+    if TOP_K:
+        return own_pairs(owners_ptr, tile, num_pairs, TOP_K, K_TILE, TILE)
+    else:  # noqa: RET505, only one branch is compiled
+        return tl.load(owners_ptr + tile), tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))

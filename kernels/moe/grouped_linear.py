@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
-from blockyard.kernels.moe.few_rows import MAX_ROWS, own_pairs, store_loads
+from blockyard.kernels.moe.few_rows import MAX_ROWS, store_loads, tile_pairs
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
@@ -93,16 +93,9 @@ def _grouped_linear_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tile = tl.program_id(1)
-    if TOP_K:
-        if EXPERTS:  # noqa: SIM102, known when compiled
-            if tile == num_pairs:  # behind the last pair
-                if tl.program_id(0) == 0:
-                    store_loads(owners_ptr, loads_ptr, num_pairs, EXPERTS, BINS, TILE * K_TILE)
-                return
-        owner, pair = own_pairs(owners_ptr, tile, num_pairs, TOP_K, K_TILE, TILE)
-    else:
-        owner = tl.load(owners_ptr + tile)
-        pair = tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))
+    if EXPERTS:
+        store_loads(owners_ptr, loads_ptr, num_pairs, EXPERTS, BINS, TILE * K_TILE)
+    owner, pair = tile_pairs(owners_ptr, pairs_ptr, tile, num_pairs, TOP_K, K_TILE, TILE)
     if owner < 0:
         return
     expert = owner.to(tl.int64)
@@ -154,7 +147,8 @@ def grouped_linear(
     Pair p is of row p // (num_pairs // rows). With a gate, weight and bias [experts, out] have the gate's outputs first
     and then up's, and the result has out // 2. scale [num_pairs] float32 multiplies each result, or with `scale_first`
     the input. Sums are in float32. mapped: of the pairs; or, of at most MAX_ROWS rows, the experts [rows, top_k]
-    themselves, and then loads [experts] int32 gets the number of pairs of each expert. All tensors are contiguous. Raises ValueError for other shapes, dtypes and layouts.
+    themselves, different ones in a row, and then loads [experts] int32 gets the number of pairs of each expert. All
+    tensors are contiguous. Raises ValueError for other shapes, dtypes and layouts.
     """
     rows, size = x.shape
     num_experts, outs, in_features = weight.shape
@@ -172,7 +166,7 @@ def grouped_linear(
         mapped, top_k = (mapped, 0) if isinstance(mapped, ExpertMap) else _unmapped(mapped, num_pairs)
         in_tile, pdl = max(2 * tiling.in_tile // max(x.element_size(), 2), 16), supports_pdl(x.device)
         counts = top_k > 0 and loads is not None
-        _grouped_linear_kernel[(ceil_div(inner, tiling.out_tile), len(mapped.experts) + counts)](
+        _grouped_linear_kernel[(ceil_div(inner, tiling.out_tile), len(mapped.experts))](
             x, weight, weight if bias is None else bias, weight if scale is None else scale, out, mapped.pairs,
             mapped.experts, mapped.experts if loads is None else loads, num_pairs, outs, size, num_pairs // rows,
             OUT_TILE=tiling.out_tile, IN_TILE=in_tile, TILE=mapped.tile, GATE=int(gate), BIAS=bias is not None,

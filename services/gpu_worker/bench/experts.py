@@ -61,7 +61,9 @@ def _routing(num_rows: int) -> Row:
             map_experts(experts, ROUTING.num_experts, tile)
 
     num_bytes = logits.nbytes + num_rows * ROUTING.top_k * 12
-    return row("routing and, if needed, map", f"{num_rows} x {ROUTING.num_experts}", graph_seconds([run] * 20), num_bytes)
+    return row(
+        "routing and, if needed, map", f"{num_rows} x {ROUTING.num_experts}", graph_seconds([run] * 20), num_bytes
+    )
 
 
 def _each_product(num_rows: int, experts: Tensor) -> list[Row]:

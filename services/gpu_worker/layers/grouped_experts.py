@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
 from blockyard.kernels.moe.few_rows import MAX_ROWS
@@ -55,6 +56,9 @@ class GroupedExperts:
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route_experts(logits, self._routing, bias, factors)
 
+    def fuses_norm(self, rows: int) -> bool:
+        return rows in SKINNY
+
     def forward(
         self,
         x: Tensor,
@@ -63,10 +67,12 @@ class GroupedExperts:
         shared: Tensor | None,
         batch_invariant: bool = False,
         residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
     ) -> Tensor | None:
         skinny = SKINNY.get(len(x))
         if skinny is not None and not batch_invariant:
-            return self._forward_skinny(x, experts, weights, shared, residual, *skinny)
+            return self._forward_skinny(x, experts, weights, shared, residual, norm, *skinny)
+        assert norm is None  # see `fuses_norm`
         gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
         num_pairs = experts.numel()
         tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
@@ -96,13 +102,22 @@ class GroupedExperts:
         weights: Tensor,
         shared: Tensor | None,
         residual: Tensor | None,
+        norm: RMSNorm | None,
         gate_up_tiling: SkinnyTiling,
         down_tiling: SkinnyTiling,
     ) -> Tensor | None:
         gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
         first, last = (weights, None) if self._scales_input else (None, weights)
         inner = gate_up_skinny(
-            x, gate_up.weight, experts, gate_up_tiling, self._gate, bias=gate_up.bias, scale=first, loads=self._load
+            x,
+            gate_up.weight,
+            experts,
+            gate_up_tiling,
+            self._gate,
+            norm=norm,
+            bias=gate_up.bias,
+            scale=first,
+            loads=self._load,
         )
         y = down_skinny(
             inner, down.weight, experts, down_tiling, bias=down.bias, scale=last, shared=shared, add_to=residual

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe import experts_skinny as skinny_file
 from blockyard.kernels.moe.experts_skinny import (
     SkinnyTiling,
@@ -27,9 +28,12 @@ NUM_EXPERTS, SIZE, OUTS = 9, 40, 22  # two tiles of inputs and a few outputs mor
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills new tensors with NaN, so that unwritten elements are found."""
 
+    def empty(size: tuple[int, ...], **more: Any) -> Tensor:
+        return torch.full(size, float("nan"), **more)
+
     class Torch:
         def __getattr__(self, name: str) -> Any:
-            return (lambda size, **more: torch.full(size, float("nan"), **more)) if name == "empty" else getattr(torch, name)
+            return empty if name == "empty" else getattr(torch, name)
 
     monkeypatch.setattr(skinny_file, "torch", Torch())
 
@@ -47,20 +51,20 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", [Gate.SILU, Gate.GELU_TANH, Gate.CLAMPED_SWIGLU])
 @pytest.mark.parametrize(("rows", "top_k"), [(1, 1), (1, 6), (3, 2)])
-@pytest.mark.parametrize("form", ["plain", "bias", "scaled"])
+@pytest.mark.parametrize("form", ["plain", "bias", "scaled", "normalised"])
 def test_gate_and_up(form: str, rows: int, top_k: int, gate: Gate, dtype: torch.dtype) -> None:
     x = torch.randn(rows, SIZE, device=DEVICE).to(dtype)
     weight = (torch.randn(NUM_EXPERTS, OUTS, SIZE, device=DEVICE) / 6).to(dtype)
     bias = torch.randn(NUM_EXPERTS, OUTS, device=DEVICE).to(dtype) if form == "bias" else None
     scale = torch.rand(rows, top_k, device=DEVICE) if form == "scaled" else None
+    norm = RMSNorm(torch.rand(SIZE, device=DEVICE), 0.1) if form == "normalised" else None
+    options = {"bias": bias, "scale": scale, "norm": norm}
     experts, loads = choose(rows, top_k), torch.full((NUM_EXPERTS,), -1, dtype=torch.int32, device=DEVICE)
-    got = gate_up_skinny(x, weight, experts, TILING, gate, bias=bias, scale=scale, loads=loads)
-    want = gate_up_skinny_reference(
-        x, weight, experts, bias=bias, gate=gate, scale=scale, scale_first=scale is not None
-    )
+    got = gate_up_skinny(x, weight, experts, TILING, gate, loads=loads, **options)
+    want = gate_up_skinny_reference(x, weight, experts, gate, **options)
     assert got.dtype == dtype and error(got, want) <= ERROR[dtype]
     assert loads.tolist() == experts.flatten().cpu().bincount(minlength=NUM_EXPERTS).tolist()
-    assert torch.equal(got, gate_up_skinny(x, weight, experts, TILING, gate, bias=bias, scale=scale))
+    assert torch.equal(got, gate_up_skinny(x, weight, experts, TILING, gate, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,6 +118,8 @@ def test_what_products_write_fits() -> None:
     x, weight, experts = torch.zeros(2, SIZE), torch.zeros(NUM_EXPERTS, OUTS, SIZE), torch.zeros(2, 1).int()
     with pytest.raises(ValueError, match="gate"):
         gate_up_skinny(x, weight, experts, TILING, Gate.NONE)
+    with pytest.raises(ValueError, match="the norm's"):
+        gate_up_skinny(x, weight, experts, TILING, Gate.SILU, norm=RMSNorm(torch.ones(3), 1e-6))
     with pytest.raises(ValueError, match="loads must be"):
         gate_up_skinny(x, weight, experts, TILING, Gate.SILU, loads=torch.zeros(3).int())
     for name in ("shared", "add_to"):

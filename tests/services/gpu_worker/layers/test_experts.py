@@ -113,6 +113,39 @@ def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     assert got is not None and torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_row_is_normalised_by_the_router_and_the_experts_and_added_to_the_residual(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+    from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
+
+    monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
+    weight = torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE)
+    router = dense_linear(weight)
+    layer = RoutedExperts(router, make_weights(), ROUTING)
+    called = []
+
+    def fused(x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None) -> Tensor:
+        assert norm is not None and not gated and add_to is None
+        called.append(len(x))
+        return norm(x) @ weight.T
+
+    router.use({}, fused={1: fused, 5: fused})
+    if batch_invariant:
+        router.make_batch_invariant()
+    norm = RMSNorm(torch.rand(HIDDEN, device=DEVICE), 1e-6)
+    for rows in (1, 5):
+        residual = torch.randn(rows, HIDDEN, device=DEVICE)
+        before = residual.clone()
+        want = before + layer.apply(TorchOps(), norm(residual))
+        delta = layer.forward(TritonOps(), residual, None, norm)
+        assert (delta is None) == (rows == 1 and not batch_invariant)
+        added = residual if delta is None else residual + delta
+        assert torch.allclose(added, want, rtol=1e-4, atol=1e-4)
+    assert called == ([] if batch_invariant else [1])
+
+
 @pytest.mark.parametrize("kind", ["host", "grouped"])
 def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
     kind: str, monkeypatch: pytest.MonkeyPatch
