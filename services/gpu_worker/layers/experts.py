@@ -43,7 +43,8 @@ class ExpertProducts(Protocol):
         """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
 
         batch_invariant: a row has the same bits whatever the number of rows. residual [rows, hidden]: the sum may be
-        added to it in place; then None is returned. norm: of x, only if `fuses_norm`.
+        added to it in place, and then None is returned; or the addends are, [rows, top_k, hidden]. norm: of x, only if
+        `fuses_norm`.
         """
 
 

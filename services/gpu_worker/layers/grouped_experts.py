@@ -37,9 +37,10 @@ TILINGS = (
 )
 # for one to a few rows, for which tensor cores wait for memory; measured likewise
 SKINNY = {
-    1: (SkinnyTiling(2, 1024, 4), SkinnyTiling(2, 256, 8)),
-    2: (SkinnyTiling(2, 1024, 4), SkinnyTiling(2, 256, 8)),
+    1: (SkinnyTiling(4, 512, 4), SkinnyTiling(4, 256, 8)),
+    2: (SkinnyTiling(4, 512, 4), SkinnyTiling(4, 256, 8)),
 }
+MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
 
 
@@ -93,6 +94,8 @@ class GroupedExperts:
             loads=self._load,
         )
         pairs = grouped_linear(inner, down.weight, mapped, num_pairs, tilings.down, bias=down.bias, scale=last)
+        if residual is not None and shared is None and not batch_invariant and len(x) <= MOST_ADDED_ROWS:
+            return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
         return combine_experts(pairs, self._routing.top_k, shared)
 
     def _forward_skinny(
