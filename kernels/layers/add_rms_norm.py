@@ -51,8 +51,8 @@ def _add_rms_norm_kernel(
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """residual [rows, size] += delta [rows, size], in place; returns its RMSNorm by weight [size], contiguous.
 
-    delta may be [rows, addends, size], of which the sum is added, in this order and in float32. Rows may be strided. The
-    weight may be float32 where the rows are not: a unit offset was added to it. Raises ValueError for other shapes,
+    delta may be [rows, addends, size], of which the sum is added, in this order and in float32. Rows may be strided.
+    The weight may be float32 where the rows are not: a unit offset was added to it. Raises ValueError for other shapes,
     dtypes that differ and rows over LONGEST_ROW.
     """
     rows, size = residual.shape
