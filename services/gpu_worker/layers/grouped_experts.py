@@ -37,8 +37,8 @@ TILINGS = (
 )
 # for one to a few rows, for which tensor cores wait for memory; measured likewise
 SKINNY = {
-    1: (SkinnyTiling(4, 512, 4), SkinnyTiling(4, 256, 8)),
-    2: (SkinnyTiling(4, 512, 4), SkinnyTiling(4, 256, 8)),
+    1: (SkinnyTiling(4, 512, 4), SkinnyTiling(8, 256, 8)),
+    2: (SkinnyTiling(4, 512, 4), SkinnyTiling(8, 256, 8)),
 }
 MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
