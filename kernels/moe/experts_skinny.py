@@ -165,6 +165,15 @@ def _sum_tile(totals, weight, x, TILE: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
+def _addend(ptr, row, outs, out, EXISTS: tl.constexpr):
+    """Elements `out` of a row in float32; 0 if there is no such tensor."""
+    if EXISTS:
+        return tl.load(ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
+    else:  # noqa: RET505, only one branch is compiled
+        return tl.zeros(out.shape, tl.float32)
+
+
+@triton.jit
 def _down_skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, scale_ptr, experts_ptr, shared_ptr, add_ptr, out_ptr, outs,
     SIZE: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
@@ -188,11 +197,7 @@ def _down_skinny_kernel(
     given = ()
     for i in tl.static_range(EARLY):
         given += (tl.load(x + i * TILE, mask=known & (i * TILE + cols < SIZE), other=0.0),)  # type: ignore[assignment]
-    before = tl.zeros([OUT_TILE], tl.float32)
-    if SHARED:
-        before += tl.load(shared_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
-    if ADD:
-        before += tl.load(add_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
+    before = _addend(shared_ptr, row, outs, out, SHARED) + _addend(add_ptr, row, outs, out, ADD)
     if SCALE:
         scale = tl.load(scale_ptr + row * TOP_K + k, mask=k < TOP_K, other=0.0)[:, None]
     if PDL:
