@@ -33,7 +33,6 @@ class SkinnyTiling:
     out_tile: int
     in_tile: int  # a multiple of 16 bytes
     warps: int
-    early: int = 1  # only of `down`: tiles of inputs that it asks for before it computes
 
 
 def gate_up_skinny_reference(
@@ -145,84 +144,49 @@ def _outputs(experts, outs, out, TOP_K: tl.constexpr, K_TILE: tl.constexpr):
 
 
 @triton.jit
-def _weight_tiles(
-    weight_ptr, experts, outs, out, cols, known,
-    SIZE: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """The first EARLY tiles of a program's weights, a tuple."""
-    weights = weight_ptr + (_outputs(experts, outs, out, TOP_K, K_TILE) * SIZE)[:, :, None] + cols
-    tiles = ()
-    for i in tl.static_range(EARLY):
-        tiles += (tl.load(weights + i * TILE, mask=known & (i * TILE + cols < SIZE), other=0.0),)  # type: ignore[assignment]
-    return tiles
-
-
-@triton.jit
-def _sum_tile(totals, weight, x, TILE: tl.constexpr, LANE: tl.constexpr):
-    """Adds a tile's products to totals [experts, outputs, TILE // LANE], as in `linear_skinny`."""
-    products = weight.to(tl.float32) * x.to(tl.float32)
-    return totals + tl.sum(tl.reshape(products, [weight.shape[0], weight.shape[1], TILE // LANE, LANE]), 3)
-
-
-@triton.jit
-def _addend(ptr, row, outs, out, EXISTS: tl.constexpr):
-    """Elements `out` of a row in float32; 0 if there is no such tensor."""
-    if EXISTS:
-        return tl.load(ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
-    else:  # noqa: RET505, only one branch is compiled
-        return tl.zeros(out.shape, tl.float32)
-
-
-@triton.jit
 def _down_skinny_kernel(
     x_ptr, weight_ptr, bias_ptr, scale_ptr, experts_ptr, shared_ptr, add_ptr, out_ptr, outs,
     SIZE: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
-    TILE: tl.constexpr, LANE: tl.constexpr, EARLY: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    SHARED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, LANE: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, SHARED: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # program (i, r): outputs i * OUT_TILE ... of row r, in tiles [experts, outputs, inputs]; EARLY of them at once
+    # program (i, r): outputs i * OUT_TILE ... of row r, in tiles [experts, outputs, inputs]
     row = tl.program_id(1).to(tl.int64)
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
     k = tl.arange(0, K_TILE)
     cols = tl.arange(0, TILE)[None, None, :]
     known = ((k < TOP_K)[:, None] & (out < outs)[None, :])[:, :, None]
     experts = _read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
-    early = _weight_tiles(weight_ptr, experts, outs, out, cols, known, SIZE, TOP_K, K_TILE, TILE, EARLY)
+    output = _outputs(experts, outs, out, TOP_K, K_TILE)
+    weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + cols, mask=known & (cols < SIZE), other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # all that does not depend on the experts is asked for before they are compared; each output reads x for itself:
-    # its tile then has the layout of the weights
-    x = x_ptr + tl.broadcast_to((row * TOP_K + k)[:, None] * SIZE, [K_TILE, OUT_TILE])[:, :, None] + cols
-    given = ()
-    for i in tl.static_range(EARLY):
-        given += (tl.load(x + i * TILE, mask=known & (i * TILE + cols < SIZE), other=0.0),)  # type: ignore[assignment]
-    before = _addend(shared_ptr, row, outs, out, SHARED) + _addend(add_ptr, row, outs, out, ADD)
-    if SCALE:
-        scale = tl.load(scale_ptr + row * TOP_K + k, mask=k < TOP_K, other=0.0)[:, None]
-    if PDL:
         guess = experts
         experts = _read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
         if _differ(guess, experts, TOP_K):
-            early = _weight_tiles(weight_ptr, experts, outs, out, cols, known, SIZE, TOP_K, K_TILE, TILE, EARLY)
-    output = _outputs(experts, outs, out, TOP_K, K_TILE)
-    if BIAS:
-        inside = (k < TOP_K)[:, None] & (out < outs)[None, :]
-        bias = tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
-    weights = weight_ptr + (output * SIZE)[:, :, None] + cols
+            output = _outputs(experts, outs, out, TOP_K, K_TILE)
+            weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + cols, mask=known & (cols < SIZE), other=0.0)
     totals = tl.zeros([K_TILE, OUT_TILE, TILE // LANE], tl.float32)
-    for i in tl.static_range(EARLY):
-        totals = _sum_tile(totals, early[i], given[i], TILE, LANE)
-    for start in tl.static_range(EARLY * TILE, SIZE, TILE):
+    # each output reads x for itself: its tile then has the layout of the weights
+    x = x_ptr + (tl.broadcast_to((row * TOP_K + k)[:, None] * SIZE, [K_TILE, OUT_TILE]))[:, :, None] + cols
+    for start in tl.static_range(0, SIZE, TILE):
         inside = known & (start + cols < SIZE)
-        weight = tl.load(weights + start, mask=inside, other=0.0)
-        totals = _sum_tile(totals, weight, tl.load(x + start, mask=inside, other=0.0), TILE, LANE)
+        if start > 0:
+            weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + (start + cols), mask=inside, other=0.0)
+        products = weight.to(tl.float32) * tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
+        totals += tl.sum(tl.reshape(products, [K_TILE, OUT_TILE, TILE // LANE, LANE]), 3)
     total = tl.sum(totals, 2)
     if BIAS:
-        total += bias
+        inside = (k < TOP_K)[:, None] & (out < outs)[None, :]
+        total += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
     if SCALE:
-        total *= scale
-    y = before + tl.sum(total, 0)
+        total *= tl.load(scale_ptr + row * TOP_K + k, mask=k < TOP_K, other=0.0)[:, None]
+    y = tl.sum(total, 0)
+    if SHARED:
+        y += tl.load(shared_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
+    if ADD:
+        y += tl.load(add_ptr + row * outs + out, mask=out < outs, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * outs + out, y.to(out_ptr.dtype.element_ty), mask=out < outs)
 
 
@@ -297,9 +261,8 @@ def down_skinny(
             x, weight, weight if bias is None else bias, weight if scale is None else scale, experts,
             x if shared is None else shared, out, out, outs, SIZE=size, EXPERTS=num_experts, TOP_K=top_k,
             K_TILE=next_power_of_2(top_k), OUT_TILE=tiling.out_tile, TILE=tiling.in_tile, LANE=16 // x.element_size(),
-            EARLY=min(tiling.early, ceil_div(size, tiling.in_tile)), BIAS=bias is not None, SCALE=scale is not None,
-            SHARED=shared is not None, ADD=add_to is not None, PDL=pdl, num_warps=tiling.warps,
-            **pdl_options(pdl),
+            BIAS=bias is not None, SCALE=scale is not None, SHARED=shared is not None, ADD=add_to is not None, PDL=pdl,
+            num_warps=tiling.warps, **pdl_options(pdl),
         )  # fmt: skip
     return out
 

@@ -16,7 +16,7 @@ from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
-from blockyard.services.gpu_worker.layers.grouped_experts import SKINNY, GroupedExperts, pick_tilings
+from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts, pick_skinny, pick_tilings
 
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)
@@ -73,14 +73,16 @@ def _each_product(num_rows: int, experts: Tensor) -> list[Row]:
     scale, tilings = torch.rand(num_rows, ROUTING.top_k), pick_tilings(num_pairs, ROUTING.num_experts)
     mapped = experts if num_rows <= MAX_ROWS else map_experts(experts, ROUTING.num_experts, tilings.tile)
 
+    skinny = pick_skinny(num_rows, ROUTING, INNER)
+
     def gate_up(weight: Tensor) -> Tensor:
-        if num_rows in SKINNY:
-            return gate_up_skinny(x, weight, experts, SKINNY[num_rows][0], Gate.SILU)
+        if skinny is not None:
+            return gate_up_skinny(x, weight, experts, skinny[0], Gate.SILU)
         return grouped_linear(x, weight, mapped, num_pairs, tilings.gate_up, gate=Gate.SILU)
 
     def down(weight: Tensor) -> Tensor:
-        if num_rows in SKINNY:
-            return down_skinny(inner, weight, experts, SKINNY[num_rows][1], scale=scale)
+        if skinny is not None:
+            return down_skinny(inner, weight, experts, skinny[1], scale=scale)
         return grouped_linear(inner, weight, mapped, num_pairs, tilings.down, scale=scale)
 
     def measured(name: str, product: Callable[[Tensor], Tensor], outs: int, size: int, rows: int) -> Row:

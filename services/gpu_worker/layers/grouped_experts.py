@@ -30,16 +30,18 @@ class ExpertTilings:
 
 TILINGS = (
     ExpertTilings(0.25, 16, GroupedTiling(64, 128, 4, 4), GroupedTiling(32, 128, 3, 2)),
+    ExpertTilings(1, 16, GroupedTiling(64, 128, 3, 4), GroupedTiling(64, 64, 3, 4)),
     ExpertTilings(8, 16, GroupedTiling(64, 128, 3, 4), GroupedTiling(64, 128, 3, 4)),
     ExpertTilings(32, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4)),
     ExpertTilings(96, 64, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
     ExpertTilings(math.inf, 128, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
 )
-# for one to a few rows, for which tensor cores wait for memory; measured likewise
-SKINNY = {
-    1: (SkinnyTiling(4, 512, 4), SkinnyTiling(8, 256, 8)),
-    2: (SkinnyTiling(4, 512, 4), SkinnyTiling(8, 256, 8)),
-}
+# of one or two rows, for which tensor cores wait for memory; `down` by its inputs at most, measured with experts of
+# Qwen3-30B-A3B, DeepSeek-V2-Lite and gpt-oss-20b
+MOST_SKINNY_ROWS = 2
+GATE_UP_SKINNY = SkinnyTiling(4, 512, 4)
+DOWN_SKINNY = ((1024, SkinnyTiling(8, 256, 8)), (2048, SkinnyTiling(1, 256, 2)), (4096, SkinnyTiling(4, 256, 8)))
+MOST_SKINNY_PAIRS = 1 / 8  # an expert, on average, of two rows: more of them have the same expert and read it twice
 MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
 
@@ -58,7 +60,10 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors)
 
     def fuses_norm(self, rows: int) -> bool:
-        return rows in SKINNY
+        return self._skinny(rows) is not None
+
+    def _skinny(self, rows: int) -> tuple[SkinnyTiling, SkinnyTiling] | None:
+        return pick_skinny(rows, self._routing, self._weights.down.shape[0])
 
     def forward(
         self,
@@ -70,7 +75,7 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        skinny = SKINNY.get(len(x))
+        skinny = self._skinny(len(x))
         if skinny is not None and not batch_invariant:
             return self._forward_skinny(x, experts, weights, shared, residual, norm, *skinny)
         assert norm is None  # see `fuses_norm`
@@ -130,3 +135,13 @@ class GroupedExperts:
 
 def pick_tilings(num_pairs: int, num_experts: int) -> ExpertTilings:
     return next(one for one in TILINGS if num_pairs <= one.most_pairs * num_experts)
+
+
+def pick_skinny(rows: int, routing: Routing, inner: int) -> tuple[SkinnyTiling, SkinnyTiling] | None:
+    """Sizes for gate and up, and for down. None: `grouped_linear` is quicker, or the kernels would be too long."""
+    if rows not in range(1, MOST_SKINNY_ROWS + 1):
+        return None
+    if rows > 1 and rows * routing.top_k > MOST_SKINNY_PAIRS * routing.num_experts:
+        return None
+    down = next((tiling for most, tiling in DOWN_SKINNY if inner <= most), None)
+    return None if down is None else (GATE_UP_SKINNY, down)

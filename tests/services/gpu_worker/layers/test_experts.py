@@ -190,3 +190,13 @@ def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypa
         experts, weights = made.choose(logits, None)
         assert made.forward(x, experts, weights, None, True, x) is not None, "it is not added to the residual"
     assert len(used) == 6 and used[:2] == used[2:4] == used[4:], "gate and up, and down"
+
+
+def test_few_rows_take_the_kernels_without_tensor_cores() -> None:
+    from blockyard.services.gpu_worker.layers.grouped_experts import pick_skinny
+
+    many, few = Routing(num_experts=128, top_k=8), Routing(num_experts=64, top_k=6)
+    taken = [rows for rows in range(5) if pick_skinny(rows, many, 768) is not None]
+    assert taken == [1, 2]
+    assert [rows for rows in range(5) if pick_skinny(rows, few, 1408) is not None] == [1], "rows often share an expert"
+    assert pick_skinny(1, many, 14336) is None
