@@ -8,7 +8,7 @@
 - `slots/`: state of batch slots on the device, and the kernels that begin and end a decode step.
 
 `services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service. Within it
-`attention/` imports `kv_cache/`, which imports `layers/`; no other folder imports another. `int_math`,
+`attention/` imports `kv_cache/`, which imports `layers/`, as does `moe/`; no other folder imports another. `int_math`,
 `programmatic_launch` and `tensor_checks` serve all host functions. PERFORMANCE.md has the figures. Modules without
 Triton (references, RMSNorm, the CPU path) are imported on machines that have none.
 

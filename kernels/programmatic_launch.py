@@ -2,7 +2,8 @@
 
 A kernel launched so calls `gdc_launch_dependents` at once, so that the next kernel may be set up and load what no
 kernel writes (weights). It calls `gdc_wait` before it reads or writes anything else. It must wait in all its programs,
-because the next kernel takes its end for the end of everything before it.
+because the next kernel takes its end for the end of everything before it. A kernel may announce the next one after its
+own wait instead: then everything before it has ended when the next one begins.
 """
 
 import functools

@@ -14,15 +14,15 @@ LONGEST_ROW = 32768  # elements; a program holds a whole row
 
 def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     if delta is not None:
-        residual.add_(delta)
+        residual.copy_(residual.float() + (delta.float().sum(1) if delta.dim() == 3 else delta.float()))
     x = residual.float()
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()).to(residual.dtype)
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    residual_ptr, delta_ptr, weight_ptr, out_ptr, residual_stride, delta_stride, size, eps,
-    ADD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    residual_ptr, delta_ptr, weight_ptr, out_ptr, residual_stride, delta_stride, addend_stride, size, eps,
+    ADDENDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: row i
     if PDL:
@@ -35,8 +35,12 @@ def _add_rms_norm_kernel(
         gdc_wait()
     residual = residual_ptr + row * residual_stride + cols
     x = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += tl.load(delta_ptr + row * delta_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if ADDENDS > 0:
+        total = tl.zeros([TILE], tl.float32)
+        for i in tl.static_range(ADDENDS):
+            delta = delta_ptr + row * delta_stride + i * addend_stride + cols
+            total += tl.load(delta, mask=inside, other=0.0).to(tl.float32)
+        x += total
         rounded = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual, rounded, mask=inside)
         x = rounded.to(tl.float32)  # normalised as the next layer reads it, rounded
@@ -47,17 +51,18 @@ def _add_rms_norm_kernel(
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """residual [rows, size] += delta [rows, size], in place; returns its RMSNorm by weight [size], contiguous.
 
-    Rows may be strided. The weight may be float32 where the rows are not: a unit offset was added to it. Raises
-    ValueError for other shapes, dtypes that differ and rows over LONGEST_ROW.
+    delta may be [rows, addends, size], of which the sum is added, in this order and in float32. Rows may be strided.
+    The weight may be float32 where the rows are not: a unit offset was added to it. Raises ValueError for other shapes,
+    dtypes that differ and rows over LONGEST_ROW.
     """
     rows, size = residual.shape
-    add = delta is not None
+    addends = 0 if delta is None else delta.shape[1] if delta.dim() == 3 else 1
     delta = residual if delta is None else delta
-    if delta.shape != residual.shape or weight.shape != (size,):
+    if delta.shape not in (residual.shape, (rows, addends, size)) or weight.shape != (size,):
         raise ValueError(f"delta {list(delta.shape)} and weight {list(weight.shape)} do not fit {list(residual.shape)}")
     if residual.dtype != delta.dtype or weight.dtype not in (residual.dtype, torch.float32):
         raise ValueError(f"dtypes differ: {residual.dtype}, {delta.dtype}, {weight.dtype}")
-    if residual.stride(1) != 1 or delta.stride(1) != 1 or not weight.is_contiguous():
+    if residual.stride(1) != 1 or delta.stride(-1) != 1 or not weight.is_contiguous():
         raise ValueError("the elements of a row must be contiguous")
     if size > LONGEST_ROW:
         raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
@@ -65,7 +70,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     if out.numel():
         tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
         _add_rms_norm_kernel[(rows,)](
-            residual, delta, weight, out, residual.stride(0), delta.stride(0), size, eps,
-            ADD=add, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
+            residual, delta, weight, out, residual.stride(0), delta.stride(0), delta.stride(-2), size, eps,
+            ADDENDS=addends, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
         )  # fmt: skip
     return out

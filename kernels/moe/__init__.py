@@ -4,7 +4,10 @@
 - `map_experts`: the chosen pairs of row and expert, sorted by expert and padded to tiles.
 - `grouped_linear`: each tile times the weight of its expert, with the gate of the MLP or the routing weight.
 - `combine_experts`: the sum of each row's experts, in fixed order.
+- `few_rows`: up to 16 rows need no map, because each program of `grouped_linear` finds the pairs of its expert.
+- `experts_skinny`: one or a few rows need neither map nor sum: two products without tensor cores.
 
 Sizes follow from the number of rows alone and nothing is read back by the host, so all of it runs in CUDA graphs. No
-atomics: the result of a row is the same in every run. No import of another folder.
+atomics: the result of a row is the same in every run. Kernels begin while the one before them ends: see
+`programmatic_launch`. Of other folders only RMSNorm is imported.
 """

@@ -4,8 +4,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _TILE = 1024
 
@@ -17,9 +19,13 @@ def combine_experts_reference(pairs: Tensor, top_k: int, shared: Tensor | None =
 
 @triton.jit
 def _combine_experts_kernel(
-    pairs_ptr, shared_ptr, out_ptr, size, TOP_K: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr
-):
+    pairs_ptr, shared_ptr, out_ptr, size,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     # program (i, j): tile j of row i
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = cols < size
@@ -46,7 +52,9 @@ def combine_experts(pairs: Tensor, top_k: int, shared: Tensor | None = None) -> 
         raise ValueError(f"dtypes differ: {pairs.dtype}, {shared.dtype}")
     out = torch.empty((rows, size), dtype=pairs.dtype, device=pairs.device)
     if out.numel():
+        pdl = supports_pdl(pairs.device)
         _combine_experts_kernel[(rows, ceil_div(size, _TILE))](
-            pairs, pairs if shared is None else shared, out, size, TOP_K=top_k, SHARED=shared is not None, TILE=_TILE
-        )
+            pairs, pairs if shared is None else shared, out, size,
+            TOP_K=top_k, SHARED=shared is not None, TILE=_TILE, PDL=pdl, **pdl_options(pdl),
+        )  # fmt: skip
     return out

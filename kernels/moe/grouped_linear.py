@@ -12,10 +12,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.moe.few_rows import MAX_ROWS, store_loads, tile_pairs
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.map_experts import ExpertMap
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ def grouped_linear_reference(
 
 
 @triton.jit
-def _gated(left, up, GATE: tl.constexpr):
+def apply_gate(left, up, GATE: tl.constexpr):
     if GATE == 1:
         return left / (1 + tl.exp(-left)) * up
     elif GATE == 2:  # noqa: RET505, only one branch is compiled
@@ -79,16 +82,23 @@ def _bias(bias_ptr, expert, first, out, inner, outs, BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _grouped_linear_kernel(
-    x_ptr, weight_ptr, bias_ptr, scale_ptr, out_ptr, pairs_ptr, owners_ptr, num_pairs, outs, size, pairs_of_row,
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, out_ptr, pairs_ptr, owners_ptr, loads_ptr, num_pairs, outs, size,
+    pairs_of_row,
     OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, TILE: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, STAGES: tl.constexpr,
+    SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, STAGES: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # program (i, j): outputs i * OUT_TILE ... of the pairs of tile j
+    # program (i, j): outputs i * OUT_TILE ... of the pairs of tile j; with TOP_K there is no map, and pair j has tile j
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(1)
-    expert = tl.load(owners_ptr + tile).to(tl.int64)
-    if expert < 0:
+    if EXPERTS:
+        store_loads(owners_ptr, loads_ptr, num_pairs, EXPERTS, BINS, TILE * K_TILE)
+    owner, pair = tile_pairs(owners_ptr, pairs_ptr, tile, num_pairs, TOP_K, K_TILE, TILE)
+    if owner < 0:
         return
-    pair = tl.load(pairs_ptr + tile * TILE + tl.arange(0, TILE))
+    expert = owner.to(tl.int64)
     known = pair < num_pairs
     inner = outs // 2 if GATE else outs
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
@@ -112,7 +122,7 @@ def _grouped_linear_kernel(
             up_total *= scale
     total += _bias(bias_ptr, expert, 0, out, inner, outs, BIAS)
     if GATE:
-        total = _gated(total, up_total + _bias(bias_ptr, expert, inner, out, inner, outs, BIAS), GATE)
+        total = apply_gate(total, up_total + _bias(bias_ptr, expert, inner, out, inner, outs, BIAS), GATE)
     if SCALE and not SCALE_FIRST:
         total *= scale
     places = out_ptr + pair.to(tl.int64)[None, :] * inner + out[:, None]
@@ -122,7 +132,7 @@ def _grouped_linear_kernel(
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
-    mapped: ExpertMap,
+    mapped: ExpertMap | Tensor,
     num_pairs: int,
     tiling: GroupedTiling,
     *,
@@ -130,12 +140,15 @@ def grouped_linear(
     gate: Gate = Gate.NONE,
     scale: Tensor | None = None,
     scale_first: bool = False,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """x [rows, in] with `num_pairs` a multiple of the rows, weight [experts, out, in] -> [num_pairs, out].
 
     Pair p is of row p // (num_pairs // rows). With a gate, weight and bias [experts, out] have the gate's outputs first
     and then up's, and the result has out // 2. scale [num_pairs] float32 multiplies each result, or with `scale_first`
-    the input. Sums are in float32. All tensors are contiguous. Raises ValueError for other shapes, dtypes and layouts.
+    the input. Sums are in float32. mapped: of the pairs; or, of at most MAX_ROWS rows, the experts [rows, top_k]
+    themselves, different ones in a row, and then loads [experts] int32 gets the number of pairs of each expert. All
+    tensors are contiguous. Raises ValueError for other shapes, dtypes and layouts.
     """
     rows, size = x.shape
     num_experts, outs, in_features = weight.shape
@@ -150,11 +163,24 @@ def grouped_linear(
     inner = outs // 2 if gate else outs
     out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel():
-        in_tile = max(2 * tiling.in_tile // max(x.element_size(), 2), 16)
+        mapped, top_k = (mapped, 0) if isinstance(mapped, ExpertMap) else _unmapped(mapped, num_pairs)
+        in_tile, pdl = max(2 * tiling.in_tile // max(x.element_size(), 2), 16), supports_pdl(x.device)
+        counts = top_k > 0 and loads is not None
         _grouped_linear_kernel[(ceil_div(inner, tiling.out_tile), len(mapped.experts))](
             x, weight, weight if bias is None else bias, weight if scale is None else scale, out, mapped.pairs,
-            mapped.experts, num_pairs, outs, size, num_pairs // rows, OUT_TILE=tiling.out_tile, IN_TILE=in_tile,
-            TILE=mapped.tile, GATE=int(gate), BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first,
-            STAGES=tiling.stages, num_warps=tiling.warps, num_stages=tiling.stages,
+            mapped.experts, mapped.experts if loads is None else loads, num_pairs, outs, size, num_pairs // rows,
+            OUT_TILE=tiling.out_tile, IN_TILE=in_tile, TILE=mapped.tile, GATE=int(gate), BIAS=bias is not None,
+            SCALE=scale is not None, SCALE_FIRST=scale_first, STAGES=tiling.stages, TOP_K=top_k,
+            K_TILE=next_power_of_2(max(top_k, 1)), EXPERTS=num_experts if counts else 0,
+            BINS=next_power_of_2(num_experts + 1), PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages,
+            **pdl_options(pdl),
         )  # fmt: skip
     return out
+
+
+def _unmapped(experts: Tensor, num_pairs: int) -> tuple[ExpertMap, int]:
+    """The experts as a map with one tile a pair, and how many a row has. Raises ValueError if the rows are too many."""
+    rows, top_k = experts.shape
+    if rows > MAX_ROWS or experts.numel() != num_pairs or experts.dtype != torch.int32 or not experts.is_contiguous():
+        raise ValueError(f"experts {list(experts.shape)} {experts.dtype} do not fit {num_pairs} pairs")
+    return ExpertMap(experts, experts.flatten(), MAX_ROWS), top_k

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _CHUNK = 2048  # pairs that a program of the one kernel looks at together
 _FEW_PAIRS = 8192  # up to it, one kernel is quicker
@@ -59,9 +61,12 @@ def map_experts_reference(experts: Tensor, num_experts: int, tile: int) -> Exper
 def _map_experts_kernel(
     experts_ptr, pairs_ptr, owners_ptr, loads_ptr, num_pairs, num_tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, TILE_STEP: tl.constexpr,
-    LOADS: tl.constexpr,
+    LOADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program e: expert e; the program after the last expert marks the tiles that are left
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     own = tl.program_id(0)
     bins = tl.arange(0, BINS)
     counts = tl.zeros([BINS], tl.int32)
@@ -159,10 +164,12 @@ def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | No
         _map_many(experts, pairs, owners, loads, num_experts, tile)
     elif num_pairs:
         chunk = min(_CHUNK, max(next_power_of_2(num_pairs), 16))
+        pdl = supports_pdl(experts.device)
         _map_experts_kernel[(num_experts + 1,)](
             experts, pairs, owners, pairs if loads is None else loads, num_pairs, tiles,
             EXPERTS=num_experts, BINS=next_power_of_2(num_experts + 1), TILE=tile, CHUNK=chunk,
-            TILE_STEP=min(next_power_of_2(tiles), 256), LOADS=loads is not None, num_warps=4 if chunk > 256 else 1,
+            TILE_STEP=min(next_power_of_2(tiles), 256), LOADS=loads is not None, PDL=pdl,
+            num_warps=4 if chunk > 256 else 1, **pdl_options(pdl),
         )  # fmt: skip
     return ExpertMap(pairs, owners, tile)
 

@@ -4,9 +4,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import next_power_of_2
 from blockyard.kernels.moe.routing import Routing, choose_experts
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 route_experts_reference = choose_experts
 
@@ -29,13 +31,23 @@ def _keep_best_groups(choice, inside, GROUPS: tl.constexpr, TOP_GROUPS: tl.const
 
 
 @triton.jit
+def _sortable(scores):
+    """int32 in the order of float32 scores. A warp finds the largest int32 in one instruction, a float32 in ten."""
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # -0 is as good as 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _route_experts_kernel(
     logits_ptr, bias_ptr, factors_ptr, experts_ptr, weights_ptr, stride, scale,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, K_TILE: tl.constexpr, GROUPS: tl.constexpr, GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr, TOP_GROUPS: tl.constexpr, TWO: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
-    BY_LOGIT: tl.constexpr, RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr,
+    BY_LOGIT: tl.constexpr, RENORMALIZE: tl.constexpr, FACTORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: row i, its experts as [groups, experts of a group]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = EXPERTS // GROUPS
     groups = tl.arange(0, GROUP_TILE)[:, None]
@@ -59,14 +71,18 @@ def _route_experts_kernel(
     k = tl.arange(0, K_TILE)
     experts = tl.zeros([K_TILE], tl.int32)
     weights = tl.zeros([K_TILE], tl.float32)
-    number = tl.where(inside, expert, EXPERTS)
+    ALL: tl.constexpr = GROUP_TILE * MEMBER_TILE
+    number = tl.reshape(tl.where(inside, expert, EXPERTS), [ALL])
+    order = tl.reshape(tl.where(inside, _sortable(choice), -(2**31)), [ALL])  # the least: there is none, or it is taken
+    bits = tl.reshape(scores.to(tl.int32, bitcast=True), [ALL])
     for i in tl.static_range(TOP_K):
-        best = tl.max(tl.max(choice, 1), 0)
-        found = tl.min(tl.min(tl.where(choice == best, number, EXPERTS - 1), 1), 0)
-        weight = tl.sum(tl.sum(tl.where(number == found, scores, 0.0), 1), 0)
+        best = tl.max(order, 0)
+        found = tl.min(tl.where(order == best, number, EXPERTS), 0)
+        taken = number == found
+        weight = tl.max(tl.where(taken, bits, -(2**31)), 0)  # of one number: the same bits
         experts = tl.where(k == i, found, experts)
-        weights = tl.where(k == i, weight, weights)
-        choice = tl.where(number == found, float("-inf"), choice)
+        weights = tl.where(k == i, weight.to(tl.float32, bitcast=True), weights)
+        order = tl.where(taken, -(2**31), order)
     if RENORMALIZE:
         weights /= tl.maximum(tl.sum(weights, 0), 1e-20)
     weights *= scale
@@ -93,6 +109,7 @@ def route_experts(
     experts = torch.empty((rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((rows, routing.top_k), dtype=torch.float32, device=logits.device)
     if rows:
+        pdl = supports_pdl(logits.device)
         limited = routing.top_groups < routing.groups
         groups = routing.groups if limited else 1
         _route_experts_kernel[(rows,)](
@@ -102,6 +119,6 @@ def route_experts(
             GROUP_TILE=next_power_of_2(groups), MEMBER_TILE=next_power_of_2(num_experts // groups),
             TOP_GROUPS=routing.top_groups if limited else 1, TWO=routing.sum_of_two, SIGMOID=routing.sigmoid,
             BIAS=bias is not None, BY_LOGIT=routing.sigmoid and bias is None and not limited,
-            RENORMALIZE=routing.renormalize, FACTORS=factors is not None, num_warps=1,
+            RENORMALIZE=routing.renormalize, FACTORS=factors is not None, PDL=pdl, num_warps=1, **pdl_options(pdl),
         )  # fmt: skip
     return experts, weights

@@ -1,31 +1,37 @@
-"""Times a layer of Qwen3-30B-A3B's experts: routing with its map, and both grouped products, evenly routed and not."""
+"""Times a layer of Qwen3-30B-A3B's experts: routing with its map, each product alone, and all behind the routing."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.moe.experts_skinny import down_skinny, gate_up_skinny
+from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.grouped_linear import grouped_linear
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
-from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertShape, candidates
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
-from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
+from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts, pick_skinny, pick_tilings
 
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)
 DTYPE = torch.bfloat16
 ROUTED_ROWS = (1, 256, 8192)
 ROWS = (1, 8, 64, 256, 8192)
+ROWS_ALONE = (1, 8, 64)  # of each product
 SKEWED = 13  # experts that get half of the pairs: a tenth of them
 
 
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
         rows = [_routing(num) for num in ROUTED_ROWS]
+        for num in ROWS_ALONE:
+            rows += _each_product(num, even(num))
         for num in ROWS:
             rows.append(_products(num, even(num), "even"))
             if num >= 64:
@@ -47,13 +53,48 @@ def skewed(num_rows: int) -> Tensor:
 
 def _routing(num_rows: int) -> Row:
     logits = torch.randn(num_rows, ROUTING.num_experts).to(DTYPE)
-    tile = candidates(ExpertShape(ROUTING.num_experts, ROUTING.top_k, HIDDEN, INNER), num_rows)[0].tile
+    tile = pick_tilings(num_rows * ROUTING.top_k, ROUTING.num_experts).tile
 
     def run() -> None:
-        map_experts(route_experts(logits, ROUTING)[0], ROUTING.num_experts, tile)
+        experts, _ = route_experts(logits, ROUTING)
+        if num_rows > MAX_ROWS:
+            map_experts(experts, ROUTING.num_experts, tile)
 
     num_bytes = logits.nbytes + num_rows * ROUTING.top_k * 12
-    return row("routing and map", f"{num_rows} x {ROUTING.num_experts}", graph_seconds([run] * 20), num_bytes)
+    return row(
+        "routing and, if needed, map", f"{num_rows} x {ROUTING.num_experts}", graph_seconds([run] * 20), num_bytes
+    )
+
+
+def _each_product(num_rows: int, experts: Tensor) -> list[Row]:
+    """Gate and up, and down: with the kernels that `GroupedExperts` takes for so many rows, over rotating weights."""
+    hit, num_pairs = int(experts.flatten().bincount().count_nonzero()), experts.numel()
+    x, inner = torch.randn(num_rows, HIDDEN).to(DTYPE), torch.randn(num_pairs, INNER).to(DTYPE)
+    scale, tilings = torch.rand(num_rows, ROUTING.top_k), pick_tilings(num_pairs, ROUTING.num_experts)
+    mapped = experts if num_rows <= MAX_ROWS else map_experts(experts, ROUTING.num_experts, tilings.tile)
+
+    skinny = pick_skinny(num_rows, ROUTING, INNER)
+
+    def gate_up(weight: Tensor) -> Tensor:
+        if skinny is not None:
+            return gate_up_skinny(x, weight, experts, skinny[0], Gate.SILU)
+        return grouped_linear(x, weight, mapped, num_pairs, tilings.gate_up, gate=Gate.SILU)
+
+    def down(weight: Tensor) -> Tensor:
+        if skinny is not None:
+            return down_skinny(inner, weight, experts, skinny[1], scale=scale)
+        return grouped_linear(inner, weight, mapped, num_pairs, tilings.down, scale=scale)
+
+    def measured(name: str, product: Callable[[Tensor], Tensor], outs: int, size: int, rows: int) -> Row:
+        weights = [_weight(outs, size) for _ in range(copies(2 * hit * outs * size))]
+        seconds = graph_seconds([partial(product, weight) for weight in weights])
+        num_bytes = 2 * (hit * outs * size + rows * size)
+        return row(name, f"{num_rows} rows, even, {hit} experts hit", seconds, num_bytes, 2 * num_pairs * outs * size)
+
+    return [
+        measured("gate and up of experts", gate_up, 2 * INNER, HIDDEN, num_rows),
+        measured("down of experts", down, HIDDEN, INNER, num_pairs),
+    ]
 
 
 def _products(num_rows: int, experts: Tensor, kind: str) -> Row:
@@ -65,13 +106,14 @@ def _products(num_rows: int, experts: Tensor, kind: str) -> Row:
     x, weights = torch.randn(num_rows, HIDDEN).to(DTYPE), torch.rand(num_rows, ROUTING.top_k)
     seconds = graph_seconds([partial(layer.forward, x, experts, weights, None) for layer in layers])
     shape = f"{num_rows} rows, {kind}, {hit} experts hit"
-    return row("map, experts and their sum", shape, seconds, num_bytes, 2 * num_pairs * 3 * HIDDEN * INNER)
+    return row("experts and their sum", shape, seconds, num_bytes, 2 * num_pairs * 3 * HIDDEN * INNER)
 
 
 def _layer() -> GroupedExperts:
-    gate_up = torch.randn(ROUTING.num_experts, 2 * INNER, HIDDEN, dtype=DTYPE).mul_(0.02)
-    down = torch.randn(ROUTING.num_experts, HIDDEN, INNER, dtype=DTYPE).mul_(0.02)
-    weights = ExpertWeights(
-        gate_up=UnquantizedExperts(gate_up), down=UnquantizedExperts(down), device=torch.device(DEVICE)
-    )
+    gate_up, down = UnquantizedExperts(_weight(2 * INNER, HIDDEN)), UnquantizedExperts(_weight(HIDDEN, INNER))
+    weights = ExpertWeights(gate_up=gate_up, down=down, device=torch.device(DEVICE))
     return GroupedExperts(weights, ROUTING, Gate.SILU, scales_input=False)
+
+
+def _weight(outs: int, size: int) -> Tensor:
+    return torch.randn(ROUTING.num_experts, outs, size, dtype=DTYPE).mul_(0.02)

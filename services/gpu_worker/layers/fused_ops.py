@@ -15,7 +15,10 @@ class FusedOps(Protocol):
     """Residual additions, norms and gates, which some kernels compute together with a matrix product."""
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        """Adds delta to residual [rows, hidden] in place. Returns the norm of the sum."""
+        """Adds delta to residual [rows, hidden] in place. Returns the norm of the sum.
+
+        delta is [rows, hidden], or of experts [rows, top_k, hidden], of which the sum is added.
+        """
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Computes linear(add_norm(residual, delta, norm))."""
@@ -54,7 +57,7 @@ class TorchOps:
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         if delta is not None:
-            residual.add_(delta)
+            residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:

@@ -19,7 +19,7 @@ class TritonOps:
         if isinstance(norm, RMSNorm):
             return add_rms_norm(residual, delta, norm.weight, norm.eps)
         if delta is not None:
-            residual.add_(delta)
+            residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:

@@ -70,6 +70,20 @@ def test_add_rms_norm(rows: int, size: int, add: bool, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "addends", "size"), [(1, 8, 64), (3, 3, 100), (5, 1, 257), (0, 2, 8)])
+def test_add_rms_norm_of_a_sum(rows: int, addends: int, size: int, dtype: torch.dtype) -> None:
+    residual, weight = rows_of(rows, size, dtype), torch.randn(size, device=DEVICE).to(dtype)
+    delta = torch.randn(rows, addends, size, device=DEVICE).to(dtype)
+    expected = residual.clone()
+    want = add_rms_norm_reference(expected, delta, weight, 1e-5)
+    out = add_rms_norm(residual, delta, weight, 1e-5)
+    assert_close(residual, expected, dtype)
+    assert_close(out, want, dtype)
+    with pytest.raises(ValueError, match="do not fit"):
+        add_rms_norm(residual, delta[..., 1:], weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 96), (3, 1025), (0, 4), (4, 1)])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_act_mul(activation: str, rows: int, inner: int, dtype: torch.dtype) -> None:

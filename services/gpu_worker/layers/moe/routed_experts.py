@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertWeights
@@ -26,12 +27,24 @@ class ExpertProducts(Protocol):
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `choose_experts`."""
 
+    def fuses_norm(self, rows: int) -> bool:
+        """Whether `forward` of so many rows can normalise x as it is read."""
+
     def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> Tensor | None:
         """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
 
-        batch_invariant: a row has the same bits whatever the number of rows.
+        batch_invariant: a row has the same bits whatever the number of rows. residual [rows, hidden]: the sum may be
+        added to it in place, and then None is returned; or the addends are, [rows, top_k, hidden]. norm: of x, only if
+        `fuses_norm`.
         """
 
 
@@ -79,6 +92,8 @@ class RoutedExperts:
         self._shared, self._shared_gate = shared, shared_gate
         self._experts = find_experts(weights, routing, gate, scales_input)
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
+        if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all
+            self._router_linear.fusion = Fusion.NORM
 
     def linears(self) -> list[Linear]:
         shared = self._shared.linears() if self._shared is not None else []
@@ -87,26 +102,47 @@ class RoutedExperts:
 
     def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
+        if delta is None and isinstance(norm, RMSNorm) and self._fuses_norm(len(residual)):
+            logits = ops.norm_then_linear(self._router_linear, residual, None, norm)
+            return self._sum(residual, logits, None, residual, norm)
         x = ops.add_norm(residual, delta, norm)
-        if self._shared is None:
-            return self._routed(x, None)
-        return self._routed(x, self._shared.finish(ops, self._shared_gate_up(self._shared, x), residual))
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.finish(ops, self._shared_gate_up(self._shared, x), residual)
+        return self._sum(x, self._router(x), shared, residual)
+
+    def _fuses_norm(self, rows: int) -> bool:
+        """Whether both the router and the experts normalise what they read."""
+        return self._router_linear.fused(rows) is not None and self._experts.fuses_norm(rows)
 
     def apply(self, ops: FusedOps, x: Tensor) -> Tensor:
         """Implements `PlainFeedForward`."""
-        if self._shared is None:
-            return self._routed(x, None)
-        return self._routed(x, self._shared.finish_alone(ops, self._shared_gate_up(self._shared, x)))
+        shared = None
+        if self._shared is not None:
+            shared = self._shared.finish_alone(ops, self._shared_gate_up(self._shared, x))
+        return self._sum_alone(x, self._router(x), shared)
 
     def apply_routed(self, x: Tensor, router_input: Tensor) -> Tensor:
         """The experts alone, where the router does not read what they read: both [rows, hidden]."""
-        return self._routed(x, None, router_input)
+        return self._sum_alone(x, self._router(router_input), None)
 
-    def _routed(self, x: Tensor, shared: Tensor | None, router_input: Tensor | None = None) -> Tensor:
-        logits = self._router(x if router_input is None else router_input)
+    def _sum_alone(self, x: Tensor, logits: Tensor, shared: Tensor | None) -> Tensor:
+        total = self._sum(x, logits, shared)
+        assert total is not None  # it is added to nothing but a residual
+        return total
+
+    def _sum(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        shared: Tensor | None,
+        residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> Tensor | None:
         experts, weights = self._experts.choose(logits, self._choice_bias, self._expert_factors)
         # a batch-invariant worker has made the router so, as every linear layer; experts on a GPU are none
-        return self._experts.forward(x, experts, weights, shared, self._router_linear.is_batch_invariant)
+        is_invariant = self._router_linear.is_batch_invariant
+        return self._experts.forward(x, experts, weights, shared, is_invariant, residual, norm)
 
     def _shared_gate_up(self, shared: GatedMLP, x: Tensor) -> Tensor:
         gate_up = shared.gate_up(x)
@@ -132,13 +168,23 @@ class HostExperts:
     def linears(self) -> list[Linear]:
         return [*self._gate_up, *self._down]
 
+    def fuses_norm(self, rows: int) -> bool:
+        return False
+
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return choose_experts(logits, self._routing, bias, factors)
 
     def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
     ) -> Tensor:
-        """batch_invariant: not read, because `linears` then are batch-invariant themselves."""
+        """batch_invariant: not read, because `linears` then are batch-invariant themselves; nor are the last two."""
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k

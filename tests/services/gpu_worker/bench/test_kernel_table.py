@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.bench import latent, sampling, small, timing
+from blockyard.kernels.moe.routing import Routing
+from blockyard.services.gpu_worker.bench import experts, latent, sampling, small, timing
 from blockyard.services.gpu_worker.bench import row as row_file
 from blockyard.services.gpu_worker.bench.row import Ceilings, Row, row
 
@@ -21,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e-5
 
     monkeypatch.setattr(row_file, "ceilings", lambda: Ceilings(4e12, 4e12, 800e12, 1e-6))
-    for file in (small, sampling, latent):
+    for file in (small, sampling, latent, experts):
         monkeypatch.setattr(file, "graph_seconds", graph_seconds)
         monkeypatch.setattr(file, "copies", lambda num_bytes: 1)
         monkeypatch.setattr(file, "ROWS", (2,))
@@ -60,6 +61,16 @@ def test_all_kernels_of_latent_attention_are_measured(monkeypatch: pytest.Monkey
     rows = latent.measure()
     assert len({(one.name, one.shape) for one in rows}) == len(rows) == 8
     assert rows[0].rate == f"{2 * 20 * 20 * 2 / 1e-5 / 1e9:,.0f} GB/s"
+
+
+def test_all_kernels_of_experts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"HIDDEN": 48, "INNER": 32, "ROUTED_ROWS": (2,), "ROWS_ALONE": (1, 5, 17), "ROWS": (2, 64), "SKEWED": 1}
+    for name, value in (sizes | {"ROUTING": Routing(num_experts=6, top_k=2)}).items():
+        monkeypatch.setattr(experts, name, value)
+    monkeypatch.setattr(experts, "DTYPE", torch.float16)
+    rows = experts.measure()
+    assert len({(one.name, one.shape) for one in rows}) == len(rows) == 10
+    assert rows[1].shape == "1 rows, even, 2 experts hit" and rows[2].name == "down of experts"
 
 
 def test_inputs_rotate_over_more_memory_than_the_cache() -> None:

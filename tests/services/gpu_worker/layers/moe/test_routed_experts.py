@@ -45,7 +45,11 @@ def plain(x: Tensor, experts: Tensor, factors: Tensor, of: ExpertWeights, gate: 
     return out
 
 
-@pytest.mark.parametrize("rows", [0, 1, 20])  # 0: a step in which no sequence samples
+def summed(delta: Tensor) -> Tensor:
+    return delta if delta.dim() == 2 else delta.sum(1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 20])  # 0: a step in which no sequence samples
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize(("gate", "bias"), [(Gate.SILU, False), (Gate.CLAMPED_SWIGLU, True)])
 @pytest.mark.parametrize("kind", ["host", "grouped"])
@@ -64,12 +68,16 @@ def test_sums_of_experts(kind: str, gate: Gate, bias: bool, scales_input: bool, 
     assert experts.tolist() == choose_experts(logits, ROUTING)[0].tolist()
     expected = plain(x, experts, factors, weights, gate, scales_input)
     got = made.forward(x, experts, factors, shared)
-    assert torch.allclose(got, expected + shared, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(made.forward(x, experts, factors, None), expected, rtol=1e-4, atol=1e-4)
+    assert got is not None and torch.allclose(got, expected + shared, rtol=1e-4, atol=1e-4)
+    residual = torch.randn(rows, HIDDEN, device=DEVICE)
+    before, got = residual.clone(), made.forward(x, experts, factors, None, residual=residual)
+    added = residual if got is None else residual + summed(got)
+    assert torch.allclose(added, before + expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 20])
 @pytest.mark.parametrize("kind", ["host", "grouped"])
-def test_products_count_how_often_experts_are_chosen(kind: str) -> None:
+def test_products_count_how_often_experts_are_chosen(kind: str, rows: int) -> None:
     load = LayerLoad(torch.full((NUM_EXPERTS,), 9, dtype=torch.int32, device=DEVICE))
     weights = replace(make_weights(), load=load)
     if kind == "grouped":
@@ -79,8 +87,8 @@ def test_products_count_how_often_experts_are_chosen(kind: str) -> None:
     else:
         made = HostExperts(weights, ROUTING, Gate.SILU, False)
     assert load.top_k == ROUTING.top_k
-    experts, factors = made.choose(torch.randn(7, NUM_EXPERTS, device=DEVICE), None)
-    made.forward(torch.randn(7, HIDDEN, device=DEVICE), experts, factors, None)
+    experts, factors = made.choose(torch.randn(rows, NUM_EXPERTS, device=DEVICE), None)
+    made.forward(torch.randn(rows, HIDDEN, device=DEVICE), experts, factors, None)
     assert load.pairs.tolist() == experts.flatten().cpu().bincount(minlength=NUM_EXPERTS).tolist()
 
 
@@ -107,6 +115,39 @@ def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     factors = scores / scores.sum(-1, keepdim=True) * 2.5
     expected = plain(x, torch.tensor([[1, 4]] * 3), factors, weights, Gate.SILU, False)
     assert got is not None and torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_one_row_is_normalised_by_the_router_and_the_experts_and_added_to_the_residual(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+    from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
+
+    monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
+    weight = torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE)
+    router = dense_linear(weight)
+    layer = RoutedExperts(router, make_weights(), ROUTING)
+    called = []
+
+    def fused(x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None) -> Tensor:
+        assert norm is not None and not gated and add_to is None
+        called.append(len(x))
+        return norm(x) @ weight.T
+
+    router.use({}, fused={1: fused, 5: fused})
+    if batch_invariant:
+        router.make_batch_invariant()
+    norm = RMSNorm(torch.rand(HIDDEN, device=DEVICE), 1e-6)
+    for rows in (1, 5):
+        residual = torch.randn(rows, HIDDEN, device=DEVICE)
+        before = residual.clone()
+        want = before + layer.apply(TorchOps(), norm(residual))
+        delta = layer.forward(TritonOps(), residual, None, norm)
+        assert (delta is None) == (rows == 1 and not batch_invariant)
+        added = residual if delta is None else residual + summed(delta)
+        assert torch.allclose(added, want, rtol=1e-4, atol=1e-4)
+    assert called == ([] if batch_invariant else [1])
 
 
 @pytest.mark.parametrize("kind", ["host", "grouped"])
@@ -143,9 +184,18 @@ def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypa
         )[1],
     )
     made = grouped_experts.GroupedExperts(make_weights(), ROUTING, Gate.SILU, False)
-    for rows in (1, 40):
+    for rows in (1, 5, 40):
         x, logits = torch.randn(rows, HIDDEN, device=DEVICE), torch.randn(rows, NUM_EXPERTS, device=DEVICE)
         experts, weights = made.choose(logits, None)
-        for batch_invariant in (False, True):
-            made.forward(x, experts, weights, None, batch_invariant)
-    assert used[2:4] == used[6:8] and used[:2] != used[4:6], "gate and up, and down"
+        assert made.forward(x, experts, weights, None, True, x) is not None, "it is not added to the residual"
+    assert len(used) == 6 and used[:2] == used[2:4] == used[4:], "gate and up, and down"
+
+
+def test_few_rows_take_the_kernels_without_tensor_cores() -> None:
+    from blockyard.services.gpu_worker.layers.grouped_experts import pick_skinny
+
+    many, few = Routing(num_experts=128, top_k=8), Routing(num_experts=64, top_k=6)
+    taken = [rows for rows in range(5) if pick_skinny(rows, many, 768) is not None]
+    assert taken == [1, 2]
+    assert [rows for rows in range(5) if pick_skinny(rows, few, 1408) is not None] == [1], "rows often share an expert"
+    assert pick_skinny(1, many, 14336) is None

@@ -1,0 +1,41 @@
+"""Kernels of few rows' experts are compiled for an H100, with programmatic dependent launch: they fit its memory."""
+
+from pathlib import Path
+
+from compile_for_hopper import SHARED, shared_bytes
+
+LAUNCHES = """
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.moe import combine_experts, experts_skinny, grouped_linear, map_experts, route_experts
+from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.routing import Routing
+from blockyard.services.gpu_worker.layers.grouped_experts import TILINGS, pick_skinny
+
+for file in (combine_experts, experts_skinny, grouped_linear, map_experts, route_experts):
+    file.supports_pdl = lambda device: True
+x, inner, total = (torch.zeros(*size).bfloat16() for size in ((1, 2048), (8, 768), (1, 4096)))
+weight = torch.zeros(2, 1536, 2048).bfloat16()
+route_experts.route_experts(torch.zeros(1, 128).bfloat16(), Routing(num_experts=128, top_k=8))
+experts, scale, loads = torch.zeros(1, 8).int(), torch.zeros(1, 8), torch.zeros(2).int()
+gate_up, down = pick_skinny(1, Routing(num_experts=128, top_k=8), 768)
+norm = RMSNorm(x[0], 1e-6)
+experts_skinny.gate_up_skinny(x, weight, experts, gate_up, Gate.SILU, norm=norm, loads=loads)
+experts_skinny.down_skinny(inner, weight.view(2, 4096, 768), experts, down, scale=scale, add_to=total)
+mapped = map_experts.map_experts(experts, 2, 16)
+for some in (experts, mapped):
+    grouped_linear.grouped_linear(x, weight, some, 8, TILINGS[0].gate_up, gate=Gate.SILU, loads=loads)
+combine_experts.combine_experts(inner, 8)
+"""
+KERNELS = {
+    "route_experts_kernel",
+    "gate_up_skinny_kernel",
+    "down_skinny_kernel",
+    "map_experts_kernel",
+    "grouped_linear_kernel",
+    "combine_experts_kernel",
+}
+
+
+def test_kernels_of_few_rows_compile_for_an_h100(tmp_path: Path) -> None:
+    found = shared_bytes(LAUNCHES, tmp_path, 300)
+    assert {name for name, _ in found} == KERNELS and max(size for _, size in found) <= SHARED, found
