@@ -37,9 +37,7 @@ class PrefillTiling:
     descriptor: bool = True  # weights are copied by a tensor descriptor
 
 
-def sorted_reference(
-    x: Tensor, weight: Tensor, mapped: ExpertMap, experts: Tensor, **options: object
-) -> Tensor:
+def sorted_reference(x: Tensor, weight: Tensor, mapped: ExpertMap, experts: Tensor, **options: object) -> Tensor:
     """The result of `grouped_linear_prefill` in the order of the map; 0 where there is no pair."""
     out = grouped_linear_reference(x, weight, experts, **options)  # type: ignore[arg-type]
     known = mapped.pairs < len(out)
@@ -74,15 +72,10 @@ def _tile_product(
     out = first_out + tl.arange(0, OUT_TILE)
     cols = tl.arange(0, IN_TILE)
     first_row = expert * outs + first_out
-    if SORTED_IN:
-        rows = x_ptr + place.to(tl.int64)[:, None] * size + cols[None, :]
-    else:
-        rows = x_ptr + (pair // pairs_of_row).to(tl.int64)[:, None] * size + cols[None, :]
+    row = place if SORTED_IN else pair // pairs_of_row
+    rows = x_ptr + row.to(tl.int64)[:, None] * size + cols[None, :]
     weights = weight_ptr + (expert.to(tl.int64) * outs + out)[:, None] * size + cols[None, :]
-    if WEIGHT_LEFT:
-        total = tl.zeros([OUT_TILE, PAIRS], tl.float32)
-    else:
-        total = tl.zeros([PAIRS, OUT_TILE], tl.float32)
+    total = tl.zeros([OUT_TILE, PAIRS] if WEIGHT_LEFT else [PAIRS, OUT_TILE], tl.float32)
     up_total = total
     for start in tl.range(0, size, IN_TILE, num_stages=STAGES):
         if SORTED_IN and PAIRS == TILE and DESCRIPTOR:
@@ -116,11 +109,7 @@ def _tile_product(
         total = gate_values(total, up_total + load_bias(bias_ptr, expert, inner, out, inner, outs, BIAS), GATE)
     if SCALE and not SCALE_FIRST:
         total *= scale
-    if SORTED_OUT:
-        at = place.to(tl.int64)
-    else:
-        at = pair.to(tl.int64)
-    places = out_ptr + at[None, :] * inner + out[:, None]
+    places = out_ptr + (place if SORTED_OUT else pair).to(tl.int64)[None, :] * inner + out[:, None]
     tl.store(places, total.to(out_ptr.dtype.element_ty), mask=known[None, :] & (out < inner)[:, None])
 
 
@@ -171,7 +160,7 @@ def _grouped_linear_prefill_kernel(
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a tensor descriptor can copy tiles of these weights [experts, out, in], and their numbers have 16 bits."""
+    """Whether a tensor descriptor can copy tiles of weights [experts, out, in], and they are 16-bit numbers."""
     step = weight.shape[2] * weight.element_size()
     return weight.element_size() == 2 and step % ALIGNMENT == 0 and weight.data_ptr() % ALIGNMENT == 0
 

@@ -25,6 +25,8 @@ from blockyard.kernels.tensor_checks import check_tensor
 FEW_ROWS = 8
 MOST_PROGRAMS = 132  # that share the sums of tiles; more tiles than these have a program each
 _LANE = 4  # float32 numbers that a thread loads at once
+_LINE = 32  # weights of a cache line
+_MOST_LINES = 32  # of an expert that a program asks for before it waits; a power of two
 _EARLY_ELEMENTS = 8192  # of the weights that a program of one row loads before it waits, at most
 
 
@@ -96,7 +98,7 @@ def _router_few_kernel(
 def _router_many_kernel(
     x_ptr, weight_ptr, out_ptr, parts_ptr, arrived_ptr, rows, experts, size,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IN_TILE: tl.constexpr, SPLIT: tl.constexpr,
-    WHOLE_IN: tl.constexpr, FETCH: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WHOLE_IN: tl.constexpr, FETCH: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, j, s): part s of the sums of experts i * EXPERT_TILE ... of rows j * ROW_TILE ...
     if PDL:
@@ -109,8 +111,8 @@ def _router_many_kernel(
     first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
     weights = weight_ptr + expert[:, None] * size + cols[None, :]
     if PDL:
-        # cache lines of 32 weights come to the L2 cache while the kernel waits
-        lines = tl.minimum(first * IN_TILE + tl.arange(0, FETCH) * 32, size - 1)
+        # cache lines of weights come to the L2 cache while the kernel waits
+        lines = tl.minimum(first * IN_TILE + tl.arange(0, FETCH) * LINE, size - 1)
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -158,18 +160,25 @@ def _router_many_kernel(
             tl.store(arrived_ptr + tile, 0)
 
 
-def fits(x: Tensor) -> bool:
+def takes(x: Tensor) -> bool:
     """Whether `router_linear` takes these rows: products with other dtypes than bfloat16 are not exact."""
     return x.dtype == torch.bfloat16 and x.is_contiguous()
 
 
 def router_linear(
-    x: Tensor, weight: Tensor, arrived: Tensor, *, pdl: bool, few: bool | None = None, tiling: RouterTiling | None = None
+    x: Tensor,
+    weight: Tensor,
+    arrived: Tensor,
+    *,
+    pdl: bool,
+    few: bool | None = None,
+    tiling: RouterTiling | None = None,
 ) -> Tensor:
     """x [rows, in] bfloat16, weight [experts, in] float32, both contiguous -> [rows, experts] float32.
 
-    As accurate as a product in float32. Rows may be float16, where three such numbers make a weight up to 3e-8. arrived: `MOST_PROGRAMS` int32 of one stream, 0 between calls. few, tiling: None
-    takes the measured ones for the number of rows. Raises ValueError for other shapes, dtypes and layouts.
+    As accurate as a product in float32. Rows may be float16, where the three parts of a weight are exact up to 3e-8.
+    arrived: `MOST_PROGRAMS` int32 of one stream, 0 between calls. few, tiling: None takes the measured ones for the
+    number of rows. Raises ValueError for other shapes, dtypes and layouts.
     """
     (rows, size), experts = x.shape, len(weight)
     check_tensor("rows", x, (rows, size), torch.bfloat16, torch.float16)
@@ -184,22 +193,24 @@ def router_linear(
     if tiling is None:
         tiling = next(one for most, one in TILINGS if rows <= most)
     expert_tiles, row_tiles = ceil_div(experts, tiling.expert_tile), ceil_div(rows, tiling.row_tile)
-    split = max(min(MOST_PROGRAMS // (expert_tiles * row_tiles), ceil_div(size, tiling.in_tile)), 1)
+    steps = ceil_div(size, tiling.in_tile)
+    split = max(min(MOST_PROGRAMS // (expert_tiles * row_tiles), steps), 1)
+    fetch = min(next_power_of_2(ceil_div(steps, split) * tiling.in_tile // _LINE), _MOST_LINES)
     parts = torch.empty((split, rows, experts) if split > 1 else 1, dtype=torch.float32, device=x.device)
     _router_many_kernel[(expert_tiles, row_tiles, split)](
         x, weight, out, parts, arrived, rows, experts, size,
         EXPERT_TILE=tiling.expert_tile, ROW_TILE=tiling.row_tile, IN_TILE=tiling.in_tile, SPLIT=split,
-        WHOLE_IN=size % tiling.in_tile == 0, FETCH=next_power_of_2(ceil_div(ceil_div(size, tiling.in_tile * split) * tiling.in_tile, 32)),
-        STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages, **pdl_options(pdl),
+        WHOLE_IN=size % tiling.in_tile == 0, FETCH=max(fetch, 1), LINE=_LINE, STAGES=tiling.stages, PDL=pdl,
+        num_warps=tiling.warps, num_stages=tiling.stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
 def _few(x: Tensor, weight: Tensor, out: Tensor, pdl: bool) -> None:
     (rows, size), experts = x.shape, len(weight)
-    tile = min(1024, max(next_power_of_2(size), _LANE))
+    tile, padded = min(1024, max(next_power_of_2(size), _LANE)), next_power_of_2(rows)
+    early = min(ceil_div(size, tile), max(_EARLY_ELEMENTS // padded // tile, 1))
     _router_few_kernel[(experts,)](
         x, weight, out, rows, experts, size,
-        ROWS=next_power_of_2(rows), EXPERT_TILE=1, TILE=tile, LANE=_LANE,
-        EARLY=min(ceil_div(size, tile), max(_EARLY_ELEMENTS // next_power_of_2(rows) // tile, 1)), PDL=pdl, num_warps=4, **pdl_options(pdl),
+        ROWS=padded, EXPERT_TILE=1, TILE=tile, LANE=_LANE, EARLY=early, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip

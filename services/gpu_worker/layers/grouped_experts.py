@@ -3,16 +3,21 @@
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from blockyard.kernels.moe.combine_experts import combine_experts
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
-from blockyard.kernels.moe.map_experts import map_experts
+from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
+from blockyard.kernels.moe.map_experts import ExpertMap, map_experts
 from blockyard.kernels.moe.route_experts import route_experts
+from blockyard.kernels.moe.router_linear import MOST_PROGRAMS, router_linear, takes
 from blockyard.kernels.moe.routing import Routing
+from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear_method import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,23 @@ TILINGS = (
     ExpertTilings(32, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4)),
     ExpertTilings(96, 64, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
     ExpertTilings(math.inf, 128, GroupedTiling(128, 64, 3, 8), GroupedTiling(64, 64, 3, 4)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTilings:
+    """As `ExpertTilings`, for `grouped_linear_prefill`."""
+
+    most_pairs: float
+    tile: int
+    gate_up: PrefillTiling
+    down: PrefillTiling
+
+
+FEWEST_PREFILL_PAIRS = 48  # of an expert on average, from which these are quicker
+PREFILL_TILINGS = (
+    PrefillTilings(96, 64, PrefillTiling(64, 64, 4, 4, 2, 4), PrefillTiling(128, 64, 4, 4, 2, 4)),
+    PrefillTilings(math.inf, 128, PrefillTiling(128, 64, 4, 8, 4, 4), PrefillTiling(128, 64, 3, 4, 4, 4)),
 )
 BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
 
@@ -51,10 +73,28 @@ class GroupedExperts:
     def forward(
         self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
     ) -> Tensor:
-        own, num_pairs = self._weights, experts.numel()
-        tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, self._routing.num_experts)
-        mapped = map_experts(experts, self._routing.num_experts, tilings.tile, self._load)
+        num_pairs, num_experts = experts.numel(), self._routing.num_experts
+        many = None if batch_invariant else pick_prefill_tilings(num_pairs, num_experts, self._weights)
+        tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, num_experts)
+        mapped = map_experts(experts, num_experts, (many or tilings).tile, self._load)
         first, last = (weights, None) if self._scales_input else (None, weights)
+        if many is not None:
+            pairs = self._multiply_many(x, mapped, num_pairs, many, first, last)
+        else:
+            pairs = self._multiply(x, mapped, num_pairs, tilings, first, last)
+        return combine_experts(pairs, self._routing.top_k, shared)
+
+    def _multiply(
+        self,
+        x: Tensor,
+        mapped: ExpertMap,
+        num_pairs: int,
+        tilings: ExpertTilings,
+        first: Tensor | None,
+        last: Tensor | None,
+    ) -> Tensor:
+        """first, last: the routing weights, where the first or the last product takes them."""
+        own = self._weights
         inner = grouped_linear(
             x,
             own.gate_up,
@@ -66,9 +106,56 @@ class GroupedExperts:
             scale=first,
             scale_first=self._scales_input,
         )
-        pairs = grouped_linear(inner, own.down, mapped, num_pairs, tilings.down, bias=own.down_bias, scale=last)
-        return combine_experts(pairs, self._routing.top_k, shared)
+        return grouped_linear(inner, own.down, mapped, num_pairs, tilings.down, bias=own.down_bias, scale=last)
+
+    def _multiply_many(
+        self,
+        x: Tensor,
+        mapped: ExpertMap,
+        num_pairs: int,
+        tilings: PrefillTilings,
+        first: Tensor | None,
+        last: Tensor | None,
+    ) -> Tensor:
+        """As `_multiply`. Pairs between both products are in the order of the map."""
+        own = self._weights
+        inner = grouped_linear_prefill(
+            x,
+            own.gate_up,
+            mapped,
+            num_pairs,
+            tilings.gate_up,
+            bias=own.gate_up_bias,
+            gate=self._gate,
+            scale=first,
+            scale_first=self._scales_input,
+            sorted_out=True,
+        )
+        return grouped_linear_prefill(
+            inner, own.down, mapped, num_pairs, tilings.down, bias=own.down_bias, scale=last, sorted_in=True
+        )
+
+
+class ExactProduct:
+    """The product of a router in float32 by its own kernel: x [rows, hidden] -> logits [rows, experts] float32."""
+
+    def __init__(self, method: LinearMethod, device: torch.device) -> None:
+        """method: its `apply` computes rows that the kernel does not take."""
+        self._method, self._pdl = method, supports_pdl(device)
+        self._arrived = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not takes(x):
+            return self._method.apply(x)
+        return router_linear(x, self._method.tensors()["weight"], self._arrived, pdl=self._pdl)
 
 
 def pick_tilings(num_pairs: int, num_experts: int) -> ExpertTilings:
     return next(one for one in TILINGS if num_pairs <= one.most_pairs * num_experts)
+
+
+def pick_prefill_tilings(num_pairs: int, num_experts: int, weights: ExpertWeights) -> PrefillTilings | None:
+    """None: `grouped_linear` multiplies so few pairs, or such weights."""
+    if num_pairs <= FEWEST_PREFILL_PAIRS * num_experts or not (fits(weights.gate_up) and fits(weights.down)):
+        return None
+    return next(one for one in PREFILL_TILINGS if num_pairs <= one.most_pairs * num_experts)
