@@ -7,6 +7,7 @@ order of its inputs, whatever else is in its tile.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -37,13 +38,20 @@ class PrefillTiling:
     descriptor: bool = True  # weights are copied by a tensor descriptor
 
 
-def sorted_reference(x: Tensor, weight: Tensor, mapped: ExpertMap, experts: Tensor, **options: object) -> Tensor:
-    """The result of `grouped_linear_prefill` in the order of the map; 0 where there is no pair."""
-    out = grouped_linear_reference(x, weight, experts, **options)  # type: ignore[arg-type]
-    known = mapped.pairs < len(out)
+def grouped_linear_prefill_reference(
+    x: Tensor, weight: Tensor, mapped: ExpertMap, experts: Tensor, **options: Any
+) -> Tensor:
+    """The result in the order of the map, of x in the order of its rows; 0 where there is no pair."""
+    out = grouped_linear_reference(x, weight, experts, **options)
+    known = has_pair(mapped, len(out))
     result = out.new_zeros((len(mapped.pairs), out.shape[1]))
     result[known] = out[mapped.pairs[known].long()]
     return result
+
+
+def has_pair(mapped: ExpertMap, num_pairs: int) -> Tensor:
+    """Which places of a map have a pair, [len(mapped.pairs)] bool."""
+    return (mapped.pairs < num_pairs) & (mapped.experts >= 0).repeat_interleave(mapped.tile)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Times a layer of Qwen3-30B-A3B's experts: routing with its map, and both grouped products, evenly routed and not."""
+"""Times a layer of experts: routers in float32 of DeepSeek's sizes, and of Qwen3-30B-A3B routing with its map, and both
+grouped products, evenly routed and not."""
 
 from functools import partial
 
@@ -8,7 +9,9 @@ from torch import Tensor
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.route_experts import route_experts
+from blockyard.kernels.moe.router_linear import MOST_PROGRAMS, router_linear
 from blockyard.kernels.moe.routing import Routing
+from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
@@ -17,6 +20,8 @@ from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts,
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)
 DTYPE = torch.bfloat16
+ROUTERS = ((64, 2048), (256, 7168))  # experts and hidden size of DeepSeek-V2-Lite and V3
+ROUTER_ROWS = (1, 64, 2048)
 ROUTED_ROWS = (1, 256, 8192)
 ROWS = (1, 8, 64, 256, 8192)
 SKEWED = 13  # experts that get half of the pairs: a tenth of them
@@ -24,7 +29,8 @@ SKEWED = 13  # experts that get half of the pairs: a tenth of them
 
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
-        rows = [_routing(num) for num in ROUTED_ROWS]
+        rows = [_router(num, *sizes) for sizes in ROUTERS for num in ROUTER_ROWS]
+        rows += [_routing(num) for num in ROUTED_ROWS]
         for num in ROWS:
             rows.append(_products(num, even(num), "even"))
             if num >= 64:
@@ -42,6 +48,16 @@ def skewed(num_rows: int) -> Tensor:
     odds = torch.ones(ROUTING.num_experts)
     odds[:SKEWED] = (ROUTING.num_experts - SKEWED) / SKEWED
     return torch.multinomial(odds.expand(num_rows, -1), ROUTING.top_k).int()
+
+
+def _router(num_rows: int, num_experts: int, hidden: int) -> Row:
+    """Operations are those of the three products of bfloat16 that one of float32 takes."""
+    x, arrived = torch.randn(num_rows, hidden).to(DTYPE), torch.zeros(MOST_PROGRAMS, dtype=torch.int32)
+    num_bytes = 4 * num_experts * hidden + num_rows * (2 * hidden + 4 * num_experts)
+    weights = [torch.randn(num_experts, hidden) for _ in range(copies(num_bytes))]
+    calls = [partial(router_linear, x, weight, arrived, pdl=supports_pdl(x.device)) for weight in weights]
+    shape = f"{num_rows} x {num_experts} x {hidden:,}"
+    return row("router in float32", shape, graph_seconds(calls), num_bytes, 6 * num_rows * num_experts * hidden)
 
 
 def _routing(num_rows: int) -> Row:

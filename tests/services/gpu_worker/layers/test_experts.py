@@ -150,3 +150,45 @@ def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypa
         for batch_invariant in (False, True):
             made.forward(x, experts, weights, None, batch_invariant)
     assert used[2:4] == used[6:8] and used[:2] != used[4:6], "gate and up, and down"
+
+
+def test_a_router_in_float32_has_its_own_kernel_for_rows_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blockyard.services.gpu_worker.layers import grouped_experts
+
+    weight, given = torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE), []
+    monkeypatch.setattr(
+        grouped_experts, "router_linear", lambda x, weight, arrived, pdl: given.append(x) or x.float() @ weight.T
+    )
+    product = grouped_experts.ExactProduct(experts_file._Float32Weight(weight), torch.device(DEVICE))
+    x = torch.randn(5, HIDDEN, device=DEVICE)
+    for rows in (x, x.half(), x.bfloat16()):
+        got = product(rows)
+        assert got.dtype == torch.float32 and torch.allclose(got, rows.float() @ weight.T, rtol=1e-4, atol=1e-4)
+    assert [rows.dtype for rows in given] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("scales_input", [False, True])
+@pytest.mark.parametrize(("gate", "bias"), [(Gate.SILU, False), (Gate.CLAMPED_SWIGLU, True)])
+def test_many_pairs_of_16_bits_have_a_kernel_of_their_own(
+    gate: Gate, bias: bool, scales_input: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockyard.services.gpu_worker.layers import grouped_experts
+
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    whole = make_weights(bias)
+    fields = ("gate_up", "down", "gate_up_bias", "down_bias")
+    made = {name: None if (one := getattr(whole, name)) is None else one.to(dtype) for name in fields}
+    weights = ExpertWeights(**made)
+    layer = grouped_experts.GroupedExperts(weights, ROUTING, gate, scales_input)
+    x = torch.randn(150, HIDDEN, device=DEVICE).to(dtype)
+    experts, factors = layer.choose(torch.randn(150, NUM_EXPERTS, device=DEVICE), None)
+    got = layer.forward(x, experts, factors, None)
+    monkeypatch.setattr(grouped_experts, "FEWEST_PREFILL_PAIRS", 1 << 30)
+    assert grouped_experts.pick_prefill_tilings(450, NUM_EXPERTS, weights) is None
+    few = layer.forward(x, experts, factors, None)
+    assert float((got.double() - few.double()).norm() / few.double().norm()) < (1e-2 if DEVICE == "cuda" else 2e-3)
+    invariant = layer.forward(x, experts, factors, None, batch_invariant=True)
+    monkeypatch.undo()
+    assert grouped_experts.pick_prefill_tilings(450, NUM_EXPERTS, weights) is not None
+    assert grouped_experts.pick_prefill_tilings(450, NUM_EXPERTS, whole) is None, "in float32"
+    assert torch.equal(layer.forward(x, experts, factors, None, batch_invariant=True), invariant)
