@@ -1,8 +1,9 @@
 """As `grouped_linear`, for steps of many rows: weights come through tensor descriptors (TMA); on a GPU.
 
-The result of the first product may stay in the order of the map, where the pairs of a tile are adjacent: the second
-product then copies them by a descriptor too, and gathers nothing. The last tile of an expert is often nearly empty, so
-a tile with at most half, or at most a quarter, of its pairs is multiplied as one of that size. A pair's sum is in the
+Such steps are bound by what comes from the L2 cache to the multiprocessors, so a program multiplies up to 192 pairs of
+an expert by the same weights: 128 and, where there are more, a piece of 64 or 32 beside them. A tile with fewer pairs
+is multiplied as one of 128, 64 or 32. The result of the first product may stay in the order of the map, where the pairs
+of a tile are adjacent: the second product copies them by descriptors too, and gathers nothing. A pair's sum is in the
 order of its inputs, whatever else is in its tile.
 """
 
@@ -21,21 +22,19 @@ from blockyard.kernels.moe.grouped_linear import gate_values, grouped_linear_ref
 from blockyard.kernels.moe.map_experts import ExpertMap
 
 ALIGNMENT = 16  # bytes, of each row that a tensor descriptor copies
-FEWEST_PAIRS = 16  # of a tile that is multiplied at once
+PIECES = (128, 64, 32)  # pairs that are multiplied at once
+TILE = 192  # of pairs: the first piece, and beside it one of the others
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """Sizes of tiles, all powers of two; the tile of pairs is that of the map."""
+    """Sizes of tiles, powers of two; the tile of pairs is that of the map."""
 
     out_tile: int  # with a gate, of gate and up each
     in_tile: int
     stages: int
     warps: int
-    parts: int = 1  # 2 or 4: tiles with at most a half (or a quarter) of their pairs are multiplied as smaller ones
     group: int = 1  # tiles of pairs whose programs take the same outputs one after the other
-    weight_left: bool = True  # the left operand of the product; must be with `parts` that make tiles below 64 pairs
-    descriptor: bool = True  # weights are copied by a tensor descriptor
 
 
 def grouped_linear_prefill_reference(
@@ -55,58 +54,44 @@ def has_pair(mapped: ExpertMap, num_pairs: int) -> Tensor:
 
 
 @triton.jit
-def _multiply(weight, x, total, WEIGHT_LEFT: tl.constexpr):
-    """weight [outs, in], x [pairs, in] -> total + their product, [outs, pairs] or [pairs, outs]."""
-    if WEIGHT_LEFT:
-        return tl.dot(weight, x.T, total, input_precision="ieee")
+def _pointers(
+    x_ptr, pairs_ptr, first, num_pairs, size, pairs_of_row,
+    PAIRS: tl.constexpr, IN_TILE: tl.constexpr, SORTED_IN: tl.constexpr,
+):  # fmt: skip
+    """Pointers to the first inputs of PAIRS places from `first` on, and which of them have a pair."""
+    if SORTED_IN:
+        return x_ptr, True
     else:  # noqa: RET505, only one branch is compiled
-        return tl.dot(x, weight.T, total, input_precision="ieee")
+        pair = tl.load(pairs_ptr + first + tl.arange(0, PAIRS))
+        row = (pair // pairs_of_row).to(tl.int64)
+        return x_ptr + row[:, None] * size + tl.arange(0, IN_TILE)[None, :], (pair < num_pairs)[:, None]
 
 
 @triton.jit
-def _tile_product(
-    x_ptr, x_desc, weight_ptr, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, tile, expert, first_out,
-    num_pairs, outs, size, pairs_of_row,
-    OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr, GATE: tl.constexpr,
-    BIAS: tl.constexpr, SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, SORTED_IN: tl.constexpr,
-    SORTED_OUT: tl.constexpr, WHOLE_IN: tl.constexpr, WEIGHT_LEFT: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+def _load_rows(
+    x_desc, rows, known, first, start, size,
+    IN_TILE: tl.constexpr, SORTED_IN: tl.constexpr, WHOLE_IN: tl.constexpr,
 ):  # fmt: skip
-    """The first PAIRS pairs of a tile times OUT_TILE outputs."""
-    place = tile * TILE + tl.arange(0, PAIRS)
-    pair = tl.load(pairs_ptr + place)
-    known = pair < num_pairs
+    """Inputs `start` to `start` + IN_TILE of a piece, [pairs, in]. Where there is no pair they are anything."""
+    if SORTED_IN:
+        return x_desc.load([first, start])
+    elif WHOLE_IN:  # noqa: RET505, only one branch is compiled
+        return tl.load(rows + start, mask=known, other=0.0)
+    else:
+        inside = known & (tl.arange(0, IN_TILE) < size - start)[None, :]
+        return tl.load(rows + start, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(
+    total, up_total, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, num_pairs, expert, first_out, outs,
+    GATE: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, SORTED_OUT: tl.constexpr,
+):  # fmt: skip
+    """Stores a piece, [outs, pairs], after bias, gate and routing weight."""
     inner = outs // 2 if GATE else outs
-    out = first_out + tl.arange(0, OUT_TILE)
-    cols = tl.arange(0, IN_TILE)
-    first_row = expert * outs + first_out
-    row = place if SORTED_IN else pair // pairs_of_row
-    rows = x_ptr + row.to(tl.int64)[:, None] * size + cols[None, :]
-    weights = weight_ptr + (expert.to(tl.int64) * outs + out)[:, None] * size + cols[None, :]
-    total = tl.zeros([OUT_TILE, PAIRS] if WEIGHT_LEFT else [PAIRS, OUT_TILE], tl.float32)
-    up_total = total
-    for start in tl.range(0, size, IN_TILE, num_stages=STAGES):
-        if SORTED_IN and PAIRS == TILE and DESCRIPTOR:
-            x = x_desc.load([tile * TILE, start])
-        elif WHOLE_IN:
-            x = tl.load(rows + start, mask=known[:, None], other=0.0)
-        else:
-            x = tl.load(rows + start, mask=known[:, None] & (cols < size - start)[None, :], other=0.0)
-        if DESCRIPTOR:
-            weight = weight_desc.load([first_row, start])
-        else:
-            there = (out < inner)[:, None] & (cols < size - start)[None, :]
-            weight = tl.load(weights + start, mask=there, other=0.0)
-        total = _multiply(weight, x, total, WEIGHT_LEFT)
-        if GATE:
-            if DESCRIPTOR:
-                up = weight_desc.load([first_row + inner, start])
-            else:
-                up = tl.load(weights + inner.to(tl.int64) * size + start, mask=there, other=0.0)
-            up_total = _multiply(up, x, up_total, WEIGHT_LEFT)
-    if not WEIGHT_LEFT:
-        total = total.T
-        up_total = up_total.T
+    out = first_out + tl.arange(0, total.shape[0])
+    pair = tl.load(pairs_ptr + first + tl.arange(0, total.shape[1]))  # again: kept, it would hold registers
+    known = pair < num_pairs
     if SCALE:
         scale = tl.load(scale_ptr + pair, mask=known, other=0.0)[None, :]
         if SCALE_FIRST:
@@ -117,53 +102,101 @@ def _tile_product(
         total = gate_values(total, up_total + load_bias(bias_ptr, expert, inner, out, inner, outs, BIAS), GATE)
     if SCALE and not SCALE_FIRST:
         total *= scale
-    places = out_ptr + (place if SORTED_OUT else pair).to(tl.int64)[None, :] * inner + out[:, None]
+    place = first + tl.arange(0, total.shape[1]) if SORTED_OUT else pair
+    places = out_ptr + place.to(tl.int64)[None, :] * inner + out[:, None]
     tl.store(places, total.to(out_ptr.dtype.element_ty), mask=known[None, :] & (out < inner)[:, None])
+
+
+@triton.jit
+def _multiply(
+    x_ptr, x_desc, more_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, expert, first_out,
+    num_pairs, outs, size, pairs_of_row,
+    PAIRS: tl.constexpr, MORE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, GATE: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, SORTED_IN: tl.constexpr,
+    SORTED_OUT: tl.constexpr, WHOLE_IN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """PAIRS pairs from place `first` on, and MORE behind them, times OUT_TILE outputs."""
+    rows, known = _pointers(x_ptr, pairs_ptr, first, num_pairs, size, pairs_of_row, PAIRS, IN_TILE, SORTED_IN)
+    total = tl.zeros([OUT_TILE, PAIRS], tl.float32)
+    up_total = tl.zeros([OUT_TILE, PAIRS], tl.float32)
+    if MORE:
+        more_rows, more_known = _pointers(
+            x_ptr, pairs_ptr, first + PAIRS, num_pairs, size, pairs_of_row, MORE, IN_TILE, SORTED_IN
+        )  # fmt: skip
+        more_total = tl.zeros([OUT_TILE, MORE], tl.float32)
+        more_up = tl.zeros([OUT_TILE, MORE], tl.float32)
+    gate_row = expert * outs + first_out
+    for start in tl.range(0, size, IN_TILE, num_stages=STAGES):
+        x = _load_rows(x_desc, rows, known, first, start, size, IN_TILE, SORTED_IN, WHOLE_IN)
+        weight = weight_desc.load([gate_row, start])
+        total = tl.dot(weight, x.T, total)
+        if MORE:
+            y = _load_rows(more_desc, more_rows, more_known, first + PAIRS, start, size, IN_TILE, SORTED_IN, WHOLE_IN)
+            more_total = tl.dot(weight, y.T, more_total)
+        if GATE:
+            up = weight_desc.load([gate_row + outs // 2, start])
+            up_total = tl.dot(up, x.T, up_total)
+            if MORE:
+                more_up = tl.dot(up, y.T, more_up)
+    _store(
+        total, up_total, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, num_pairs, expert, first_out, outs,
+        GATE, BIAS, SCALE, SCALE_FIRST, SORTED_OUT,
+    )  # fmt: skip
+    if MORE:
+        _store(
+            more_total, more_up, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first + PAIRS, num_pairs, expert, first_out,
+            outs, GATE, BIAS, SCALE, SCALE_FIRST, SORTED_OUT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _grouped_linear_prefill_kernel(
-    x_ptr, x_desc, weight_ptr, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, owners_ptr, num_pairs, num_tiles,
-    outs, size, pairs_of_row,
-    OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, SORTED_IN: tl.constexpr,
-    SORTED_OUT: tl.constexpr, WHOLE_IN: tl.constexpr, WEIGHT_LEFT: tl.constexpr, DESCRIPTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    x_ptr, x_desc, half_desc, quarter_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, owners_ptr, num_pairs,
+    num_tiles, outs, size, pairs_of_row,
+    TILE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr, GROUP: tl.constexpr, GATE: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, SCALE_FIRST: tl.constexpr, SORTED_IN: tl.constexpr,
+    SORTED_OUT: tl.constexpr, WHOLE_IN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # program i: GROUP tiles of pairs take the same outputs one after the other, then the next outputs
-    inner = outs // 2 if GATE else outs
-    out_tiles = tl.cdiv(inner, OUT_TILE)
-    group = tl.program_id(0) // (GROUP * out_tiles)
+    out_tiles = tl.cdiv(outs // 2 if GATE else outs, OUT_TILE)
     place = tl.program_id(0) % (GROUP * out_tiles)
-    tile = group * GROUP + place % GROUP
+    tile = tl.program_id(0) // (GROUP * out_tiles) * GROUP + place % GROUP
     if tile >= num_tiles:
         return
     expert = tl.load(owners_ptr + tile)
     if expert < 0:
         return
-    first_out = place // GROUP * OUT_TILE
-    HALF: tl.constexpr = TILE // 2 if PARTS > 1 else TILE
-    QUARTER: tl.constexpr = TILE // 4 if PARTS > 2 else TILE
+    first, first_out = tile * TILE, place // GROUP * OUT_TILE
     # pairs come before places without one
-    over_half = tl.load(pairs_ptr + tile * TILE + (HALF if PARTS > 1 else 0)) < num_pairs
-    over_quarter = tl.load(pairs_ptr + tile * TILE + (QUARTER if PARTS > 2 else 0)) < num_pairs
-    if PARTS == 1 or over_half:
-        _tile_product(
-            x_ptr, x_desc, weight_ptr, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, tile, expert, first_out,
-            num_pairs, outs, size, pairs_of_row, OUT_TILE, IN_TILE, TILE, TILE, GATE, BIAS, SCALE, SCALE_FIRST,
-            SORTED_IN, SORTED_OUT, WHOLE_IN, WEIGHT_LEFT, DESCRIPTOR, STAGES,
+    if tl.load(pairs_ptr + first + 160) < num_pairs:
+        _multiply(
+            x_ptr, x_desc, half_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, expert, first_out,
+            num_pairs, outs, size, pairs_of_row, 128, 64, OUT_TILE, IN_TILE, GATE, BIAS, SCALE, SCALE_FIRST, SORTED_IN,
+            SORTED_OUT, WHOLE_IN, STAGES,
         )  # fmt: skip
-    elif PARTS == 2 or over_quarter:
-        _tile_product(
-            x_ptr, x_desc, weight_ptr, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, tile, expert, first_out,
-            num_pairs, outs, size, pairs_of_row, OUT_TILE, IN_TILE, TILE, HALF, GATE, BIAS, SCALE, SCALE_FIRST,
-            SORTED_IN, SORTED_OUT, WHOLE_IN, WEIGHT_LEFT, DESCRIPTOR, STAGES,
+    elif tl.load(pairs_ptr + first + 128) < num_pairs:
+        _multiply(
+            x_ptr, x_desc, quarter_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, expert, first_out,
+            num_pairs, outs, size, pairs_of_row, 128, 32, OUT_TILE, IN_TILE, GATE, BIAS, SCALE, SCALE_FIRST, SORTED_IN,
+            SORTED_OUT, WHOLE_IN, STAGES,
+        )  # fmt: skip
+    elif tl.load(pairs_ptr + first + 64) < num_pairs:
+        _multiply(
+            x_ptr, x_desc, x_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, expert, first_out,
+            num_pairs, outs, size, pairs_of_row, 128, 0, OUT_TILE, IN_TILE, GATE, BIAS, SCALE, SCALE_FIRST, SORTED_IN,
+            SORTED_OUT, WHOLE_IN, STAGES,
+        )  # fmt: skip
+    elif tl.load(pairs_ptr + first + 32) < num_pairs:
+        _multiply(
+            x_ptr, half_desc, half_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, expert, first_out,
+            num_pairs, outs, size, pairs_of_row, 64, 0, OUT_TILE, IN_TILE, GATE, BIAS, SCALE, SCALE_FIRST, SORTED_IN,
+            SORTED_OUT, WHOLE_IN, STAGES,
         )  # fmt: skip
     else:
-        _tile_product(
-            x_ptr, x_desc, weight_ptr, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, tile, expert, first_out,
-            num_pairs, outs, size, pairs_of_row, OUT_TILE, IN_TILE, TILE, QUARTER, GATE, BIAS, SCALE, SCALE_FIRST,
-            SORTED_IN, SORTED_OUT, WHOLE_IN, WEIGHT_LEFT, DESCRIPTOR, STAGES,
+        _multiply(
+            x_ptr, quarter_desc, quarter_desc, weight_desc, bias_ptr, scale_ptr, out_ptr, pairs_ptr, first, expert,
+            first_out, num_pairs, outs, size, pairs_of_row, 32, 0, OUT_TILE, IN_TILE, GATE, BIAS, SCALE, SCALE_FIRST,
+            SORTED_IN, SORTED_OUT, WHOLE_IN, STAGES,
         )  # fmt: skip
 
 
@@ -204,25 +237,23 @@ def grouped_linear_prefill(
         raise ValueError(f"scale must be {num_pairs} float32, got {list(scale.shape)} {scale.dtype}")
     if not all(one.is_contiguous() for one in (x, weight, bias, scale) if one is not None):
         raise ValueError("operands must be contiguous")
-    if tiling.descriptor and not (fits(weight) and fits(x[None])):
+    if not (fits(weight) and fits(x[None])):
         raise ValueError(f"rows of {size} {weight.dtype} must be 16-bit numbers, aligned to {ALIGNMENT} bytes")
+    if mapped.tile != TILE:
+        raise ValueError(f"tiles must be of {TILE} pairs, got {mapped.tile}")
     inner, tiles = outs // 2 if gate else outs, len(mapped.experts)
     out = torch.empty((len(mapped.pairs) if sorted_out else num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    weight_desc = x_desc = None
-    if tiling.descriptor:
-        weight_desc = TensorDescriptor.from_tensor(weight.view(-1, size), [tiling.out_tile, tiling.in_tile])
-        if sorted_in:
-            x_desc = TensorDescriptor.from_tensor(x, [mapped.tile, tiling.in_tile])
+    x_descs = [TensorDescriptor.from_tensor(x, [piece, tiling.in_tile]) if sorted_in else None for piece in PIECES]
+    weight_desc = TensorDescriptor.from_tensor(weight.view(-1, size), [tiling.out_tile, tiling.in_tile])
     programs = ceil_div(tiles, tiling.group) * tiling.group * ceil_div(inner, tiling.out_tile)
     _grouped_linear_prefill_kernel[(programs,)](
-        x, x_desc, weight, weight_desc, weight if bias is None else bias, weight if scale is None else scale, out,
+        x, *x_descs, weight_desc, weight if bias is None else bias, weight if scale is None else scale, out,
         mapped.pairs, mapped.experts, num_pairs, tiles, outs, size, 1 if sorted_in else num_pairs // rows,
-        OUT_TILE=tiling.out_tile, IN_TILE=tiling.in_tile, TILE=mapped.tile,
-        PARTS=min(tiling.parts, mapped.tile // FEWEST_PAIRS), GROUP=tiling.group, GATE=int(gate),
+        TILE=TILE, OUT_TILE=tiling.out_tile, IN_TILE=tiling.in_tile, GROUP=tiling.group, GATE=int(gate),
         BIAS=bias is not None, SCALE=scale is not None, SCALE_FIRST=scale_first, SORTED_IN=sorted_in,
-        SORTED_OUT=sorted_out, WHOLE_IN=size % tiling.in_tile == 0, WEIGHT_LEFT=tiling.weight_left,
-        DESCRIPTOR=tiling.descriptor, STAGES=tiling.stages, num_warps=tiling.warps, num_stages=tiling.stages,
+        SORTED_OUT=sorted_out, WHOLE_IN=size % tiling.in_tile == 0, STAGES=tiling.stages, num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.tensor_checks import check_tensor
 
 FEW_ROWS = 8
-MOST_PROGRAMS = 132  # that share the sums of tiles; more tiles than these have a program each
+MOST_TILES = 132  # whose sums may be in parts
 _LANE = 4  # float32 numbers that a thread loads at once
 _LINE = 32  # weights of a cache line
 _MOST_LINES = 32  # of an expert that a program asks for before it waits; a power of two
@@ -39,6 +39,7 @@ class RouterTiling:
     in_tile: int
     stages: int
     warps: int
+    programs: int = 132  # that the sums of tiles are divided among, at most
 
 
 # most rows -> tiling
@@ -98,7 +99,8 @@ def _router_few_kernel(
 def _router_many_kernel(
     x_ptr, weight_ptr, out_ptr, parts_ptr, arrived_ptr, rows, experts, size,
     EXPERT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IN_TILE: tl.constexpr, SPLIT: tl.constexpr,
-    WHOLE_IN: tl.constexpr, FETCH: tl.constexpr, LINE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WHOLE_IN: tl.constexpr, FETCH: tl.constexpr, LINE: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, j, s): part s of the sums of experts i * EXPERT_TILE ... of rows j * ROW_TILE ...
     if PDL:
@@ -124,6 +126,7 @@ def _router_many_kernel(
         gdc_wait()
     xs = x_ptr + row.to(tl.int64)[:, None] * size + cols[None, :]
     total = tl.zeros([EXPERT_TILE, ROW_TILE], tl.float32)
+    low_total = tl.zeros([EXPERT_TILE, ROW_TILE], tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         start = step * IN_TILE
         if WHOLE_IN:
@@ -137,10 +140,10 @@ def _router_many_kernel(
         rest = weight - high.to(tl.float32)
         middle = rest.to(x.dtype)
         low = (rest - middle.to(tl.float32)).to(x.dtype)
-        # tensor cores cut sums off where others round: their sums are short, and added with rounding
-        some = tl.dot(low, x.T)
-        some = tl.dot(middle, x.T, some)
-        total += tl.dot(high, x.T, some)
+        # tensor cores cut sums off where others round: those of high parts are short, and added with rounding
+        low_total = tl.dot(low, x.T, low_total)
+        total += tl.dot(high, x.T, tl.dot(middle, x.T))
+    total += low_total
     there = (expert < experts)[:, None] & (row < rows)[None, :]
     place = row.to(tl.int64)[None, :] * experts + expert[:, None]
     if SPLIT == 1:
@@ -177,13 +180,13 @@ def router_linear(
     """x [rows, in] bfloat16, weight [experts, in] float32, both contiguous -> [rows, experts] float32.
 
     As accurate as a product in float32. Rows may be float16, where the three parts of a weight are exact up to 3e-8.
-    arrived: `MOST_PROGRAMS` int32 of one stream, 0 between calls. few, tiling: None takes the measured ones for the
+    arrived: `MOST_TILES` int32 of one stream, 0 between calls. few, tiling: None takes the measured ones for the
     number of rows. Raises ValueError for other shapes, dtypes and layouts.
     """
     (rows, size), experts = x.shape, len(weight)
     check_tensor("rows", x, (rows, size), torch.bfloat16, torch.float16)
     check_tensor("weight", weight, (experts, size), torch.float32)
-    check_tensor("arrived", arrived, (MOST_PROGRAMS,), torch.int32)
+    check_tensor("arrived", arrived, (MOST_TILES,), torch.int32)
     out = torch.empty((rows, experts), dtype=torch.float32, device=x.device)
     if out.numel() == 0:
         return out
@@ -194,14 +197,14 @@ def router_linear(
         tiling = next(one for most, one in TILINGS if rows <= most)
     expert_tiles, row_tiles = ceil_div(experts, tiling.expert_tile), ceil_div(rows, tiling.row_tile)
     steps = ceil_div(size, tiling.in_tile)
-    split = max(min(MOST_PROGRAMS // (expert_tiles * row_tiles), steps), 1)
+    split = max(min(tiling.programs // (expert_tiles * row_tiles), steps), 1)
     fetch = min(next_power_of_2(ceil_div(steps, split) * tiling.in_tile // _LINE), _MOST_LINES)
     parts = torch.empty((split, rows, experts) if split > 1 else 1, dtype=torch.float32, device=x.device)
     _router_many_kernel[(expert_tiles, row_tiles, split)](
         x, weight, out, parts, arrived, rows, experts, size,
         EXPERT_TILE=tiling.expert_tile, ROW_TILE=tiling.row_tile, IN_TILE=tiling.in_tile, SPLIT=split,
-        WHOLE_IN=size % tiling.in_tile == 0, FETCH=max(fetch, 1), LINE=_LINE, STAGES=tiling.stages, PDL=pdl,
-        num_warps=tiling.warps, num_stages=tiling.stages, **pdl_options(pdl),
+        WHOLE_IN=size % tiling.in_tile == 0, FETCH=max(fetch, 1), LINE=_LINE,
+        STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -209,7 +212,7 @@ def router_linear(
 def _few(x: Tensor, weight: Tensor, out: Tensor, pdl: bool) -> None:
     (rows, size), experts = x.shape, len(weight)
     tile, padded = min(1024, max(next_power_of_2(size), _LANE)), next_power_of_2(rows)
-    early = min(ceil_div(size, tile), max(_EARLY_ELEMENTS // padded // tile, 1))
+    early = min(ceil_div(size, tile), max(_EARLY_ELEMENTS // max(padded // 4, 1) ** 2 // tile, 1))
     _router_few_kernel[(experts,)](
         x, weight, out, rows, experts, size,
         ROWS=padded, EXPERT_TILE=1, TILE=tile, LANE=_LANE, EARLY=early, PDL=pdl, num_warps=4, **pdl_options(pdl),

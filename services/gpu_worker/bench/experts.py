@@ -9,7 +9,7 @@ from torch import Tensor
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.route_experts import route_experts
-from blockyard.kernels.moe.router_linear import MOST_PROGRAMS, router_linear
+from blockyard.kernels.moe.router_linear import MOST_TILES, router_linear
 from blockyard.kernels.moe.routing import Routing
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.bench.row import Row, row
@@ -52,7 +52,7 @@ def skewed(num_rows: int) -> Tensor:
 
 def _router(num_rows: int, num_experts: int, hidden: int) -> Row:
     """Operations are those of the three products of bfloat16 that one of float32 takes."""
-    x, arrived = torch.randn(num_rows, hidden).to(DTYPE), torch.zeros(MOST_PROGRAMS, dtype=torch.int32)
+    x, arrived = torch.randn(num_rows, hidden).to(DTYPE), torch.zeros(MOST_TILES, dtype=torch.int32)
     num_bytes = 4 * num_experts * hidden + num_rows * (2 * hidden + 4 * num_experts)
     weights = [torch.randn(num_experts, hidden) for _ in range(copies(num_bytes))]
     calls = [partial(router_linear, x, weight, arrived, pdl=supports_pdl(x.device)) for weight in weights]

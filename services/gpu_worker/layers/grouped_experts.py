@@ -9,10 +9,10 @@ from torch import Tensor
 from blockyard.kernels.moe.combine_experts import combine_experts
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
-from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
+from blockyard.kernels.moe.grouped_linear_prefill import TILE, PrefillTiling, fits, grouped_linear_prefill
 from blockyard.kernels.moe.map_experts import ExpertMap, map_experts
 from blockyard.kernels.moe.route_experts import route_experts
-from blockyard.kernels.moe.router_linear import MOST_PROGRAMS, router_linear, takes
+from blockyard.kernels.moe.router_linear import MOST_TILES, router_linear, takes
 from blockyard.kernels.moe.routing import Routing
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
@@ -41,19 +41,14 @@ TILINGS = (
 
 @dataclass(frozen=True, slots=True)
 class PrefillTilings:
-    """As `ExpertTilings`, for `grouped_linear_prefill`."""
+    """Sizes for both products by `grouped_linear_prefill`, measured on an H200."""
 
-    most_pairs: float
-    tile: int
     gate_up: PrefillTiling
     down: PrefillTiling
 
 
-FEWEST_PREFILL_PAIRS = 48  # of an expert on average, from which these are quicker
-PREFILL_TILINGS = (
-    PrefillTilings(96, 64, PrefillTiling(64, 64, 4, 4, 2, 4), PrefillTiling(128, 64, 4, 4, 2, 4)),
-    PrefillTilings(math.inf, 128, PrefillTiling(128, 64, 4, 8, 4, 4), PrefillTiling(128, 64, 3, 4, 4, 4)),
-)
+FEWEST_PREFILL_PAIRS = 48  # of an expert on average, from which it is quicker
+PREFILL_TILINGS = PrefillTilings(PrefillTiling(128, 64, 4, 8, 4), PrefillTiling(256, 64, 4, 8, 4))
 BATCH_INVARIANT = ExpertTilings(math.inf, 32, GroupedTiling(128, 128, 3, 8), GroupedTiling(64, 128, 3, 4))
 
 
@@ -76,7 +71,7 @@ class GroupedExperts:
         num_pairs, num_experts = experts.numel(), self._routing.num_experts
         many = None if batch_invariant else pick_prefill_tilings(num_pairs, num_experts, self._weights)
         tilings = BATCH_INVARIANT if batch_invariant else pick_tilings(num_pairs, num_experts)
-        mapped = map_experts(experts, num_experts, (many or tilings).tile, self._load)
+        mapped = map_experts(experts, num_experts, tilings.tile if many is None else TILE, self._load)
         first, last = (weights, None) if self._scales_input else (None, weights)
         if many is not None:
             pairs = self._multiply_many(x, mapped, num_pairs, many, first, last)
@@ -142,7 +137,7 @@ class ExactProduct:
     def __init__(self, method: LinearMethod, device: torch.device) -> None:
         """method: its `apply` computes rows that the kernel does not take."""
         self._method, self._pdl = method, supports_pdl(device)
-        self._arrived = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
+        self._arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         if not takes(x):
@@ -158,4 +153,4 @@ def pick_prefill_tilings(num_pairs: int, num_experts: int, weights: ExpertWeight
     """None: `grouped_linear` multiplies so few pairs, or such weights."""
     if num_pairs <= FEWEST_PREFILL_PAIRS * num_experts or not (fits(weights.gate_up) and fits(weights.down)):
         return None
-    return next(one for one in PREFILL_TILINGS if num_pairs <= one.most_pairs * num_experts)
+    return PREFILL_TILINGS

@@ -9,7 +9,7 @@ from compile_for_hopper import SHARED, shared_bytes
 
 from blockyard.kernels.moe.router_linear import (
     FEW_ROWS,
-    MOST_PROGRAMS,
+    MOST_TILES,
     RouterTiling,
     router_linear,
     router_linear_reference,
@@ -22,7 +22,7 @@ SMALL = RouterTiling(16, 16, 32, 2, 2)
 
 
 def counts() -> torch.Tensor:
-    return torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=DEVICE)
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("options", [{"few": True}, {"few": False}, {"few": False, "tiling": SMALL}, {}], ids=str)
@@ -64,9 +64,9 @@ def test_operands_that_do_not_fit() -> None:
 
 
 LAUNCHES = """
-from blockyard.kernels.moe.router_linear import MOST_PROGRAMS, router_linear
+from blockyard.kernels.moe.router_linear import MOST_TILES, router_linear
 
-arrived = torch.zeros(MOST_PROGRAMS, dtype=torch.int32)
+arrived = torch.zeros(MOST_TILES, dtype=torch.int32)
 for experts, size in ((64, 2048), (256, 7168)):
     for rows in (1, 8, 16, 64, 2048):
         router_linear(torch.zeros(rows, size).bfloat16(), torch.zeros(experts, size), arrived, pdl=True)
