@@ -167,6 +167,7 @@ def test_a_router_in_float32_has_its_own_kernel_for_rows_of_16_bits(monkeypatch:
     assert [rows.dtype for rows in given] == [torch.bfloat16]
 
 
+@pytest.mark.filterwarnings("ignore:.*encountered in matmul")  # the interpreter's, for places without a pair
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize(("gate", "bias"), [(Gate.SILU, False), (Gate.CLAMPED_SWIGLU, True)])
 def test_many_pairs_of_16_bits_have_a_kernel_of_their_own(
