@@ -1,10 +1,9 @@
 """As `grouped_linear`, for steps of many rows: weights come through tensor descriptors (TMA); on a GPU.
 
-Such steps are bound by what comes from the L2 cache to the multiprocessors, so a program multiplies up to 192 pairs of
-an expert by the same weights: 128 and, where there are more, a piece of 64 or 32 beside them. A tile with fewer pairs
-is multiplied as one of 128, 64 or 32. The result of the first product may stay in the order of the map, where the pairs
-of a tile are adjacent: the second product copies them by descriptors too, and gathers nothing. A pair's sum is in the
-order of its inputs, whatever else is in its tile.
+Each weight that a program loads is multiplied by up to 192 pairs of an expert: 128 and, where there are more, a piece
+of 64 or 32 beside them. A tile with fewer pairs is multiplied as one of 128, 64 or 32. The result of the first product
+may stay in the order of the map, where the pairs of a tile are adjacent: the second product copies them by descriptors
+too, and gathers nothing. A pair's sum is in the order of its inputs, whatever else is in its tile.
 """
 
 from dataclasses import dataclass

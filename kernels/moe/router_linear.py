@@ -22,7 +22,7 @@ from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.tensor_checks import check_tensor
 
-FEW_ROWS = 8
+FEW_ROWS = 4  # up to them, no tensor cores are quicker
 MOST_TILES = 132  # whose sums may be in parts
 _LANE = 4  # float32 numbers that a thread loads at once
 _LINE = 32  # weights of a cache line
@@ -42,11 +42,12 @@ class RouterTiling:
     programs: int = 132  # that the sums of tiles are divided among, at most
 
 
-# most rows -> tiling
-TILINGS = (
-    (32, RouterTiling(16, 16, 128, 4, 2)),
-    (512, RouterTiling(16, 64, 128, 3, 4)),
-    (1 << 62, RouterTiling(64, 64, 64, 3, 4)),
+# of the measured shapes: 64 experts of 2,048 inputs and 256 of 7,168
+_UP_TO_16_ROWS = RouterTiling(32, 16, 64, 4, 4, 264)
+_BY_LOGITS = (  # most logits -> tiling
+    (1 << 15, RouterTiling(16, 64, 128, 3, 4)),
+    (1 << 18, RouterTiling(64, 128, 64, 3, 8)),
+    (1 << 62, RouterTiling(128, 128, 32, 4, 8)),
 )
 
 
@@ -156,7 +157,7 @@ def _router_many_kernel(
         if arrived == SPLIT - 1:
             tl.debug_barrier()
             total = tl.zeros([EXPERT_TILE, ROW_TILE], tl.float32)
-            for one in range(SPLIT):
+            for one in tl.static_range(SPLIT):  # all loads are under way at a time
                 parts = parts_ptr + one * rows * experts + place
                 total += tl.load(parts, mask=there, other=0.0, cache_modifier=".cg")
             tl.store(out_ptr + place, total, mask=there)
@@ -194,7 +195,7 @@ def router_linear(
         _few(x, weight, out, pdl)
         return out
     if tiling is None:
-        tiling = next(one for most, one in TILINGS if rows <= most)
+        tiling = _pick_tiling(rows, experts)
     expert_tiles, row_tiles = ceil_div(experts, tiling.expert_tile), ceil_div(rows, tiling.row_tile)
     steps = ceil_div(size, tiling.in_tile)
     split = max(min(tiling.programs // (expert_tiles * row_tiles), steps), 1)
@@ -207,6 +208,12 @@ def router_linear(
         STAGES=tiling.stages, PDL=pdl, num_warps=tiling.warps, num_stages=tiling.stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
+
+
+def _pick_tiling(rows: int, experts: int) -> RouterTiling:
+    if rows <= 16:
+        return _UP_TO_16_ROWS
+    return next(tiling for most, tiling in _BY_LOGITS if rows * experts <= most)
 
 
 def _few(x: Tensor, weight: Tensor, out: Tensor, pdl: bool) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.grouped_linear_prefill import TILE as PREFILL_TILE
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.router_linear import MOST_TILES, router_linear
@@ -15,7 +16,7 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights
-from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts, pick_tilings
+from blockyard.services.gpu_worker.layers.grouped_experts import FEWEST_PREFILL_PAIRS, GroupedExperts, pick_tilings
 
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)
@@ -62,7 +63,9 @@ def _router(num_rows: int, num_experts: int, hidden: int) -> Row:
 
 def _routing(num_rows: int) -> Row:
     logits = torch.randn(num_rows, ROUTING.num_experts).to(DTYPE)
-    tile = pick_tilings(num_rows * ROUTING.top_k, ROUTING.num_experts).tile
+    num_pairs = num_rows * ROUTING.top_k
+    many = num_pairs >= FEWEST_PREFILL_PAIRS * ROUTING.num_experts
+    tile = PREFILL_TILE if many else pick_tilings(num_pairs, ROUTING.num_experts).tile
 
     def run() -> None:
         map_experts(route_experts(logits, ROUTING)[0], ROUTING.num_experts, tile)

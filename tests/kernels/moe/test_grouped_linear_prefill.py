@@ -85,15 +85,14 @@ LAUNCHES = """
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear_prefill import TILE, grouped_linear_prefill
 from blockyard.kernels.moe.map_experts import ExpertMap
-from blockyard.services.gpu_worker.layers.grouped_experts import PREFILL_TILINGS
+from blockyard.services.gpu_worker.layers.grouped_experts import PREFILL_DOWN, PREFILL_GATE_UP
 
 mapped = ExpertMap(torch.zeros(8 * TILE, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), TILE)
 x, gate_up, down = torch.zeros(8, 2880), torch.zeros(4, 1408, 2880), torch.zeros(4, 2880, 704)
 inner = grouped_linear_prefill(
-    x.bfloat16(), gate_up.bfloat16(), mapped, 32, PREFILL_TILINGS.gate_up, gate=Gate.SILU, sorted_out=True
+    x.bfloat16(), gate_up.bfloat16(), mapped, 32, PREFILL_GATE_UP, gate=Gate.SILU, sorted_out=True
 )
-down_tiling = PREFILL_TILINGS.down
-grouped_linear_prefill(inner, down.bfloat16(), mapped, 32, down_tiling, scale=torch.zeros(32), sorted_in=True)
+grouped_linear_prefill(inner, down.bfloat16(), mapped, 32, PREFILL_DOWN, scale=torch.zeros(32), sorted_in=True)
 """
 
 

@@ -185,11 +185,11 @@ def test_many_pairs_of_16_bits_have_a_kernel_of_their_own(
     experts, factors = layer.choose(torch.randn(150, NUM_EXPERTS, device=DEVICE), None)
     got = layer.forward(x, experts, factors, None)
     monkeypatch.setattr(grouped_experts, "FEWEST_PREFILL_PAIRS", 1 << 30)
-    assert grouped_experts.pick_prefill_tilings(450, NUM_EXPERTS, weights) is None
+    assert not grouped_experts.takes_prefill(450, NUM_EXPERTS, weights)
     few = layer.forward(x, experts, factors, None)
     assert float((got.double() - few.double()).norm() / few.double().norm()) < (1e-2 if DEVICE == "cuda" else 2e-3)
     invariant = layer.forward(x, experts, factors, None, batch_invariant=True)
     monkeypatch.undo()
-    assert grouped_experts.pick_prefill_tilings(450, NUM_EXPERTS, weights) is not None
-    assert grouped_experts.pick_prefill_tilings(450, NUM_EXPERTS, whole) is None, "in float32"
+    assert grouped_experts.takes_prefill(450, NUM_EXPERTS, weights)
+    assert not grouped_experts.takes_prefill(450, NUM_EXPERTS, whole), "in float32"
     assert torch.equal(layer.forward(x, experts, factors, None, batch_invariant=True), invariant)
