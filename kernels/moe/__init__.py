@@ -1,8 +1,10 @@
 """Kernels of mixtures of experts: a router picks a few experts for each row, and the row's output is their sum.
 
+- `router_linear`: rows times a router in float32, to its logits.
 - `route_experts`: router logits to the chosen experts and their weights.
 - `map_experts`: the chosen pairs of row and expert, sorted by expert and padded to tiles.
 - `grouped_linear`: each tile times the weight of its expert, with the gate of the MLP or the routing weight.
+- `grouped_linear_prefill`: the same for many pairs, with tensor descriptors (TMA).
 - `combine_experts`: the sum of each row's experts, in fixed order.
 - `few_rows`: up to 16 rows need no map, because each program of `grouped_linear` finds the pairs of its expert.
 - `experts_skinny`: one or a few rows need neither map nor sum: two products without tensor cores.

@@ -22,7 +22,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts_reference
 from blockyard.kernels.moe.few_rows import store_loads
 from blockyard.kernels.moe.gates import Gate
-from blockyard.kernels.moe.grouped_linear import apply_gate, grouped_linear_reference
+from blockyard.kernels.moe.grouped_linear import gate_values, grouped_linear_reference
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 
@@ -111,7 +111,7 @@ def _gate_up_skinny_kernel(
         total += tl.load(bias_ptr + output, mask=known, other=0.0).to(tl.float32)
     left, up = tl.split(tl.reshape(total, [OUT_TILE, 2]))
     out = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
-    y = apply_gate(left, up, GATE)
+    y = gate_values(left, up, GATE)
     tl.store(out_ptr + pair.to(tl.int64) * inner + out, y.to(out_ptr.dtype.element_ty), mask=out < inner)
 
 

@@ -59,7 +59,8 @@ def grouped_linear_reference(
 
 
 @triton.jit
-def apply_gate(left, up, GATE: tl.constexpr):
+def gate_values(left, up, GATE: tl.constexpr):
+    """The activation of gate and up in float32, of the gate with this number."""
     if GATE == 1:
         return left / (1 + tl.exp(-left)) * up
     elif GATE == 2:  # noqa: RET505, only one branch is compiled
@@ -72,8 +73,8 @@ def apply_gate(left, up, GATE: tl.constexpr):
 
 
 @triton.jit
-def _bias(bias_ptr, expert, first, out, inner, outs, BIAS: tl.constexpr):
-    """The bias of outputs `out` behind `first` outputs of an expert; 0 without one."""
+def load_bias(bias_ptr, expert, first, out, inner, outs, BIAS: tl.constexpr):
+    """The bias of outputs `out` behind `first` outputs of an expert, [outs, 1]; 0 without one."""
     if BIAS:
         return tl.load(bias_ptr + expert * outs + first + out, mask=out < inner, other=0.0).to(tl.float32)[:, None]
     else:  # noqa: RET505, only one branch is compiled
@@ -120,9 +121,9 @@ def _grouped_linear_kernel(
         if SCALE_FIRST:
             total *= scale
             up_total *= scale
-    total += _bias(bias_ptr, expert, 0, out, inner, outs, BIAS)
+    total += load_bias(bias_ptr, expert, 0, out, inner, outs, BIAS)
     if GATE:
-        total = apply_gate(total, up_total + _bias(bias_ptr, expert, inner, out, inner, outs, BIAS), GATE)
+        total = gate_values(total, up_total + load_bias(bias_ptr, expert, inner, out, inner, outs, BIAS), GATE)
     if SCALE and not SCALE_FIRST:
         total *= scale
     places = out_ptr + pair.to(tl.int64)[None, :] * inner + out[:, None]

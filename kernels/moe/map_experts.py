@@ -60,8 +60,8 @@ def map_experts_reference(experts: Tensor, num_experts: int, tile: int) -> Exper
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def _map_experts_kernel(
     experts_ptr, pairs_ptr, owners_ptr, loads_ptr, num_pairs, num_tiles,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, TILE_STEP: tl.constexpr,
-    LOADS: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_STEP: tl.constexpr, LOADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program e: expert e; the program after the last expert marks the tiles that are left
     if PDL:
@@ -93,7 +93,7 @@ def _map_experts_kernel(
             place = done + tl.cumsum(mine, 0) - 1
             tl.store(pairs_ptr + place, pair, mask=mine > 0)
             done += tl.sum(mine, 0)
-        padding = done + tl.arange(0, TILE)
+        padding = done + tl.arange(0, PADDED)
         tl.store(pairs_ptr + padding, num_pairs, mask=padding < last * TILE)
 
 
@@ -108,8 +108,8 @@ def _count_chunks_kernel(experts_ptr, counts_ptr, num_pairs, BINS: tl.constexpr,
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles", "num_chunks"])
 def _place_chunks_kernel(
     experts_ptr, counts_ptr, pairs_ptr, owners_ptr, loads_ptr, num_pairs, num_tiles, num_chunks,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr,
-    LOADS: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr, LOADS: tl.constexpr,
 ):  # fmt: skip
     # program c: chunk c; the programs share the tiles' experts and the places without a pair
     own, programs = tl.program_id(0), tl.num_programs(0)
@@ -139,7 +139,7 @@ def _place_chunks_kernel(
     for one in range(own, EXPERTS, programs):
         begin = tl.sum(tl.where(bins == one, place + total, 0), 0)
         end = tl.sum(tl.where(bins == one, last, 0), 0) * TILE
-        padding = begin + tl.arange(0, TILE)
+        padding = begin + tl.arange(0, PADDED)
         tl.store(pairs_ptr + padding, num_pairs, mask=padding < end)
     for tile in range(own, num_tiles, programs):
         owner = tl.sum((last <= tile).to(tl.int32), 0)  # experts whose tiles all come before; unused bins count too
@@ -147,7 +147,7 @@ def _place_chunks_kernel(
 
 
 def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | None = None) -> ExpertMap:
-    """experts [rows, top_k] int32, contiguous, each from 0 to num_experts - 1; tile: a power of two.
+    """experts [rows, top_k] int32, contiguous, each from 0 to num_experts - 1; tile: at least 1.
 
     loads [num_experts] int32, contiguous, gets the number of pairs of each expert, if there are rows. The number of
     tiles follows from the shape of `experts` alone. Raises ValueError for another dtype or layout.
@@ -167,8 +167,8 @@ def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | No
         pdl = supports_pdl(experts.device)
         _map_experts_kernel[(num_experts + 1,)](
             experts, pairs, owners, pairs if loads is None else loads, num_pairs, tiles,
-            EXPERTS=num_experts, BINS=next_power_of_2(num_experts + 1), TILE=tile, CHUNK=chunk,
-            TILE_STEP=min(next_power_of_2(tiles), 256), LOADS=loads is not None, PDL=pdl,
+            EXPERTS=num_experts, BINS=next_power_of_2(num_experts + 1), TILE=tile, PADDED=next_power_of_2(tile),
+            CHUNK=chunk, TILE_STEP=min(next_power_of_2(tiles), 256), LOADS=loads is not None, PDL=pdl,
             num_warps=4 if chunk > 256 else 1, **pdl_options(pdl),
         )  # fmt: skip
     return ExpertMap(pairs, owners, tile)
@@ -183,5 +183,6 @@ def _map_many(
     _count_chunks_kernel[(chunks,)](experts, counts, num_pairs, BINS=bins, CHUNK=_SORTED, num_warps=4)
     _place_chunks_kernel[(chunks,)](
         experts, counts, pairs, owners, pairs if loads is None else loads, num_pairs, len(owners), chunks,
-        EXPERTS=num_experts, BINS=bins, TILE=tile, CHUNK=_SORTED, STEP=16, LOADS=loads is not None, num_warps=4,
+        EXPERTS=num_experts, BINS=bins, TILE=tile, PADDED=next_power_of_2(tile), CHUNK=_SORTED,
+        STEP=16, LOADS=loads is not None, num_warps=4,
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Times a layer of Qwen3-30B-A3B's experts: routing with its map, each product alone, and all behind the routing."""
+"""Times routers in float32 of DeepSeek's sizes, and a layer of Qwen3-30B-A3B's experts.
+
+Of the layer: routing with its map, each product alone, and all behind the routing, evenly routed and not.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,21 +9,26 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.moe.experts_skinny import down_skinny, gate_up_skinny
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
 from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.gates import Gate
-from blockyard.kernels.moe.grouped_linear import grouped_linear
+from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
 from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.route_experts import route_experts
+from blockyard.kernels.moe.router_linear import MOST_TILES, router_linear
 from blockyard.kernels.moe.routing import Routing
+from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
-from blockyard.services.gpu_worker.layers.expert_weights import ExpertWeights, UnquantizedExperts
-from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts, pick_skinny, pick_tilings
+from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape, candidates
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)
 DTYPE = torch.bfloat16
+ROUTERS = ((64, 2048), (256, 7168))  # experts and hidden size of DeepSeek-V2-Lite and V3
+ROUTER_ROWS = (1, 64, 2048)
 ROUTED_ROWS = (1, 256, 8192)
 ROWS = (1, 8, 64, 256, 8192)
 ROWS_ALONE = (1, 8, 64)  # of each product
@@ -29,7 +37,8 @@ SKEWED = 13  # experts that get half of the pairs: a tenth of them
 
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
-        rows = [_routing(num) for num in ROUTED_ROWS]
+        rows = [_router(num, *sizes) for sizes in ROUTERS for num in ROUTER_ROWS]
+        rows += [_routing(num) for num in ROUTED_ROWS]
         for num in ROWS_ALONE:
             rows += _each_product(num, even(num))
         for num in ROWS:
@@ -51,9 +60,19 @@ def skewed(num_rows: int) -> Tensor:
     return torch.multinomial(odds.expand(num_rows, -1), ROUTING.top_k).int()
 
 
+def _router(num_rows: int, num_experts: int, hidden: int) -> Row:
+    """Operations are those of the three products of bfloat16 that one of float32 takes."""
+    x, arrived = torch.randn(num_rows, hidden).to(DTYPE), torch.zeros(MOST_TILES, dtype=torch.int32)
+    num_bytes = 4 * num_experts * hidden + num_rows * (2 * hidden + 4 * num_experts)
+    weights = [torch.randn(num_experts, hidden) for _ in range(copies(num_bytes))]
+    calls = [partial(router_linear, x, weight, arrived, pdl=supports_pdl(x.device)) for weight in weights]
+    shape = f"{num_rows} x {num_experts} x {hidden:,}"
+    return row("router in float32", shape, graph_seconds(calls), num_bytes, 6 * num_rows * num_experts * hidden)
+
+
 def _routing(num_rows: int) -> Row:
     logits = torch.randn(num_rows, ROUTING.num_experts).to(DTYPE)
-    tile = pick_tilings(num_rows * ROUTING.top_k, ROUTING.num_experts).tile
+    tile = _config(num_rows).tile
 
     def run() -> None:
         experts, _ = route_experts(logits, ROUTING)
@@ -66,24 +85,27 @@ def _routing(num_rows: int) -> Row:
     )
 
 
+def _config(num_rows: int) -> ExpertConfig:
+    return candidates(ExpertShape(ROUTING.num_experts, ROUTING.top_k, HIDDEN, INNER), num_rows)[0]
+
+
 def _each_product(num_rows: int, experts: Tensor) -> list[Row]:
     """Gate and up, and down: with the kernels that `GroupedExperts` takes for so many rows, over rotating weights."""
     hit, num_pairs = int(experts.flatten().bincount().count_nonzero()), experts.numel()
     x, inner = torch.randn(num_rows, HIDDEN).to(DTYPE), torch.randn(num_pairs, INNER).to(DTYPE)
-    scale, tilings = torch.rand(num_rows, ROUTING.top_k), pick_tilings(num_pairs, ROUTING.num_experts)
-    mapped = experts if num_rows <= MAX_ROWS else map_experts(experts, ROUTING.num_experts, tilings.tile)
-
-    skinny = pick_skinny(num_rows, ROUTING, INNER)
+    scale, config = torch.rand(num_rows, ROUTING.top_k), _config(num_rows)
+    mapped = experts if num_rows <= MAX_ROWS else map_experts(experts, ROUTING.num_experts, config.tile)
+    is_skinny = config.kernel == "skinny"
 
     def gate_up(weight: Tensor) -> Tensor:
-        if skinny is not None:
-            return gate_up_skinny(x, weight, experts, skinny[0], Gate.SILU)
-        return grouped_linear(x, weight, mapped, num_pairs, tilings.gate_up, gate=Gate.SILU)
+        if is_skinny:
+            return gate_up_skinny(x, weight, experts, SkinnyTiling(*config.gate_up), Gate.SILU)
+        return grouped_linear(x, weight, mapped, num_pairs, GroupedTiling(*config.gate_up), gate=Gate.SILU)
 
     def down(weight: Tensor) -> Tensor:
-        if skinny is not None:
-            return down_skinny(inner, weight, experts, skinny[1], scale=scale)
-        return grouped_linear(inner, weight, mapped, num_pairs, tilings.down, scale=scale)
+        if is_skinny:
+            return down_skinny(inner, weight, experts, SkinnyTiling(*config.down), scale=scale)
+        return grouped_linear(inner, weight, mapped, num_pairs, GroupedTiling(*config.down), scale=scale)
 
     def measured(name: str, product: Callable[[Tensor], Tensor], outs: int, size: int, rows: int) -> Row:
         weights = [_weight(outs, size) for _ in range(copies(2 * hit * outs * size))]

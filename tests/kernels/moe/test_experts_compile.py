@@ -9,7 +9,9 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe import combine_experts, experts_skinny, grouped_linear, map_experts, route_experts
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
-from blockyard.services.gpu_worker.layers.grouped_experts import TILINGS, pick_skinny
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling
+from blockyard.kernels.moe.grouped_linear import GroupedTiling
+from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertShape, candidates
 
 for file in (combine_experts, experts_skinny, grouped_linear, map_experts, route_experts):
     file.supports_pdl = lambda device: True
@@ -17,13 +19,14 @@ x, inner, total = (torch.zeros(*size).bfloat16() for size in ((1, 2048), (8, 768
 weight = torch.zeros(2, 1536, 2048).bfloat16()
 route_experts.route_experts(torch.zeros(1, 128).bfloat16(), Routing(num_experts=128, top_k=8))
 experts, scale, loads = torch.zeros(1, 8).int(), torch.zeros(1, 8), torch.zeros(2).int()
-gate_up, down = pick_skinny(1, Routing(num_experts=128, top_k=8), 768)
+config, *_, few = candidates(ExpertShape(128, 8, 2048, 768), 1)
+gate_up, down = SkinnyTiling(*config.gate_up), SkinnyTiling(*config.down)
 norm = RMSNorm(x[0], 1e-6)
 experts_skinny.gate_up_skinny(x, weight, experts, gate_up, Gate.SILU, norm=norm, loads=loads)
 experts_skinny.down_skinny(inner, weight.view(2, 4096, 768), experts, down, scale=scale, add_to=total)
 mapped = map_experts.map_experts(experts, 2, 16)
 for some in (experts, mapped):
-    grouped_linear.grouped_linear(x, weight, some, 8, TILINGS[0].gate_up, gate=Gate.SILU, loads=loads)
+    grouped_linear.grouped_linear(x, weight, some, 8, GroupedTiling(*few.gate_up), gate=Gate.SILU, loads=loads)
 combine_experts.combine_experts(inner, 8)
 """
 KERNELS = {

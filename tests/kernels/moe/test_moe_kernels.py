@@ -117,7 +117,7 @@ def as_lists(mapped: ExpertMap) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("kernels", [1, 2])
 @settings(max_examples=20, deadline=None)
-@given(data=st.data(), num_experts=st.integers(1, 40), top_k=st.integers(1, 4), tile=st.sampled_from([1, 4, 16]))
+@given(data=st.data(), num_experts=st.integers(1, 40), top_k=st.integers(1, 4), tile=st.sampled_from([1, 4, 12, 16]))
 def test_maps(data: st.DataObject, kernels: int, num_experts: int, top_k: int, tile: int) -> None:
     """By one kernel, and by the two that take many pairs; here a few, in chunks of 16."""
     rows = data.draw(st.integers(0, 24))

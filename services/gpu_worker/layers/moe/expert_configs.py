@@ -1,15 +1,14 @@
-"""Tile sizes of the products of a mixture's experts on a GPU: the candidates, and the ones used before any is measured.
+"""Kernels and tile sizes of the products of a mixture's experts on a GPU: the candidates, and which one is used.
 
 These are functions of numbers, without torch. `GroupedExperts` computes with a config, `linear_tuning.expert_tuner`
-measures which is the fastest for the experts of a model.
+measures which one is the fastest for the experts of a model.
 """
 
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
-
-Tiles = tuple[int, int, int, int]  # fields of `GroupedTiling`, in order
 
 
 class ExpertShape(msgspec.Struct, frozen=True, order=True):
@@ -19,52 +18,94 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     top_k: int  # experts of each row
     hidden: int
     inner: int
+    takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):
     """How both products are computed."""
 
-    tile: int  # pairs of row and expert
-    gate_up: Tiles
-    down: Tiles
+    kernel: Literal["skinny", "grouped", "prefill"]  # `experts_skinny`, `grouped_linear`, `grouped_linear_prefill`
+    gate_up: tuple[int, ...]  # fields of the kernel's tiling, in order
+    down: tuple[int, ...]
+    tile: int = 0  # pairs of row and expert in a tile of the map; skinny: there is no map
 
 
-# most pairs an expert, on average -> candidates; the first one was the fastest for Qwen3-30B-A3B on an H200
-CANDIDATES = {
-    0.25: (
-        ExpertConfig(16, (64, 128, 4, 4), (32, 128, 3, 2)),
-        ExpertConfig(16, (64, 128, 3, 4), (64, 128, 3, 4)),
-        ExpertConfig(16, (64, 64, 5, 4), (64, 64, 5, 4)),
+def _grouped(tile: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> ExpertConfig:
+    return ExpertConfig("grouped", gate_up, down, tile)
+
+
+# The first candidate of each list was the fastest on an H200 for Qwen3-30B-A3B, DeepSeek-V2-Lite and gpt-oss-20b, or
+# nearly so.
+MOST_SKINNY_ROWS = 2
+MOST_SKINNY_PAIRS = 1 / 8  # an expert, on average, of two rows: more of them have the same expert and read it twice
+SKINNY = {  # most inputs of `down` -> candidates
+    1024: (
+        ExpertConfig("skinny", (4, 512, 4), (8, 256, 8)),
+        ExpertConfig("skinny", (4, 512, 4), (4, 256, 4)),
+        ExpertConfig("skinny", (1, 2048, 1), (8, 256, 8)),
     ),
-    8.0: (
-        ExpertConfig(16, (64, 128, 3, 4), (64, 128, 3, 4)),
-        ExpertConfig(16, (64, 64, 5, 4), (64, 64, 5, 4)),
-        ExpertConfig(16, (128, 128, 3, 8), (128, 128, 3, 8)),
+    2048: (
+        ExpertConfig("skinny", (4, 512, 4), (1, 256, 2)),
+        ExpertConfig("skinny", (4, 512, 4), (4, 256, 4)),
+        ExpertConfig("skinny", (4, 512, 4), (8, 256, 8)),
     ),
-    32.0: (
-        ExpertConfig(32, (128, 128, 3, 8), (64, 128, 3, 4)),
-        ExpertConfig(32, (64, 128, 3, 4), (128, 128, 3, 8)),
-        ExpertConfig(16, (64, 128, 3, 4), (64, 128, 3, 4)),
-    ),
-    96.0: (
-        ExpertConfig(64, (128, 64, 3, 8), (64, 64, 3, 4)),
-        ExpertConfig(32, (128, 128, 3, 8), (64, 128, 3, 4)),
-        ExpertConfig(128, (128, 64, 3, 8), (64, 64, 3, 4)),
-    ),
-    math.inf: (
-        ExpertConfig(128, (128, 64, 3, 8), (64, 64, 3, 4)),
-        ExpertConfig(64, (128, 64, 3, 8), (64, 64, 3, 4)),
+    4096: (
+        ExpertConfig("skinny", (4, 512, 4), (4, 256, 8)),
+        ExpertConfig("skinny", (4, 512, 4), (2, 256, 4)),
     ),
 }
-BATCH_INVARIANT = ExpertConfig(32, (128, 128, 3, 8), (64, 128, 3, 4))  # for any number of rows
+GROUPED = {  # most pairs an expert, on average -> candidates
+    0.25: (
+        _grouped(16, (64, 128, 4, 4), (32, 128, 3, 2)),
+        _grouped(16, (64, 128, 3, 4), (64, 128, 3, 4)),
+        _grouped(16, (64, 64, 5, 4), (64, 64, 5, 4)),
+    ),
+    1.0: (
+        _grouped(16, (64, 128, 3, 4), (64, 64, 3, 4)),
+        _grouped(16, (64, 128, 3, 4), (64, 128, 3, 4)),
+        _grouped(16, (64, 64, 5, 4), (64, 64, 5, 4)),
+    ),
+    8.0: (
+        _grouped(16, (64, 128, 3, 4), (64, 128, 3, 4)),
+        _grouped(16, (64, 64, 5, 4), (64, 64, 5, 4)),
+        _grouped(16, (128, 128, 3, 8), (128, 128, 3, 8)),
+    ),
+    32.0: (
+        _grouped(32, (128, 128, 3, 8), (64, 128, 3, 4)),
+        _grouped(32, (64, 128, 3, 4), (128, 128, 3, 8)),
+        _grouped(16, (64, 128, 3, 4), (64, 128, 3, 4)),
+    ),
+    96.0: (
+        _grouped(64, (128, 64, 3, 8), (64, 64, 3, 4)),
+        _grouped(32, (128, 128, 3, 8), (64, 128, 3, 4)),
+        _grouped(128, (128, 64, 3, 8), (64, 64, 3, 4)),
+    ),
+    math.inf: (
+        _grouped(128, (128, 64, 3, 8), (64, 64, 3, 4)),
+        _grouped(64, (128, 64, 3, 8), (64, 64, 3, 4)),
+    ),
+}
+FEWEST_PREFILL_PAIRS = 32  # of an expert, on average
+PREFILL_TILE = 192
+PREFILL = (
+    ExpertConfig("prefill", (128, 64, 4, 8, 1), (256, 64, 4, 8, 1), PREFILL_TILE),
+    ExpertConfig("prefill", (128, 64, 4, 8, 4), (256, 64, 4, 8, 1), PREFILL_TILE),
+    ExpertConfig("prefill", (128, 64, 4, 8, 4), (256, 64, 4, 8, 4), PREFILL_TILE),
+)
+BATCH_INVARIANT = _grouped(32, (128, 128, 3, 8), (64, 128, 3, 4))  # for any number of rows
 TUNED_PREFILL_ROWS = (512, 1024, 2048, 4096, 8192)  # measured beside the rows of decode steps
 MOST_DISTANCE = 1.5  # a config serves numbers of rows that differ from the measured one by at most this factor
 
 
 def candidates(shape: ExpertShape, rows: int) -> tuple[ExpertConfig, ...]:
-    """The configs to measure, the first one first."""
+    """The configs to measure. The first one is used until then."""
     pairs = rows * shape.top_k / shape.num_experts
-    return next(some for most, some in CANDIDATES.items() if pairs <= most)
+    grouped = next(some for most, some in GROUPED.items() if pairs <= most)
+    if rows == 1 or (1 < rows <= MOST_SKINNY_ROWS and pairs <= MOST_SKINNY_PAIRS):
+        return next((some for most, some in SKINNY.items() if shape.inner <= most), ()) + grouped
+    if shape.takes_prefill and pairs >= FEWEST_PREFILL_PAIRS:
+        return PREFILL + grouped
+    return grouped
 
 
 def pick(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) -> ExpertConfig:
@@ -72,6 +113,6 @@ def pick(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) ->
     if rows in measured:
         return measured[rows]
     nearest = min(measured, key=lambda known: abs(math.log(known / max(rows, 1))), default=None)
-    if nearest is None or not 1 / MOST_DISTANCE <= nearest / max(rows, 1) <= MOST_DISTANCE:
-        return candidates(shape, rows)[0]
-    return measured[nearest]
+    if rows > MOST_SKINNY_ROWS < (nearest or 0) and 1 / MOST_DISTANCE <= (nearest or 0) / rows <= MOST_DISTANCE:
+        return measured[nearest or 0]
+    return candidates(shape, rows)[0]

@@ -4,16 +4,22 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
+from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
-from blockyard.kernels.moe.map_experts import map_experts
+from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
+from blockyard.kernels.moe.map_experts import ExpertMap, map_experts
 from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.expert_configs import BATCH_INVARIANT, ExpertConfig, ExpertShape
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
+
+MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 
 
 class GroupedExperts:
@@ -23,7 +29,7 @@ class GroupedExperts:
         self._weights, self._routing, self._gate, self._scales_input = weights, routing, gate, scales_input
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
         (hidden, _), (inner, _) = weights.gate_up.shape, weights.down.shape
-        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner)
+        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, _takes_prefill(weights))
         self._measured: Mapping[int, ExpertConfig] = {}
 
     def linears(self) -> list[Linear]:
@@ -40,26 +46,86 @@ class GroupedExperts:
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route_experts(logits, self._routing, bias, factors)
 
-    def forward(
-        self, x: Tensor, experts: Tensor, weights: Tensor, shared: Tensor | None, batch_invariant: bool = False
-    ) -> Tensor:
-        config = BATCH_INVARIANT if batch_invariant else expert_configs.pick(self.shape, len(x), self._measured)
-        return self.forward_with(config, x, experts, weights, shared, self._load)
+    def fuses_norm(self, rows: int) -> bool:
+        return self._config(rows).kernel == "skinny"
 
-    def forward_with(
+    def _config(self, rows: int) -> ExpertConfig:
+        return expert_configs.pick(self.shape, rows, self._measured)
+
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> Tensor | None:
+        config = BATCH_INVARIANT if batch_invariant else self._config(len(x))
+        if config.kernel == "skinny":
+            total = self._sum_skinny(config, x, experts, weights, shared, self._load, residual, norm)
+            return total if residual is None else None
+        assert norm is None  # see `fuses_norm`
+        pairs = self._multiply(config, x, experts, weights, self._load)
+        if residual is not None and shared is None and not batch_invariant and len(x) <= MOST_ADDED_ROWS:
+            return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
+        return combine_experts(pairs, self._routing.top_k, shared)
+
+    def forward_with(self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """As `forward`, with this config. How often experts are chosen is not counted."""
+        if config.kernel == "skinny":
+            return self._sum_skinny(config, x, experts, weights, None, None)
+        return combine_experts(self._multiply(config, x, experts, weights, None), self._routing.top_k, None)
+
+    def _sum_skinny(
         self,
         config: ExpertConfig,
         x: Tensor,
         experts: Tensor,
         weights: Tensor,
-        shared: Tensor | None = None,
+        shared: Tensor | None,
+        load: Tensor | None,
+        residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> Tensor:
+        """Returns the sum of each row's experts, which is the residual if there is one."""
+        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        first, last = self._scales(weights)
+        tiling = SkinnyTiling(*config.gate_up)
+        inner = gate_up_skinny(
+            x, gate_up.weight, experts, tiling, self._gate, norm=norm, bias=gate_up.bias, scale=first, loads=load
+        )
+        tiling = SkinnyTiling(*config.down)
+        return down_skinny(
+            inner, down.weight, experts, tiling, bias=down.bias, scale=last, shared=shared, add_to=residual
+        )
+
+    def _multiply(
+        self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor, load: Tensor | None
+    ) -> Tensor:
+        """Returns the products of all pairs, [pairs, hidden]."""
+        num_pairs, num_experts = experts.numel(), self._routing.num_experts
+        if config.kernel == "prefill":
+            mapped = map_experts(experts, num_experts, config.tile, load)
+            return self._multiply_many(config, x, mapped, num_pairs, weights)
+        if len(x) > MAX_ROWS or config is BATCH_INVARIANT:
+            mapped = map_experts(experts, num_experts, config.tile, load)
+            return self._multiply_few(config, x, mapped, num_pairs, weights)
+        return self._multiply_few(config, x, experts, num_pairs, weights, load)
+
+    def _multiply_few(
+        self,
+        config: ExpertConfig,
+        x: Tensor,
+        mapped: ExpertMap | Tensor,
+        num_pairs: int,
+        weights: Tensor,
         load: Tensor | None = None,
     ) -> Tensor:
-        """As `forward`. load: where the number of pairs of each expert is stored, None: nowhere."""
+        """mapped: of the pairs, or their experts, of which the first product then counts how often they are chosen."""
         gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
-        num_pairs = experts.numel()
-        mapped = map_experts(experts, self._routing.num_experts, config.tile, load)
-        first, last = (weights, None) if self._scales_input else (None, weights)
+        first, last = self._scales(weights)
         inner = grouped_linear(
             x,
             gate_up.weight,
@@ -70,7 +136,40 @@ class GroupedExperts:
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
+            loads=load,
         )
         tiling = GroupedTiling(*config.down)
-        pairs = grouped_linear(inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last)
-        return combine_experts(pairs, self._routing.top_k, shared)
+        return grouped_linear(inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last)
+
+    def _multiply_many(
+        self, config: ExpertConfig, x: Tensor, mapped: ExpertMap, num_pairs: int, weights: Tensor
+    ) -> Tensor:
+        """Pairs between both products are in the order of the map."""
+        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        first, last = self._scales(weights)
+        inner = grouped_linear_prefill(
+            x,
+            gate_up.weight,
+            mapped,
+            num_pairs,
+            PrefillTiling(*config.gate_up),
+            bias=gate_up.bias,
+            gate=self._gate,
+            scale=first,
+            scale_first=self._scales_input,
+            sorted_out=True,
+        )
+        tiling = PrefillTiling(*config.down)
+        return grouped_linear_prefill(
+            inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last, sorted_in=True
+        )
+
+    def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The routing weights, for the product that they multiply: the first or the last one."""
+        return (weights, None) if self._scales_input else (None, weights)
+
+
+def _takes_prefill(weights: ExpertWeights) -> bool:
+    """Whether tensor descriptors can read both weights. They cannot read host memory."""
+    both = [method.grouped_weight().weight for method in (weights.gate_up, weights.down)]
+    return all(fits(weight) and weight.device.type == weights.device.type for weight in both)

@@ -51,6 +51,9 @@ class ExpertProducts(Protocol):
 class _Float32Weight(UnquantizedLinear):
     """A weight that the kernels of `linear_tuning/` do not read: they are for the dtype of the model."""
 
+    def apply(self, x: Tensor) -> Tensor:
+        return super().apply(x.float())
+
     def dense_weight(self) -> DenseWeight | None:
         return None
 
@@ -61,13 +64,19 @@ class ExactRouter:
     def __init__(self, table: WeightTable, name: str, num_experts: int, hidden: int) -> None:
         weight = table.empty(num_experts, hidden, dtype=torch.float32)
         table.place(f"{name}.weight", weight, (num_experts, hidden))
-        self._linear = Linear(_Float32Weight(weight), (hidden, num_experts))
+        method = _Float32Weight(weight)
+        self._linear = Linear(method, (hidden, num_experts))
+        if weight.device.type == "cuda":
+            # imports Triton, which is installed only on machines with a GPU
+            from blockyard.services.gpu_worker.layers.moe.exact_product import ExactProduct  # noqa: PLC0415
+
+            self._linear.use({}, ExactProduct(method, weight.device))
 
     def linears(self) -> list[Linear]:
         return [self._linear]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x.float())
+        return self._linear(x)
 
 
 class RoutedExperts:

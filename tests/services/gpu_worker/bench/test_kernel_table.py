@@ -65,12 +65,13 @@ def test_all_kernels_of_latent_attention_are_measured(monkeypatch: pytest.Monkey
 
 def test_all_kernels_of_experts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"HIDDEN": 48, "INNER": 32, "ROUTED_ROWS": (2,), "ROWS_ALONE": (1, 5, 17), "ROWS": (2, 64), "SKEWED": 1}
+    sizes |= {"ROUTERS": ((4, 32),), "ROUTER_ROWS": (1, 5)}
     for name, value in (sizes | {"ROUTING": Routing(num_experts=6, top_k=2)}).items():
         monkeypatch.setattr(experts, name, value)
     monkeypatch.setattr(experts, "DTYPE", torch.float16)
     rows = experts.measure()
-    assert len({(one.name, one.shape) for one in rows}) == len(rows) == 10
-    assert rows[1].shape == "1 rows, even, 2 experts hit" and rows[2].name == "down of experts"
+    assert len({(one.name, one.shape) for one in rows}) == len(rows) == 12
+    assert rows[3].shape == "1 rows, even, 2 experts hit" and rows[4].name == "down of experts"
 
 
 def test_inputs_rotate_over_more_memory_than_the_cache() -> None:

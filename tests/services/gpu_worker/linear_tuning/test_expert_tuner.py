@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import quick_interpreter  # noqa: F401, before kernels are imported
 import torch
+from msgspec.structs import replace
 
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
@@ -86,6 +87,7 @@ def test_every_candidate_has_the_same_products(layers: list[GroupedExperts]) -> 
         x, experts, weights = expert_tuner._inputs(layer, rows)
         assert len(experts.unique()) > 1
         want = layer.forward(x, experts, weights, None)
+        assert want is not None
         for config in candidates(layer.shape, rows):
             got = layer.forward_with(config, x, experts, weights)
             assert torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-3), config
@@ -104,12 +106,8 @@ def test_experts_in_host_memory_are_not_measured(layers: list[GroupedExperts], m
 
 
 def test_the_first_config_is_kept_when_in_doubt() -> None:
-    one = ExpertConfig(16, (64, 64, 4, 4), (64, 64, 4, 4))
-    other, third = replace_tile(one, 32), replace_tile(one, 64)
+    one = ExpertConfig("grouped", (64, 64, 4, 4), (64, 64, 4, 4), 16)
+    other, third = replace(one, tile=32), replace(one, tile=64)
     assert fastest({one: 1.0, other: 0.99}) == one
     assert fastest({one: 1.0, other: 0.9, third: float("inf")}) == other
     assert fastest({one: float("inf"), other: 3.0}) == other
-
-
-def replace_tile(config: ExpertConfig, tile: int) -> ExpertConfig:
-    return ExpertConfig(tile, config.gate_up, config.down)

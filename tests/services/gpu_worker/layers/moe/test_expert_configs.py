@@ -3,12 +3,14 @@
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape, candidates, pick
 
 QWEN3_30B = ExpertShape(128, 8, 2048, 768)
-MEASURED = ExpertConfig(16, (64, 64, 4, 4), (64, 64, 4, 4))
+DEEPSEEK_V2_LITE = ExpertShape(64, 6, 2048, 1408)
+MEASURED = ExpertConfig("grouped", (64, 64, 4, 4), (64, 64, 4, 4), 16)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 100, 256, 2048, 65536])
@@ -21,7 +23,20 @@ def test_every_number_of_rows_has_candidates(rows: int) -> None:
 def test_more_pairs_an_expert_take_larger_tiles() -> None:
     tiles = [candidates(QWEN3_30B, rows)[0].tile for rows in (1, 64, 512, 2048, 8192)]
     assert tiles == sorted(tiles) and tiles[0] < tiles[-1]
-    assert list(expert_configs.CANDIDATES)[-1] == math.inf
+    assert list(expert_configs.GROUPED)[-1] == math.inf
+
+
+def test_few_rows_take_products_without_tensor_cores_and_many_those_with_descriptors() -> None:
+    def rows_of(shape: ExpertShape, kernel: str) -> list[int]:
+        return [rows for rows in (0, 1, 2, 3, 64, 512, 2048) if candidates(shape, rows)[0].kernel == kernel]
+
+    assert rows_of(QWEN3_30B, "skinny") == [1, 2]
+    assert rows_of(DEEPSEEK_V2_LITE, "skinny") == [1], "two rows often share an expert"
+    assert rows_of(replace(QWEN3_30B, inner=14336), "skinny") == []
+    assert rows_of(QWEN3_30B, "prefill") == [512, 2048]
+    assert rows_of(replace(QWEN3_30B, takes_prefill=False), "prefill") == []
+    for rows in (1, 2, 512, 2048):
+        assert candidates(QWEN3_30B, rows)[-1].kernel == "grouped", "it is measured, too"
 
 
 def test_a_measured_config_serves_numbers_of_rows_that_are_near() -> None:
@@ -30,3 +45,5 @@ def test_a_measured_config_serves_numbers_of_rows_that_are_near() -> None:
     assert pick(QWEN3_30B, 1400, measured) == pick(QWEN3_30B, 3000, measured) == MEASURED
     for far in (0, 1, 1024, 4096):
         assert pick(QWEN3_30B, far, measured) == candidates(QWEN3_30B, far)[0]
+    skinny = candidates(QWEN3_30B, 2)[1]
+    assert pick(QWEN3_30B, 3, {2: skinny}) == candidates(QWEN3_30B, 3)[0], "these kernels are for few rows"

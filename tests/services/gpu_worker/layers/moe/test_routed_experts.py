@@ -13,7 +13,8 @@ from blockyard.kernels.moe.routing import Routing, choose_experts
 from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.moe import routed_experts as experts_file
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.expert_configs import candidates
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertWeights, UnquantizedExperts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 
@@ -121,7 +122,7 @@ def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
 def test_one_row_is_normalised_by_the_router_and_the_experts_and_added_to_the_residual(
     batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from blockyard.services.gpu_worker.layers.grouped_experts import GroupedExperts
+    from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
     from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 
     monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
@@ -191,11 +192,44 @@ def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypa
     assert len(used) == 6 and used[:2] == used[2:4] == used[4:], "gate and up, and down"
 
 
-def test_few_rows_take_the_kernels_without_tensor_cores() -> None:
-    from blockyard.services.gpu_worker.layers.grouped_experts import pick_skinny
+def test_a_router_in_float32_has_its_own_kernel_for_rows_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from blockyard.services.gpu_worker.layers.moe import exact_product
 
-    many, few = Routing(num_experts=128, top_k=8), Routing(num_experts=64, top_k=6)
-    taken = [rows for rows in range(5) if pick_skinny(rows, many, 768) is not None]
-    assert taken == [1, 2]
-    assert [rows for rows in range(5) if pick_skinny(rows, few, 1408) is not None] == [1], "rows often share an expert"
-    assert pick_skinny(1, many, 14336) is None
+    weight, given = torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE), []
+    monkeypatch.setattr(
+        exact_product, "router_linear", lambda x, weight, arrived, pdl: given.append(x) or x.float() @ weight.T
+    )
+    product = exact_product.ExactProduct(experts_file._Float32Weight(weight), torch.device(DEVICE))
+    x = torch.randn(5, HIDDEN, device=DEVICE)
+    for rows in (x, x.half(), x.bfloat16()):
+        got = product(rows)
+        assert got.dtype == torch.float32 and torch.allclose(got, rows.float() @ weight.T, rtol=1e-4, atol=1e-4)
+    assert [rows.dtype for rows in given] == [torch.bfloat16]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in")  # the interpreter's, for places without a pair
+@pytest.mark.parametrize("scales_input", [False, True])
+@pytest.mark.parametrize(("gate", "bias"), [(Gate.SILU, False), (Gate.CLAMPED_SWIGLU, True)])
+def test_many_pairs_of_16_bits_have_a_kernel_of_their_own(
+    gate: Gate, bias: bool, scales_input: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
+
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    whole = make_weights(bias)
+    weights = replace(whole, gate_up=_as_dtype(whole.gate_up, dtype), down=_as_dtype(whole.down, dtype))
+    layer = GroupedExperts(weights, ROUTING, gate, scales_input)
+    x = torch.randn(150, HIDDEN, device=DEVICE).to(dtype)
+    experts, factors = layer.choose(torch.randn(150, NUM_EXPERTS, device=DEVICE), None)
+    some = candidates(layer.shape, 150)
+    assert [config.kernel for config in some] == ["prefill"] * 3 + ["grouped"] * (len(some) - 3)
+    got = layer.forward(x, experts, factors, None)
+    few = layer.forward_with(some[-1], x, experts, factors)
+    assert float((got.double() - few.double()).norm() / few.double().norm()) < (1e-2 if DEVICE == "cuda" else 2e-3)
+    in_float32 = GroupedExperts(whole, ROUTING, gate, scales_input)
+    assert {config.kernel for config in candidates(in_float32.shape, 150)} == {"grouped"}
+
+
+def _as_dtype(method: ExpertMethod, dtype: torch.dtype) -> UnquantizedExperts:
+    weight, bias = method.grouped_weight()
+    return UnquantizedExperts(weight.to(dtype), None if bias is None else bias.to(dtype))
