@@ -131,14 +131,17 @@ class PrefillSteps:
         counts: Ints,
         table: Slots,
         layers: LayerRecorder | None = None,
+        keeps_hidden: bool = False,
     ) -> "PrefillStep":
-        """layers: records which layers are stored."""
+        """layers: records which layers are stored. keeps_hidden: see `PrefillStep`."""
         words = buffers.words(sum(descriptor.parts))
         has_samples = write_step(words, descriptor, slots, counts, table)
         max_seq_len = int((table.num_computed[slots] + counts).max())
         max_context_len = max_context(slots, counts, table)
         words = words.to(self._device, non_blocking=True)
-        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len)
+        return PrefillStep(
+            self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, keeps_hidden
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,7 @@ class SamplerInput:
     last: StepInputs  # its last token
     counts: Tensor  # [seqs] int32, tokens computed
     logits: Tensor | None  # [seqs, vocab_size]; None: no sequence samples
+    hidden: Tensor | None = None  # [tokens, hidden], of all tokens, if the step keeps them
 
 
 class PrefillStep:
@@ -162,11 +166,12 @@ class PrefillStep:
         max_seq_len: int | None = None,
         layers: LayerRecorder | None = None,
         max_context_len: int = 0,
+        keeps_hidden: bool = False,
     ) -> None:
         """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
 
         layers: records which layers are stored. max_context_len: of the prompts, before this step; it need not be known
-        unless a layer is latent.
+        unless a layer is latent. keeps_hidden: the last layer computes all tokens, and `forward` returns their rows.
         """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
@@ -174,7 +179,7 @@ class PrefillStep:
             has_samples,
             max_seq_len,
         )
-        self._layers, self._max_context_len = layers, max_context_len
+        self._layers, self._max_context_len, self._keeps_hidden = layers, max_context_len, keeps_hidden
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -192,8 +197,10 @@ class PrefillStep:
         logits_indices = LogitsIndices(
             self._words[2][:num_logits], last.slots[:num_logits], last.positions[:num_logits]
         )
-        hidden, counts = self._forward(logits_indices), self._words[3].view(torch.int32)[:seqs]
-        return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None)
+        kept = self._forward(None) if self._keeps_hidden else None
+        hidden = self._forward(logits_indices) if kept is None else kept.index_select(0, logits_indices.rows)
+        counts = self._words[3].view(torch.int32)[:seqs]
+        return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None, kept)
 
     def sample(self, due: SamplerInput, needs_processing: bool) -> None:
         """Samples slots that have computed all tokens, advances all. needs_processing: see `DecodeSteps.sample`."""
