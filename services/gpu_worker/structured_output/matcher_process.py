@@ -80,7 +80,9 @@ def serve(frames: FrameSocket[ToMatcher], memory_fd: int, make_engine: MakeEngin
                 matchers.close(frame)
         matchers.turn()
         timeout = IDLE_S
-        if first.poll_s and matchers.are_waiting:
+        if matchers.have_opened:
+            timeout = 0.0
+        elif first.poll_s and matchers.are_waiting:
             timeout = 0.0 if time.monotonic() - matchers.last_token_s < SPIN_S else first.poll_s
         sock = frames.sock.fileno()
         ready, _, _ = select.select([sock, woken], [sock] if frames.has_unsent else [], [], timeout)

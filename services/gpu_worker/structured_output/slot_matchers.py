@@ -1,13 +1,14 @@
-"""The open slots of a matcher process: compiles their grammars in threads, reads their tokens, writes their masks."""
+"""The open slots of a matcher process: compiles new grammars in threads, reads tokens, writes masks."""
 
 import hashlib
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -36,6 +37,8 @@ from blockyard.shared.messages import Grammar
 MAX_COMPILED = 256  # grammars that are kept
 COMPILE_THREADS = 2
 NICENESS = 10  # of threads that compile: masks come first
+MOST_OPENED = 8  # slots of compiled grammars that one turn opens: the others' masks come first
+MOST_OUTPUTS = 64  # tokens of the output so far, of such a slot
 LEAST_BATCH = 2  # masks that an engine makes in one call, if it can
 SMALL_TURN = 8  # slots of a turn that one thread does alone
 SLOW_MASK_S = 200e-6  # quicker masks are made by one thread: two would mostly wait for the GIL
@@ -62,9 +65,15 @@ class CompiledGrammars:
         self._engine, self._lock = engine, threading.Lock()
         self._kept: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
 
+    def find(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar that is compiled."""
+        with self._lock:
+            found = self._kept.get(_key(grammar))
+        return found.result() if found is not None and found.done() and found.exception() is None else None
+
     def get(self, grammar: Grammar) -> CompiledGrammar:
         """Compiles a grammar, or waits for a thread that compiles the same one. Raises GrammarError."""
-        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        key = _key(grammar)
         with self._lock:
             found = self._kept.get(key)
             mine = found is None
@@ -104,6 +113,8 @@ class SlotMatchers:
         self._slots: dict[int, OpenSlot] = {}
         self._numbers = np.zeros(0, np.int64)  # slots that have a mask and wait for its token ...
         self._keys: Ints = np.zeros(0, np.int64)  # ... and `record_of` that token, without the token
+        self._keys_changed = False  # since they were collected
+        self._opened: deque[tuple[OpenSlot, CompiledGrammar | None]] = deque()  # that need no thread
         self._prepared: list[tuple[OpenSlot, Future[MaskProgram]]] = []
         self._prepared_lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "compile", _be_nice)
@@ -117,26 +128,38 @@ class SlotMatchers:
         """Whether a slot waits for its token."""
         return bool(len(self._numbers))
 
+    @property
+    def have_opened(self) -> bool:
+        """Whether the next `turn` opens slots."""
+        return bool(self._opened)
+
     def open(self, frame: SlotOpen) -> None:
         slot = self._slots[frame.slot] = OpenSlot(frame, time.monotonic())
         self._memory.begin(frame.slot, frame.owner, 0)
-        future = self._compilers.submit(self._prepare, frame)
-        future.add_done_callback(lambda done: self._on_prepared(slot, done))
-        self._collect_keys()
+        self._keys_changed = True
+        grammar = frame.rules.constraint.grammar
+        compiled = None if grammar is None else self._compiled.find(grammar)
+        if (grammar is None or compiled is not None) and len(frame.output_ids) <= 4 * MOST_OUTPUTS:
+            self._opened.append((slot, compiled))  # quick, while a thread would wait for the GIL for milliseconds
+        else:
+            future = self._compilers.submit(self._prepare, frame)
+            future.add_done_callback(lambda done: self._on_prepared(slot, done))
 
     def close(self, frame: SlotClose) -> None:
         slot = self._slots.get(frame.slot)
         if slot is not None and slot.frame.owner == frame.owner:
             del self._slots[frame.slot]
             self._memory.rest(frame.slot)
-            self._collect_keys()
+            self._keys_changed = True
         self._answer(SlotClosed(frame.slot, frame.owner))
 
     def turn(self) -> None:
         """Writes the masks of slots that are compiled now, and of slots whose token was sampled."""
+        if self._keys_changed:
+            self._collect_keys()
         with self._prepared_lock:
             prepared, self._prepared = self._prepared, []
-        ready: list[tuple[OpenSlot, int | None]] = [(s, None) for s, future in prepared if self._install(s, future)]
+        ready: list[tuple[OpenSlot, int | None]] = [(s, None) for s, made in prepared if self._install(s, made.result)]
         if len(self._numbers):
             found, tokens = self._memory.tokens(self._numbers, self._keys)
             places = np.flatnonzero(found)
@@ -147,6 +170,10 @@ class SlotMatchers:
             else:
                 pairs = zip(self._numbers[places].tolist(), tokens[places].tolist(), strict=True)
                 ready += [(self._slots[number], token) for number, token in pairs]
+        for _ in range(min(MOST_OPENED, len(self._opened))):
+            opened, compiled = self._opened.popleft()
+            if self._install(opened, partial(self._program, opened.frame, compiled)):
+                ready.append((opened, None))
         if not ready:
             return
         problems = self._fill_all(ready)
@@ -213,7 +240,9 @@ class SlotMatchers:
     def _prepare(self, frame: SlotOpen) -> MaskProgram:
         """Compiles a slot's grammar and advances over its output, in a thread."""
         grammar = frame.rules.constraint.grammar
-        compiled = None if grammar is None else self._compiled.get(grammar)
+        return self._program(frame, None if grammar is None else self._compiled.get(grammar))
+
+    def _program(self, frame: SlotOpen, compiled: CompiledGrammar | None) -> MaskProgram:
         program = MaskProgram(frame.rules, compiled, self._memory.vocab_size, self._eos)
         program.accept(np.frombuffer(frame.output_ids, "<u4").tolist())
         return program
@@ -223,19 +252,19 @@ class SlotMatchers:
             self._prepared.append((slot, future))
         self._wake()
 
-    def _install(self, slot: OpenSlot, future: "Future[MaskProgram]") -> bool:
+    def _install(self, slot: OpenSlot, make: Callable[[], MaskProgram]) -> bool:
         """Whether the slot is still open and has a program now."""
         frame = slot.frame
         if self._slots.get(frame.slot) is not slot:
             return False
-        problem = future.exception()
-        if problem is None:
-            slot.program = future.result()
-            return True
-        del self._slots[frame.slot]
-        self._memory.rest(frame.slot)
-        self._answer(SlotFailed(frame.slot, frame.owner, _cause(problem)))
-        return False
+        try:
+            slot.program = make()
+        except Exception as e:  # noqa: BLE001 - what a library raises concerns this slot alone
+            del self._slots[frame.slot]
+            self._memory.rest(frame.slot)
+            self._answer(SlotFailed(frame.slot, frame.owner, _cause(e)))
+            return False
+        return True
 
     def _fill_all(self, ready: list[tuple[OpenSlot, int | None]]) -> dict[int, str]:
         """Accepts the token of each slot, if there is one, and writes its next mask. Returns problems by slot."""
@@ -277,9 +306,14 @@ class SlotMatchers:
             memory.publish(frame.slot, frame.owner, index)
 
     def _collect_keys(self) -> None:
+        self._keys_changed = False
         waiting = [s for s in self._slots.values() if s.has_mask and s.program is not None and not s.program.has_ended]
         self._numbers = np.array([s.frame.slot for s in waiting], np.int64)
         self._keys = np.array([record_of(s.frame.owner, s.next_index, 0) for s in waiting], np.int64)
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
 
 
 def _problem(error: Exception, slot: OpenSlot) -> str:
