@@ -64,18 +64,16 @@ def prompts_beside_ms(runner: Runner, depth: int, num_top: int | None) -> tuple[
 
     num_top: log-probabilities of each of their tokens, None: none.
     """
-    it, generator = (
-        driver_class()(runner, num_slots=2 * ROWS, depth=depth, chunk=2048),
-        torch.Generator().manual_seed(2),
-    )
-    prompts = torch.randint(0, 128000, (ROWS - 1, NUM_IN), generator=generator).tolist()
+    it = driver_class()(runner, num_slots=2 * ROWS, depth=depth, chunk=2048)
+    generator, vocab = torch.Generator().manual_seed(2), runner.geometry.vocab_size
+    prompts = torch.randint(0, vocab, (ROWS - 1, NUM_IN), generator=generator).tolist()
     plain = Sampling(max_tokens=NUM_OUT, ignore_eos=True, temperature=0.0)
     streams = [it.add(prompt, plain) for prompt in prompts]
     asked = Sampling(CLIENT_OUT, 0.0, ignore_eos=True, num_prompt_logprobs=num_top)
     sent, times, known = list[Any](), list[float](), 0
     while streams[0].finish is None:
         if all(s.output for s in streams) and (not sent or sent[-1].finish is not None):
-            sent.append(it.add(torch.randint(0, 128000, (CLIENT_IN,), generator=generator).tolist(), asked))
+            sent.append(it.add(torch.randint(0, vocab, (CLIENT_IN,), generator=generator).tolist(), asked))
         it.queued.append(it.plan())
         while len(it.queued) + runner.in_flight > depth:
             it.step()
