@@ -87,7 +87,8 @@ def prompts_beside_ms(runner: Runner, depth: int, num_top: int | None) -> tuple[
 
 def prompt_rows(runner: Runner, depth: int) -> list[Row]:
     """ITL of 63 plain rows beside prompts with log-probabilities, and without."""
-    prompts_beside_ms(runner, depth, NUM_TOP)  # compiles kernels
+    for num_top in (None, NUM_TOP):
+        prompts_beside_ms(runner, depth, num_top)  # compiles kernels, and captures graphs of such steps
     (without, num), (scored, _) = (prompts_beside_ms(runner, depth, num_top) for num_top in (None, NUM_TOP))
     ratios = f"p50 {median(scored) / median(without):.3f}, p99 {_p99(scored) / _p99(without):.3f}"
     values = [f"mean {mean(one):.3f}, p50 {median(one):.3f}, p99 {_p99(one):.3f}" for one in (without, scored)]
