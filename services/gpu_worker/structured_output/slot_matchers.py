@@ -38,7 +38,6 @@ MAX_COMPILED = 256  # grammars that are kept
 COMPILE_THREADS = 2
 NICENESS = 10  # of threads that compile: masks come first
 MOST_OPENED = 8  # slots of compiled grammars that one turn opens: the others' masks come first
-MOST_OUTPUTS = 64  # tokens of the output so far, of such a slot
 LEAST_BATCH = 2  # masks that an engine makes in one call, if it can
 SMALL_TURN = 8  # slots of a turn that one thread does alone
 SLOW_MASK_S = 200e-6  # quicker masks are made by one thread: two would mostly wait for the GIL
@@ -139,7 +138,7 @@ class SlotMatchers:
         self._keys_changed = True
         grammar = frame.rules.constraint.grammar
         compiled = None if grammar is None else self._compiled.find(grammar)
-        if (grammar is None or compiled is not None) and len(frame.output_ids) <= 4 * MOST_OUTPUTS:
+        if (grammar is None or compiled is not None) and not frame.output_ids:
             self._opened.append((slot, compiled))  # quick, while a thread would wait for the GIL for milliseconds
         else:
             future = self._compilers.submit(self._prepare, frame)
