@@ -236,23 +236,32 @@ class DeviceLoop:
         self, slots: Ints, counts: Ints, needs_processing: bool, sends: bool, scored: list[ScoredPrompt]
     ) -> tuple[StepBuffers, Sequence[StoredLayers], Tensor | None]:
         """Launches a step with prefill, as a CUDA graph if one fits. Returns its layers if it `sends`, and the words of
-        `scored`, if there are any: no graph keeps the hidden rows that they need."""
-        table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
+        `scored`, if there are any."""
+        table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts, keeps_hidden=bool(scored))
+        num_decodes, stored = descriptor.num_decodes, list[StoredLayers]()
         # latent layers decompress cached tokens in pieces, whose number a graph cannot follow
         is_captured = not self.steps.pool.shape.has_latent or not max_context(slots, counts, table)
-        graph = self._graphs.find(descriptor) if is_captured and not scored else None
+        graph = self._graphs.find(descriptor) if is_captured else None
         if graph is not None:
-            buffers = self._begin(slots, counts, graph.descriptor.num_decodes)
+            descriptor = graph.descriptor
+            buffers = self._begin(slots, counts, descriptor.num_decodes)
             graph.run(buffers, slots, counts, table, needs_processing)
-            words = self._layer_words if sends else None
-            return buffers, () if words is None else words.stored(self.steps.ring.step), None
-        buffers = self._begin(slots, counts, descriptor.num_decodes)
-        events = LayerEvents(self.steps.pool.shape.num_layers) if sends else None
-        step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events, bool(scored))
-        output = step.forward()
-        step.sample(output, needs_processing)
-        logprobs = None if output.hidden is None else self._prompt_logprobs.compute_rows(scored, output.hidden)
-        return buffers, () if events is None else events.stored, logprobs
+            hidden = graph.hidden
+            if sends and self._layer_words is not None:
+                stored = self._layer_words.stored(self.steps.ring.step)
+        else:
+            buffers = self._begin(slots, counts, num_decodes)
+            events = LayerEvents(self.steps.pool.shape.num_layers) if sends else None
+            step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events)
+            output = step.forward()
+            step.sample(output, needs_processing)
+            hidden = output.hidden
+            if events is not None:
+                stored = events.stored
+        if hidden is None:
+            return buffers, stored, None
+        padding = descriptor.num_decodes - num_decodes
+        return buffers, stored, self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
 
     def collect(self) -> CompletedPlan | None:
         """The oldest plan in flight, if it is done."""

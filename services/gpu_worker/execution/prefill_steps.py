@@ -2,7 +2,7 @@
 
 Rows of decodes come first: their ids and positions are gathered from the slots. Rows of prefills follow: the host sends
 them with everything else in one copy. The last layer and the logits are computed for the last token of each sequence,
-and not at all if no sequence samples.
+and not at all if no sequence samples. In a step that scores a prompt the last layer computes all tokens.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ class BatchDescriptor:
     num_prefill_tokens: int  # padding tokens are one more prefill, of no slot
     num_prefills: int
     num_seqs: int  # sequences that may sample
+    keeps_hidden: bool = False  # the last layer computes all tokens, and their rows are kept
 
     @property
     def num_tokens(self) -> int:
@@ -115,12 +116,16 @@ class PrefillSteps:
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
 
-    def descriptor(self, counts: Ints) -> BatchDescriptor:
+    def descriptor(self, counts: Ints, keeps_hidden: bool = False) -> BatchDescriptor:
         """The exact sizes of a step with so many tokens of each slot."""
         num_decodes = int((counts == 1).sum())
         num_prefill_tokens, num_seqs = int(counts.sum()) - num_decodes, len(counts)
         return BatchDescriptor(
-            num_decodes, num_prefill_tokens, num_seqs - num_decodes, self._steps.padded_num_seqs(num_seqs)
+            num_decodes,
+            num_prefill_tokens,
+            num_seqs - num_decodes,
+            self._steps.padded_num_seqs(num_seqs),
+            keeps_hidden,
         )
 
     def prepare(
@@ -131,17 +136,14 @@ class PrefillSteps:
         counts: Ints,
         table: Slots,
         layers: LayerRecorder | None = None,
-        keeps_hidden: bool = False,
     ) -> "PrefillStep":
-        """layers: records which layers are stored. keeps_hidden: see `PrefillStep`."""
+        """layers: records which layers are stored."""
         words = buffers.words(sum(descriptor.parts))
         has_samples = write_step(words, descriptor, slots, counts, table)
         max_seq_len = int((table.num_computed[slots] + counts).max())
         max_context_len = max_context(slots, counts, table)
         words = words.to(self._device, non_blocking=True)
-        return PrefillStep(
-            self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, keeps_hidden
-        )
+        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class SamplerInput:
     last: StepInputs  # its last token
     counts: Tensor  # [seqs] int32, tokens computed
     logits: Tensor | None  # [seqs, vocab_size]; None: no sequence samples
-    hidden: Tensor | None = None  # [tokens, hidden], of all tokens, if the step keeps them
+    hidden: Tensor | None = None  # [tokens, hidden], of all tokens, if the step `keeps_hidden`
 
 
 class PrefillStep:
@@ -166,12 +168,11 @@ class PrefillStep:
         max_seq_len: int | None = None,
         layers: LayerRecorder | None = None,
         max_context_len: int = 0,
-        keeps_hidden: bool = False,
     ) -> None:
         """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
 
         layers: records which layers are stored. max_context_len: of the prompts, before this step; it need not be known
-        unless a layer is latent. keeps_hidden: the last layer computes all tokens, and `forward` returns their rows.
+        unless a layer is latent.
         """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
@@ -179,7 +180,7 @@ class PrefillStep:
             has_samples,
             max_seq_len,
         )
-        self._layers, self._max_context_len, self._keeps_hidden = layers, max_context_len, keeps_hidden
+        self._layers, self._max_context_len = layers, max_context_len
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -197,7 +198,7 @@ class PrefillStep:
         logits_indices = LogitsIndices(
             self._words[2][:num_logits], last.slots[:num_logits], last.positions[:num_logits]
         )
-        kept = self._forward(None) if self._keeps_hidden else None
+        kept = self._forward(None) if self._descriptor.keeps_hidden else None
         hidden = self._forward(logits_indices) if kept is None else kept.index_select(0, logits_indices.rows)
         counts = self._words[3].view(torch.int32)[:seqs]
         return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None, kept)

@@ -30,7 +30,7 @@ class ScoredPrompt:
     """Tokens of one prompt that get log-probabilities in a step."""
 
     slot: int
-    row: int  # of the step, whose logits are of the first of these tokens; the others follow
+    row: int  # of the step without padding, whose logits are of the first of these tokens; the others follow
     position: int  # of the first of these tokens in the sequence
     token_ids: Ints
     num_top: int  # how many of the likeliest tokens are reported
@@ -85,13 +85,16 @@ class DevicePromptLogprobs:
                 del num_top[slot]
         return prompts
 
-    def compute_rows(self, prompts: list[ScoredPrompt], hidden: Tensor) -> Tensor:
-        """Words of the scored rows on the device. hidden: of all tokens of the step, [tokens, hidden]."""
-        return self._compute(prompts, lambda rows: self._model.logits(hidden.index_select(0, rows)))
+    def compute_rows(self, prompts: list[ScoredPrompt], hidden: Tensor, num_decodes: int, padding: int) -> Tensor:
+        """Words of the scored rows on the device. hidden: of all tokens of the step, [tokens, hidden], where so many
+        rows of padding follow those of decodes."""
+        rows = _rows_of(prompts)
+        rows[rows >= num_decodes] += padding
+        return self._compute(prompts, rows, lambda some: self._model.logits(hidden.index_select(0, some)))
 
     def compute_logits(self, prompts: list[ScoredPrompt], logits: Tensor) -> Tensor:
         """As `compute_rows`, of a step that has computed the logits [rows, vocab_size] of all its rows."""
-        return self._compute(prompts, lambda rows: logits.index_select(0, rows))
+        return self._compute(prompts, _rows_of(prompts), lambda some: logits.index_select(0, some))
 
     def copy(self, prompts: list[ScoredPrompt], words: Tensor, done: DeviceEvent) -> CopiedLogprobs:
         """Copies what was computed to the host. Records `done` behind the copy and the work before it."""
@@ -106,11 +109,11 @@ class DevicePromptLogprobs:
         words.record_stream(self._stream)
         return CopiedLogprobs(prompts, copied)
 
-    def _compute(self, prompts: list[ScoredPrompt], logits_of: Callable[[Tensor], Tensor]) -> Tensor:
-        num = sum(len(prompt.token_ids) for prompt in prompts)
+    def _compute(self, prompts: list[ScoredPrompt], places: Ints, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+        num = len(places)
         aligned = -(-num // ALIGNED) * ALIGNED
         host = np.zeros((3, aligned), np.int64)
-        host[0, :num] = np.concatenate([prompt.row + np.arange(len(prompt.token_ids)) for prompt in prompts])
+        host[0, :num] = places
         host[1, :num] = np.concatenate([prompt.token_ids for prompt in prompts])
         host[2, :num] = np.repeat([prompt.num_top for prompt in prompts], [len(one.token_ids) for one in prompts])
         rows, targets, num_top = self._to_device(torch.from_numpy(host))
@@ -125,6 +128,10 @@ class DevicePromptLogprobs:
         if self._stream is None:
             return values
         return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def _rows_of(prompts: list[ScoredPrompt]) -> Ints:
+    return np.concatenate([prompt.row + np.arange(len(prompt.token_ids)) for prompt in prompts])
 
 
 def _split(words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
