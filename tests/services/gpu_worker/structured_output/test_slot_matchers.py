@@ -28,7 +28,7 @@ class Bench:
     def __init__(self) -> None:
         self.memory, self.answers = MaskMemory.create(NUM_SLOTS, VOCAB), list[FromMatcher]()
         self.engine = FakeEngine(VOCAB, EOS)
-        self.matchers = SlotMatchers(self.engine, self.memory, EOS, self.answers.append, lambda: None, 1)
+        self.matchers = SlotMatchers(self.engine, self.memory, EOS, self.answers.append, lambda: None)
 
     def open(self, slot: int, owner: int, constrained: OutputConstraint = GRAMMAR, output_ids: bytes = b"") -> None:
         rules = OutputRules(constrained, [], 0, False, [])
