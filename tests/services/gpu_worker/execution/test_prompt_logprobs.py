@@ -202,6 +202,22 @@ def test_a_step_that_sends_blocks_of_such_a_prompt_tells_which_layers_are_stored
     assert len(collected(ahead)[1][0].prompt_logprobs) == 22
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_on_a_gpu(folder: Path, alone: list[Stream], batch_invariant: bool) -> None:
+    """As on the CPU; with batch invariance equal to the last bit, however a prompt is cut and what is beside it."""
+    runner, first = start(folder, device="cuda", max_model_len=64, batch_invariant=batch_invariant), list[Stream]()
+    for chunk, depth in ((1000, 0), (16, 3), (5, 1), (1, 3)):
+        driver = Driver(runner, num_slots=len(STREAMS), depth=depth, chunk=chunk)
+        streams = [driver.add(*stream) for stream in STREAMS[:-1]]  # the last one is the host's
+        driver.run()
+        first = first or streams
+        for found, want, other in zip(streams, alone, first, strict=False):
+            assert_equal(found, want)
+            assert not batch_invariant or found.prompt_logprobs == other.prompt_logprobs
+
+
 def started(slot: int, stream: int, blocks: list[int]) -> SlotStart:
     prompt, sampling = STREAMS[stream]
     return SlotStart(slot, as_bytes(prompt), len(prompt), 0, blocks, sampling, 0)
