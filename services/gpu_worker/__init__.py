@@ -7,8 +7,8 @@ How a plan is executed:
 2. `runner.Runner.launch` applies the plan to `batch.Batch`: it ends and starts slots, extends block tables, and copies,
    fetches and saves KV blocks (`kv/`).
 3. The step runs: forward pass, sampling, results. On a GPU `execution.device_loop.DeviceLoop` launches it as CUDA
-   graphs ahead of the host; rows of slots that only the host can sample wait there for their tokens. On the CPU, and
-   for log-probabilities of prompts, `execution.eager` runs it synchronously.
+   graphs ahead of the host; rows of slots that only the host can sample wait there for their tokens. On the CPU
+   `execution.eager` runs it synchronously.
 4. `Runner.collect` returns the completed plans, and `service.Worker` answers each with a `StepResult`.
 
 Folders:

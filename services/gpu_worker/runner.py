@@ -44,8 +44,8 @@ class RunAhead(DeviceSteps, Protocol):
 class Runner:
     """Runs each step from plan to results. Owns the batch, and frees and restores memory for sleep mode.
 
-    On a GPU steps run ahead of the host. A step that needs hidden states on the host (see `DeviceLoop.runs_ahead`)
-    waits until no step is in flight and then runs synchronously.
+    On a GPU steps run ahead of the host. A step that needs its output on the host (see `DeviceLoop.runs_ahead`) waits
+    until no step is in flight and then runs synchronously.
     """
 
     def __init__(

@@ -1,13 +1,7 @@
 """The engine of llguidance: lazy automata and an Earley parser with limits for each step. Imports no torch."""
 
 import ctypes
-import os
 import re
-import threading
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import llguidance
@@ -19,12 +13,11 @@ from blockyard.shared.grammars.error_texts import guidance_cause, one_line
 from blockyard.shared.grammars.interface import (
     GrammarError,
     MaskWords,
-    Matcher,
     MatcherError,
     UnsupportedGrammar,
     Vocabulary,
 )
-from blockyard.shared.grammars.matching import NO_TOKEN, STEP_S, MatcherRules, SequenceMatcher
+from blockyard.shared.grammars.matching import STEP_S, MatcherRules, SequenceMatcher
 from blockyard.shared.grammars.schema_rules import (
     DATES,
     Schema,
@@ -50,9 +43,6 @@ STEP_LEXER_FUEL = 200_000
 STEP_MAX_ITEMS = 20_000
 MAX_ITEMS_IN_ROW = 2_000
 MAX_LEXER_STATES = 100_000  # 1 to 2 KB each
-MOST_THREADS = 2  # of `advance_many`: masks take so little time that more would mostly wait for each other
-SHARING = 8  # matchers at a time that share a lexer, unless there are more than MOST_THREADS lexers
-QUICK_S = 0.02  # a grammar that takes longer to be read again gets no more lexers
 # So llguidance says that it does not know a keyword, or not there; its other errors mean that the source is wrong.
 _UNKNOWN_KEYWORDS, _UNKNOWN_COUNTS = "Unimplemented keys", "min/maxProperties only"
 _OVERLAP = "oneOf constraints are not"
@@ -64,8 +54,6 @@ class GuidanceEngine:
     def __init__(self, vocabulary: Vocabulary, step_s: float = STEP_S) -> None:
         self._tokenizer = load_tokenizer(vocabulary)
         self._rules = MatcherRules(vocabulary, step_s)
-        self._executor: llguidance.LLExecutor | None = None  # made by the first `advance_many`
-        self._was_slow = False  # the last `advance_many` took as long as one mask may take
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
             step_lexer_fuel=STEP_LEXER_FUEL,
@@ -80,13 +68,12 @@ class GuidanceEngine:
             source = self._lark_source(grammar) if grammar.kind == GrammarKind.LARK else _translated(grammar)
         except ValueError as e:
             raise GrammarError(one_line(e)) from e
-        make = partial(llguidance.LLMatcher, self._tokenizer, source, log_level=0, limits=self._limits)
-        matcher = make()
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             error = matcher.get_error()
             unknown = error.startswith((_UNKNOWN_KEYWORDS, _UNKNOWN_COUNTS))
             raise (UnsupportedGrammar if unknown else GrammarError)(_cause(error, grammar.kind == GrammarKind.LARK))
-        return GuidanceGrammar(make, matcher, self._rules, self._mask_bytes)
+        return GuidanceGrammar(matcher, self._rules, self._mask_bytes)
 
     def _lark_source(self, grammar: Grammar) -> str:
         """The source with the rules of its markers, and the options of its JSON schemas."""
@@ -97,99 +84,24 @@ class GuidanceEngine:
             lines.append(f"marker_{index}: {quoted if token_id is None else f'<[{token_id}]>'}")
         return llguidance.LLMatcher.grammar_from_lark("\n".join(lines))
 
-    def advance_many(
-        self, matchers: Sequence[Matcher], token_ids: Sequence[int], masks: MaskWords, rows: Sequence[int]
-    ) -> dict[int, MatcherError]:
-        """See `BatchEngine`. After a slow call the next one works one by one, to find the slow matcher."""
-        row_bytes, was_slow = masks.shape[1] * masks.itemsize, self._was_slow
-        self._was_slow = False
-        batch = [(place, state) for place, matcher in enumerate(matchers) if (state := _state(matcher)) is not None]
-        if was_slow or len(batch) < len(matchers) or row_bytes != self._mask_bytes:
-            return _advance_each(matchers, token_ids, masks, rows)
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))))
-        batch.sort(key=lambda one: one[1].instance)  # a thread gets neighbours: few threads share a lexer
-        since = time.perf_counter()
-        accepted = self._executor.consume_token_par([(state.library, token_ids[place]) for place, state in batch])
-        good = [one for one, is_allowed in zip(batch, accepted, strict=True) if is_allowed]
-        pairs = [(state.library, rows[place]) for place, state in good]
-        self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, row_bytes, len(masks))
-        self._was_slow = time.perf_counter() - since > self._rules.step_s
-        errors = {
-            place: _outside(token_ids[place]) for (place, _), is_ok in zip(batch, accepted, strict=True) if not is_ok
-        }
-        errors |= {place: MatcherError(_cause(state.library.get_error())) for place, state in batch if state.has_failed}
-        places = [place for place, _ in good if place not in errors]
-        complete = [state.is_complete() for place, state in good if place not in errors]
-        empty = self._rules.finish_rows(masks, [rows[place] for place in places], complete)
-        return errors | {places[at]: MatcherError(NO_TOKEN) for at in empty}
-
     @property
     def _mask_bytes(self) -> int:
         return 4 * -(-self._tokenizer.vocab_size // 32)
 
 
-def _state(matcher: Matcher) -> "GuidanceState | None":
-    state = matcher.state if isinstance(matcher, SequenceMatcher) else None
-    return state if isinstance(state, GuidanceState) else None
-
-
-def _outside(token: int) -> MatcherError:
-    return MatcherError(f"token {token} is outside of the grammar")
-
-
-def _advance_each(
-    matchers: Sequence[Matcher], token_ids: Sequence[int], masks: MaskWords, rows: Sequence[int]
-) -> dict[int, MatcherError]:
-    errors = {}
-    for place, (matcher, token, row) in enumerate(zip(matchers, token_ids, rows, strict=True)):
-        try:
-            if not matcher.accept([token]):
-                raise _outside(token)
-            matcher.fill(masks[row])
-        except MatcherError as e:
-            errors[place] = e
-    return errors
-
-
 class GuidanceGrammar:
-    """A source that llguidance has taken.
+    """A source that llguidance has taken. Its matchers are copies, which share a lexer and its lock."""
 
-    Matchers that are copies of each other share a lexer and its lock, so many matchers at a time are copies of several
-    instances, each of which has read the source.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[], llguidance.LLMatcher],
-        start: llguidance.LLMatcher,
-        rules: MatcherRules,
-        mask_bytes: int,
-    ) -> None:
-        """make: reads the source again."""
-        self._make, self._starts, self._rules, self._mask_bytes = make, [start], rules, mask_bytes
-        self._open: weakref.WeakSet[GuidanceState] = weakref.WeakSet()
-        self._num_made, self._most = 0, MOST_THREADS
-        self._lock = threading.Lock()
+    def __init__(self, start: llguidance.LLMatcher, rules: MatcherRules, mask_bytes: int) -> None:
+        self._start, self._rules, self._mask_bytes = start, rules, mask_bytes
 
     def matcher(self) -> SequenceMatcher:
-        with self._lock:
-            if len(self._starts) < min(1 + len(self._open) // SHARING, self._most):
-                since = time.perf_counter()
-                self._starts.append(self._make())
-                if time.perf_counter() - since > QUICK_S:
-                    self._most = len(self._starts)
-            self._num_made += 1
-            instance = self._num_made % len(self._starts)
-            state = GuidanceState(self._starts[instance].deep_copy(), self._mask_bytes, instance)
-            self._open.add(state)
-        return SequenceMatcher(state, self._rules)
+        return SequenceMatcher(GuidanceState(self._start.deep_copy(), self._mask_bytes), self._rules)
 
 
 class GuidanceState:
-    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int, instance: int) -> None:
-        """instance: number of the instance that `matcher` is a copy of."""
-        self.library, self.instance = matcher, instance
+    def __init__(self, matcher: llguidance.LLMatcher, mask_bytes: int) -> None:
+        self.library = matcher
         self._mask_bytes = mask_bytes  # more than the model's, if the tokenizer has more ids
 
     def advance(self, token_id: int) -> bool:
@@ -219,7 +131,7 @@ class GuidanceState:
             raise MatcherError(f"cannot go back by {num_tokens} tokens: {_cause(self.library.get_error())}")
 
     def copy(self) -> "GuidanceState":
-        return GuidanceState(self.library.deep_copy(), self._mask_bytes, self.instance)
+        return GuidanceState(self.library.deep_copy(), self._mask_bytes)
 
     @property
     def has_failed(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -79,17 +79,3 @@ class Engine(Protocol):
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises GrammarError for a source that it does not take."""
-
-
-@runtime_checkable
-class BatchEngine(Engine, Protocol):
-    """An engine whose library makes masks of many sequences at once, in threads of its own."""
-
-    def advance_many(
-        self, matchers: Sequence[Matcher], token_ids: Sequence[int], masks: npt.NDArray[np.int32], rows: Sequence[int]
-    ) -> dict[int, MatcherError]:
-        """Accepts a token, which ends no sequence, of each of these matchers, and writes the mask of the next one.
-
-        The matchers are of this engine. masks [any, num_mask_words] int32, contiguous; rows: that of each matcher's
-        mask, each once. Returns errors by place in `matchers`: also for a token that its grammar does not allow.
-        """

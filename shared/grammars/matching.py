@@ -8,7 +8,6 @@ import numpy as np
 
 from blockyard.shared.grammars.interface import MaskWords, MatcherError, Vocabulary
 
-FIRST_WORDS = 64  # of a mask: most masks have a bit in them
 NO_TOKEN = "the grammar allows no token of the model here"
 STEP_S = 0.1  # CPU time that one token or mask of a sequence may take
 
@@ -61,19 +60,6 @@ class MatcherRules:
         for word, bits in self._words:
             words[word] &= ~bits
 
-    def finish_rows(self, masks: MaskWords, rows: Sequence[int], are_complete: Sequence[bool]) -> list[int]:
-        """Does what `SequenceMatcher.finish` does for many sequences. Returns the places in `rows` that allow no token.
-
-        masks [any, num_words]. are_complete: of the sequence of each row, whether its text is complete.
-        """
-        at, complete = np.array(rows, np.int64), np.array(are_complete, np.bool_)
-        masks[at, -1] &= self._last_word
-        for word, bits in self._words:
-            column = masks[at, word]
-            masks[at, word] = np.where(complete, column | bits, column & ~bits)
-        unsure = np.flatnonzero(np.count_nonzero(masks[at, :FIRST_WORDS], axis=1) == 0)
-        return [place for place in unsure.tolist() if masks[at[place]].tobytes() == self.no_token]
-
 
 class SequenceMatcher:
     """The `Matcher` of every engine."""
@@ -83,11 +69,6 @@ class SequenceMatcher:
         self._rules = rules
         self._num_ends = num_ends  # end-of-sequence tokens that were accepted
         self._clock = time.perf_counter  # of steps; it costs a tenth of the thread's CPU clock
-
-    @property
-    def state(self) -> GrammarState | None:
-        """Where the sequence is in its grammar; None behind its end."""
-        return None if self._num_ends else self._state
 
     def accept(self, token_ids: Sequence[int]) -> int:
         for index, token_id in enumerate(token_ids):
@@ -108,10 +89,6 @@ class SequenceMatcher:
             since = self._clock()
             self._state.write_mask(words)
             self._check_time(self._clock() - since)
-        self.finish(words)
-
-    def finish(self, words: MaskWords) -> None:
-        """Does the rest of `fill`, after the library has written the mask."""
         self._rules.clear_padding(words)
         if self._num_ends or self._state.is_complete():
             self._rules.set_eos(words)

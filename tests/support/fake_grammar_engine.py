@@ -103,19 +103,6 @@ class FakeEngine:
             raise GrammarError(decoded.error)
         return FakeCompiled(decoded, self._vocab_size, self._eos)
 
-    def advance_many(
-        self, matchers: Sequence[Matcher], token_ids: Sequence[int], masks: MaskWords, rows: Sequence[int]
-    ) -> dict[int, MatcherError]:
-        errors = {}
-        for place, (matcher, token, row) in enumerate(zip(matchers, token_ids, rows, strict=True)):
-            try:
-                if not matcher.accept([token]):
-                    raise MatcherError(f"token {token} is outside of the grammar")
-                matcher.fill(masks[row])
-            except MatcherError as e:
-                errors[place] = e
-        return errors
-
 
 def allowed_ids(words: MaskWords) -> list[int]:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()

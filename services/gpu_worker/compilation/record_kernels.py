@@ -8,6 +8,7 @@ import hashlib
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 
@@ -25,6 +26,7 @@ from blockyard.services.gpu_worker.execution.device_masks import SlotMasks
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, write_padding
+from blockyard.services.gpu_worker.execution.prompt_logprobs import DevicePromptLogprobs, ScoredPrompt
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
@@ -104,6 +106,9 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         sampler_input = step.forward()
         for needs_processing in variants:
             step.sample(sampler_input, needs_processing)
+    if len(variants) == 1:  # otherwise sampling has launched this kernel
+        prompts = DevicePromptLogprobs(model, ops, device)
+        prompts.compute_logits([ScoredPrompt(0, 0, 1, np.zeros(1, np.int64), 1)], output.logits)
 
 
 def _descriptors(steps: DecodeSteps, most: int) -> list[BatchDescriptor]:

@@ -6,6 +6,7 @@
   of `pinned_ring`.
 - `device_masks` lets the device read the masks of structured output.
 - `host_sampling.HostSampling`: samples on the host for slots that wait for that on the device.
+- `prompt_logprobs.DevicePromptLogprobs` computes log-probabilities of prompts behind such a step.
 - `decode_graphs.DecodeSteps`: steps of one token a sequence, as CUDA graphs.
 - `prefill_steps` builds steps with prefills, `prefill_graphs` captures them, and `prefill_sizes` decides which sizes.
 - `stored_layers` tells which layers of a step with prefill have stored K and V, for the sends of KV blocks.

@@ -185,7 +185,8 @@ class DecodeSteps:
             self.ops.publish_sampled(tokens, best, inputs, masked)
         if needs_processing:
             self.ops.count_tokens(tokens, best, ready, inputs, edits.tensors)
-            self.ops.gather_logprobs(logits, inputs, tokens, edits.num_top, edits.logprob_buffers(count))
+            buffers = edits.logprob_buffers(count)
+            self.ops.gather_logprobs(logits, inputs.sampled_slots, tokens, edits.num_top, buffers)
             self.ops.copy_logits(logits, inputs, edits.host_row, edits.host_logits)
         self.ops.advance(self.slots.state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
 

@@ -29,6 +29,11 @@ from blockyard.services.gpu_worker.execution.prefill_graphs import CudaGraphReco
 from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps, max_context
+from blockyard.services.gpu_worker.execution.prompt_logprobs import (
+    CopiedLogprobs,
+    DevicePromptLogprobs,
+    ScoredPrompt,
+)
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents, LayerWords, layer_groups
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -67,6 +72,7 @@ class InFlightStep:
     host_rows: list[int]  # rows that the host samples
     host_logits: Tensor | None  # of these rows
     has_mask: Bools | None  # by row: the device applies its masks; None: no row has one
+    prompt_logprobs: CopiedLogprobs | None  # None: the step scores no prompt
 
 
 class DeviceLoop:
@@ -92,6 +98,7 @@ class DeviceLoop:
         self._graphs = PrefillGraphs(steps, most_tokens, CudaGraphRecorder(steps, self._layer_words))
         self._tuning = tuning
         self._host_sampling = HostSampling(batch, steps.slots)
+        self._prompt_logprobs = DevicePromptLogprobs(steps.model, steps.ops, steps.pool.device)
         self._in_flight_steps: deque[InFlightStep] = deque()
         self._on_captured: Callable[[], None] = lambda: None
         self._done_s = 0.0  # when the host saw that the last step was done
@@ -147,16 +154,17 @@ class DeviceLoop:
         return len(self._in_flight_steps) < len(self.steps.ring)
 
     def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
-        """Whether no slot of this step needs its hidden states on the host.
+        """Whether no slot of this step needs logits or hidden states on the host before the next step.
 
-        Slots that the host samples from logits wait on the device, if it copies logits.
+        Slots that the host samples from logits wait on the device, if it copies logits. Log-probabilities of prompts
+        are the device's unless a request asks for more of the top tokens than the kernel finds.
         """
         state = self.steps.slots
         return (
             len(slots) > 0
             and self.supports(slots, counts)
             and (state.logits_edits.enabled or bool(state.samples_on_device[slots].all()))
-            and not state.scores_prompt(slots, counts, self._batch.slots)
+            and not state.scores_on_host(slots, counts, self._batch.slots)
         )
 
     def supports(self, slots: Ints, counts: Ints) -> bool:
@@ -173,17 +181,27 @@ class DeviceLoop:
         table, logits_edits = self._batch.slots, self.steps.slots.logits_edits
         host_rows = self._host_sampling.choose(slots, counts)
         needs_processing = bool(host_rows) or logits_edits.needs_processing(slots)
+        wanted = self.steps.slots.num_prompt_logprobs
+        scored = self._prompt_logprobs.choose(wanted, slots, counts, table) if wanted else []
         stored: Sequence[StoredLayers] = ()
+        words: Tensor | None = None
         if counts[-1] == 1:
             size = self._size(slots)
             buffers = self._begin(slots, counts, size.rows)
-            self.steps.sample(size, self.steps.forward(size), needs_processing)
+            output = self.steps.forward(size)
+            self.steps.sample(size, output, needs_processing)
+            if scored:
+                words = self._prompt_logprobs.compute_logits(scored, output.logits)
         else:
-            buffers, stored = self._launch_prefill(slots, counts, needs_processing, bool(plan.sends))
+            buffers, stored, words = self._launch_prefill(slots, counts, needs_processing, bool(plan.sends), scored)
         if logits_edits.num_logprobs:
             buffers.copy_logprobs(logits_edits.buffer)
         host_logits = self._host_sampling.copied_logits(host_rows)
-        buffers.done.record()
+        prompt_logprobs = None
+        if words is None:
+            buffers.done.record()
+        else:
+            prompt_logprobs = self._prompt_logprobs.copy(scored, words, buffers.done)
         table.advance_ahead(slots, counts, ~self.steps.slots.samples_on_device[slots])
         num_logprobs = (
             {s: logits_edits.num_logprobs[s] for s in slots.tolist() if s in logits_edits.num_logprobs}
@@ -209,28 +227,41 @@ class DeviceLoop:
                 host_rows,
                 host_logits,
                 has_mask,
+                prompt_logprobs,
             )
         )
         return stored
 
     def _launch_prefill(
-        self, slots: Ints, counts: Ints, needs_processing: bool, sends: bool
-    ) -> tuple[StepBuffers, Sequence[StoredLayers]]:
-        """Launches a step with prefill, as a CUDA graph if one fits. Returns its layers if it `sends`."""
-        table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts)
+        self, slots: Ints, counts: Ints, needs_processing: bool, sends: bool, scored: list[ScoredPrompt]
+    ) -> tuple[StepBuffers, Sequence[StoredLayers], Tensor | None]:
+        """Launches a step with prefill, as a CUDA graph if one fits. Returns its layers if it `sends`, and the words of
+        `scored`, if there are any."""
+        table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts, keeps_hidden=bool(scored))
+        num_decodes, stored = descriptor.num_decodes, list[StoredLayers]()
         # latent layers decompress cached tokens in pieces, whose number a graph cannot follow
         is_captured = not self.steps.pool.shape.has_latent or not max_context(slots, counts, table)
         graph = self._graphs.find(descriptor) if is_captured else None
         if graph is not None:
-            buffers = self._begin(slots, counts, graph.descriptor.num_decodes)
+            descriptor = graph.descriptor
+            buffers = self._begin(slots, counts, descriptor.num_decodes)
             graph.run(buffers, slots, counts, table, needs_processing)
-            words = self._layer_words if sends else None
-            return buffers, () if words is None else words.stored(self.steps.ring.step)
-        buffers = self._begin(slots, counts, descriptor.num_decodes)
-        events = LayerEvents(self.steps.pool.shape.num_layers) if sends else None
-        step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events)
-        step.sample(step.forward(), needs_processing)
-        return buffers, () if events is None else events.stored
+            hidden = graph.hidden
+            if sends and self._layer_words is not None:
+                stored = self._layer_words.stored(self.steps.ring.step)
+        else:
+            buffers = self._begin(slots, counts, num_decodes)
+            events = LayerEvents(self.steps.pool.shape.num_layers) if sends else None
+            step = self._prefill_steps.prepare(buffers, descriptor, slots, counts, table, events)
+            output = step.forward()
+            step.sample(output, needs_processing)
+            hidden = output.hidden
+            if events is not None:
+                stored = events.stored
+        if hidden is None:
+            return buffers, stored, None
+        padding = descriptor.num_decodes - num_decodes
+        return buffers, stored, self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
 
     def collect(self) -> CompletedPlan | None:
         """The oldest plan in flight, if it is done."""
@@ -325,6 +356,8 @@ class DeviceLoop:
             self._take_waiting(flight, np.flatnonzero(waiting), held)
         if flight.num_logprobs:
             self._add_logprobs(flight)
+        if flight.prompt_logprobs is not None:
+            self._add_prompt_logprobs(flight.results, flight.prompt_logprobs)
         results += self._host_sampling.take_results(flight.plan, results)
         if flight.has_mask is not None and self._batch.matchers is not None:
             self._batch.matchers.num_masks += int((flight.has_mask & np.isin(outcomes, WITH_TOKEN)).sum())
@@ -389,6 +422,13 @@ class DeviceLoop:
                 place, token = places[result.slot], result.token_ids[0]
                 logprobs = self.steps.slots.logits_edits.read_logprobs(words, place, token, num_top)
                 flight.results[i] = msgspec.structs.replace(result, logprobs=[logprobs])
+
+    def _add_prompt_logprobs(self, results: list[SlotResult], copied: CopiedLogprobs) -> None:
+        by_slot = copied.by_slot()
+        for i, result in enumerate(results):
+            if result.slot in by_slot:
+                first, entries = by_slot[result.slot]
+                results[i] = msgspec.structs.replace(result, first_prompt=first, prompt_logprobs=entries)
 
     def _finished_result(self, slot: int, owner: int, outcome: SlotOutcome, token: int, length: int) -> SlotResult:
         problem = PROBLEMS.get(outcome)

@@ -80,9 +80,9 @@ class DeviceOps:
         copy_logits(logits, inputs.sampled_slots, row, out)
 
     def gather_logprobs(
-        self, logits: Tensor, inputs: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
+        self, logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
     ) -> None:
-        gather_logprobs(logits, inputs.sampled_slots, tokens, num_top, out)
+        gather_logprobs(logits, slots, tokens, num_top, out)
 
     def advance(
         self,

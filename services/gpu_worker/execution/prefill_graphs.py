@@ -50,6 +50,7 @@ class PrefillGraph:
     words: Tensor  # input of the graphs
     forward: Replay
     samples: tuple[Replay, ...]  # without and, where the device supports it, with processing of logits
+    hidden: Tensor | None = None  # output of `forward`: `SamplerInput.hidden`
 
     def run(self, buffers: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
         """Fills the words, then replays forward pass and sampling."""
@@ -139,7 +140,7 @@ class PrefillGraphs:
             log.debug("%s captured in %.3f s: %s", size, took_s, done.measured)
         except RuntimeError as e:  # includes OutOfMemoryError and CUDA errors
             self._graphs.clear()
-            self._sizes.missing.clear()
+            self._sizes.give_up()
             torch.cuda.empty_cache()
             self._problem = str(e).splitlines()[0]
             log.warning("steps with prefill are eager, CUDA graphs could not be captured: %s", self._problem)
@@ -190,7 +191,7 @@ class CudaGraphRecorder:
         # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
         self._end()
-        return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples), measured)
+        return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples, sampler_input.hidden), measured)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
         """Prepares a trial: all rows are padding, and it has the number of the next step."""

@@ -5,7 +5,7 @@ than device time. Device time is measured at captures, and interpolated by token
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
@@ -37,6 +37,8 @@ class PrefillGraphSizes:
     def __init__(self, capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> None:
         """padded_num_seqs: number of sampled sequences that a step is padded to."""
         self.missing = descriptors(capacity, most_tokens, padded_num_seqs)
+        # of steps that keep hidden rows: few workers have any, so they are captured only beside steps that miss them
+        self._missing_kept = [replace(one, keeps_hidden=True) for one in self.missing]
         self._num_all = len(self.missing)
         self._device_s: dict[BatchDescriptor, float] = {}  # of captured sizes, the smallest first
         self._launches_s: list[float] = []  # host times of launches kernel by kernel
@@ -57,7 +59,15 @@ class PrefillGraphSizes:
         self._capture_s = min(self._capture_s, capture_s)  # the first captures compile kernels
         self.num_bytes += measured.num_bytes
         most = MOST_BYTES * descriptor.num_tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
-        self.missing = [one for one in self.missing if one != descriptor and one.num_tokens <= most]
+        self.missing, self._missing_kept = (
+            [one for one in missing if one != descriptor and one.num_tokens <= most]
+            for missing in (self.missing, self._missing_kept)
+        )
+
+    def give_up(self) -> None:
+        """Captures no more sizes."""
+        self.missing.clear()
+        self._missing_kept.clear()
 
     def next(self) -> BatchDescriptor | None:
         """The next size to capture in idle time; sizes slower than eager launches are dropped. None: none is left."""
@@ -75,7 +85,8 @@ class PrefillGraphSizes:
 
     def size_to_capture(self, step: BatchDescriptor) -> BatchDescriptor | None:
         """The size to capture now, because steps have lost as much time without it as capturing takes."""
-        wanted = min((one for one in self.missing if covers(one, step)), key=lambda one: one.num_tokens, default=None)
+        missing = self._missing_kept if step.keeps_hidden else self.missing
+        wanted = min((one for one in missing if covers(one, step)), key=lambda one: one.num_tokens, default=None)
         if wanted is None:
             return None
         taken = self.pick(step)
@@ -90,7 +101,7 @@ class PrefillGraphSizes:
 
     def _estimate_s(self, tokens: int) -> float:
         """Device time for so many tokens."""
-        known = [(one.num_tokens, seconds) for one, seconds in self._device_s.items()]
+        known = [(one.num_tokens, seconds) for one, seconds in self._device_s.items() if not one.keeps_hidden]
         below = max((one for one in known if one[0] <= tokens), default=None)
         above = min((one for one in known if one[0] >= tokens), default=None)
         if below is None or above is None or below[0] == above[0]:
@@ -108,6 +119,7 @@ def covers(descriptor: BatchDescriptor, step: BatchDescriptor) -> bool:
         and descriptor.num_prefill_tokens >= step.num_prefill_tokens
         and descriptor.num_prefills > step.num_prefills
         and descriptor.num_seqs >= step.num_seqs
+        and descriptor.keeps_hidden == step.keeps_hidden
     )
 
 

@@ -2,7 +2,7 @@
 
 Rows of decodes come first: their ids and positions are gathered from the slots. Rows of prefills follow: the host sends
 them with everything else in one copy. The last layer and the logits are computed for the last token of each sequence,
-and not at all if no sequence samples.
+and not at all if no sequence samples. In a step that scores a prompt the last layer computes all tokens.
 """
 
 from dataclasses import dataclass
@@ -39,6 +39,7 @@ class BatchDescriptor:
     num_prefill_tokens: int  # padding tokens are one more prefill, of no slot
     num_prefills: int
     num_seqs: int  # sequences that may sample
+    keeps_hidden: bool = False  # the last layer computes all tokens, and their rows are kept
 
     @property
     def num_tokens(self) -> int:
@@ -115,12 +116,16 @@ class PrefillSteps:
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
 
-    def descriptor(self, counts: Ints) -> BatchDescriptor:
+    def descriptor(self, counts: Ints, keeps_hidden: bool = False) -> BatchDescriptor:
         """The exact sizes of a step with so many tokens of each slot."""
         num_decodes = int((counts == 1).sum())
         num_prefill_tokens, num_seqs = int(counts.sum()) - num_decodes, len(counts)
         return BatchDescriptor(
-            num_decodes, num_prefill_tokens, num_seqs - num_decodes, self._steps.padded_num_seqs(num_seqs)
+            num_decodes,
+            num_prefill_tokens,
+            num_seqs - num_decodes,
+            self._steps.padded_num_seqs(num_seqs),
+            keeps_hidden,
         )
 
     def prepare(
@@ -148,6 +153,7 @@ class SamplerInput:
     last: StepInputs  # its last token
     counts: Tensor  # [seqs] int32, tokens computed
     logits: Tensor | None  # [seqs, vocab_size]; None: no sequence samples
+    hidden: Tensor | None = None  # [tokens, hidden], of all tokens, if the step `keeps_hidden`
 
 
 class PrefillStep:
@@ -192,8 +198,10 @@ class PrefillStep:
         logits_indices = LogitsIndices(
             self._words[2][:num_logits], last.slots[:num_logits], last.positions[:num_logits]
         )
-        hidden, counts = self._forward(logits_indices), self._words[3].view(torch.int32)[:seqs]
-        return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None)
+        kept = self._forward(None) if self._descriptor.keeps_hidden else None
+        hidden = self._forward(logits_indices) if kept is None else kept.index_select(0, logits_indices.rows)
+        counts = self._words[3].view(torch.int32)[:seqs]
+        return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None, kept)
 
     def sample(self, due: SamplerInput, needs_processing: bool) -> None:
         """Samples slots that have computed all tokens, advances all. needs_processing: see `DecodeSteps.sample`."""

@@ -52,12 +52,6 @@ def record_of(owner: int, index: int, token: int) -> int:
     return owner << (INDEX_BITS + TOKEN_BITS) | index << TOKEN_BITS | token
 
 
-def _tags(keys: Ints) -> Ints:
-    """`tag_of` owner and index of each, which are in `keys` as in `record_of`."""
-    indexes = keys >> TOKEN_BITS & (1 << INDEX_BITS) - 1
-    return keys >> INDEX_BITS + TOKEN_BITS << 32 | indexes
-
-
 def num_mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
@@ -128,15 +122,6 @@ class MaskMemory:
     def publish(self, slot: int, owner: int, index: int) -> None:
         """Matcher: the mask of an index is written."""
         self.tags[slot, index % 2] = tag_of(owner, index)
-
-    def begin_all(self, slots: Ints, keys: Ints) -> None:
-        """Matcher: works on masks of several slots. keys: `record_of` the token that each mask is for, with token 0."""
-        self.working[slots] = _tags(keys)
-
-    def publish_all(self, slots: Ints, keys: Ints) -> None:
-        """Matcher: masks of several slots are written, and it works on none of these slots."""
-        self.tags[slots, keys >> TOKEN_BITS & 1] = _tags(keys)
-        self.working[slots] = 0
 
     def rest(self, slot: int) -> None:
         """Matcher: works on no mask of this slot."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from blockyard.services.gpu_worker.structured_output.mask_memory import num_mask_words
 from blockyard.services.gpu_worker.structured_output.matcher_frames import OutputRules
-from blockyard.shared.grammars.interface import CompiledGrammar, MaskWords, Matcher, MatcherError
+from blockyard.shared.grammars.interface import CompiledGrammar, MaskWords, MatcherError
 
 
 class MaskProgram:
@@ -50,11 +50,6 @@ class MaskProgram:
         self.num_outputs = 0
         self.has_ended = False  # the last token was an end-of-sequence id
 
-    def matcher_for(self, token: int) -> Matcher | None:
-        """The matcher that takes this token and makes the next mask, for `finish`; None: this program does both."""
-        is_free = self._before_marker or self._may_start
-        return None if is_free or token in self._eos else self._matcher
-
     def accept(self, token_ids: Sequence[int]) -> None:
         """Advances over output tokens. Raises MatcherError for one that the grammar does not allow."""
         for place, token in enumerate(token_ids):
@@ -90,12 +85,6 @@ class MaskProgram:
             self._matcher.fill(words)
             self._limit(words, complete=True, bans_ends=True)
 
-    def finish(self, words: MaskWords) -> None:
-        """Counts the token, and limits the mask, of `matcher_for`. Raises MatcherError if no token is left."""
-        self.num_outputs += 1
-        self.has_ended = False
-        self._limit(words, complete=True, bans_ends=True)
-
     def _fill_start(self, words: MaskWords) -> None:
         words[:] = self._free
         if self._matcher is not None:
@@ -122,10 +111,6 @@ class MaskProgram:
             self._matcher = None
         elif not is_marker:
             self._may_start = self._before_marker = False
-
-    def count_failed(self) -> None:
-        """Counts the token of `matcher_for` whose next mask could not be made."""
-        self.num_outputs += 1
 
     def _accept_before_marker(self, token: int) -> None:
         marker = self._marker

@@ -36,7 +36,6 @@ from blockyard.shared.process.settings import die_with, wake_on_time
 log = logging.getLogger(__name__)
 
 MakeEngine = Callable[[MatcherSettings], Engine]
-MOST_THREADS = 4  # that make masks
 IDLE_S = 3600.0
 SPIN_S = 0.001  # after a token of a device the next ones are looked for without a sleep
 
@@ -69,8 +68,7 @@ def serve(frames: FrameSocket[ToMatcher], memory_fd: int, make_engine: MakeEngin
     if first.poll_s:
         wake_on_time()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    matchers = SlotMatchers(engine, memory, first.eos_token_ids, frames.send, lambda: _write_byte(wake), num_threads)
+    matchers = SlotMatchers(engine, memory, first.eos_token_ids, frames.send, lambda: _write_byte(wake))
     inbound = others
     while frames.is_open:
         for frame in inbound:
@@ -80,7 +78,9 @@ def serve(frames: FrameSocket[ToMatcher], memory_fd: int, make_engine: MakeEngin
                 matchers.close(frame)
         matchers.turn()
         timeout = IDLE_S
-        if first.poll_s and matchers.are_waiting:
+        if matchers.have_opened:
+            timeout = 0.0
+        elif first.poll_s and matchers.are_waiting:
             timeout = 0.0 if time.monotonic() - matchers.last_token_s < SPIN_S else first.poll_s
         sock = frames.sock.fileno()
         ready, _, _ = select.select([sock, woken], [sock] if frames.has_unsent else [], [], timeout)

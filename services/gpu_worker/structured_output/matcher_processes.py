@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,8 +38,9 @@ START_S = 60.0  # a process that has not loaded its engine by then has failed
 OVERDUE_S = 10.0  # a choice whose mask takes longer fails, and its process is killed
 MOST_STRIKES = 2  # a choice fails if its process ended so many times while it made the same mask
 MOST_DEATHS = 3  # an engine whose process ended so many times in a row without a mask has failed
-MOST_PROCESSES = 4  # of an engine, if a device samples ...
-CORES_OF_PROCESS = 4  # ... and the machine has so many cores for each
+MOST_PROCESSES = 8  # of an engine, if a device samples ...
+CORES_OF_PROCESS = 2  # ... and the machine has so many cores for each ...
+OTHER_CORES = 2  # ... besides these
 
 
 class MatcherKey(NamedTuple):
@@ -89,6 +91,7 @@ class MatcherProcesses:
         self._slots: dict[int, ConstrainedSlot] = {}
         self._clients: dict[MatcherKey, MatcherClient] = {}
         self._closing: dict[int, tuple[MatcherKey, int]] = {}  # ended slots whose process may still write a mask
+        self._num_open: Counter[MatcherKey] = Counter()  # slots
         self._deaths: dict[MatcherKey, int] = {}  # in a row
         self._memory: MaskMemory | None = None
         self._table: Slots | None = None
@@ -105,7 +108,7 @@ class MatcherProcesses:
         if not self._device_samples:
             assert not self._clients and self._memory is None, "masks are in use already"
             self._device_samples, self._least_slots = True, max(self._least_slots, num_slots)
-            self._num_processes = min(max(usable_cores() // CORES_OF_PROCESS, 1), MOST_PROCESSES)
+            self._num_processes = num_processes(usable_cores())
         return self.memory
 
     def reset(self, table: Slots) -> None:
@@ -150,7 +153,8 @@ class MatcherProcesses:
             engine = GrammarEngine.GUIDANCE
         rules = rules_of(start.sampling)
         owner = next(self._owners) % ((1 << OWNER_BITS) - 1) + 1
-        process = MatcherKey(engine, start.slot % self._num_processes)
+        process = self._choose_process(engine, start.slot)
+        self._num_open[process] += 1
         slot = self._slots[start.slot] = ConstrainedSlot(owner, process, rules, start.num_prompt_tokens)
         if start.slot >= self.memory.num_slots:
             slot.problem = f"slot {start.slot} has no mask: this worker has masks for {self.memory.num_slots} slots"
@@ -164,9 +168,20 @@ class MatcherProcesses:
     def end(self, slot: int) -> None:
         """Slots without a constraint are ignored."""
         state = self._slots.pop(slot, None)
-        if state is not None and not state.is_deferred and state.process in self._clients:
+        if state is None:
+            return
+        self._num_open[state.process] -= 1
+        if not state.is_deferred and state.process in self._clients:
             self._closing[slot] = state.process, state.owner
             self._clients[state.process].send(SlotClose(slot, state.owner))
+
+    def _choose_process(self, engine: GrammarEngine, slot: int) -> MatcherKey:
+        """The one with the fewest slots; among several the one that closes this slot, which opens it without a wait."""
+        if self._num_processes > 1 and slot in self._closing:
+            self._hear()
+        closing, _ = self._closing.get(slot, (None, 0))
+        keys = [MatcherKey(engine, number) for number in range(self._num_processes)]
+        return min(keys, key=lambda key: (self._num_open[key], key != closing, (key.number - slot) % len(keys)))
 
     def owner_of(self, slot: int) -> int:
         """The owner of a constrained slot in the shared memory; 0 for other slots."""
@@ -366,6 +381,11 @@ class MatcherProcesses:
             )
             self._clients[key] = MatcherClient(settings, memory.fd, self._command)
         return self._clients[key]
+
+
+def num_processes(cores: int) -> int:
+    """Processes of an engine if a device samples: masks must be made within a step, which may take 2 ms."""
+    return min(max((cores - OTHER_CORES) // CORES_OF_PROCESS, 1), MOST_PROCESSES)
 
 
 def rules_of(sampling: Sampling) -> OutputRules:

@@ -1,13 +1,14 @@
-"""The open slots of a matcher process: compiles their grammars in threads, reads their tokens, writes their masks."""
+"""The open slots of a matcher process: compiles new grammars in threads, reads tokens, writes masks."""
 
 import hashlib
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -24,11 +25,9 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     SlotOpen,
 )
 from blockyard.shared.grammars.interface import (
-    BatchEngine,
     CompiledGrammar,
     Engine,
     GrammarError,
-    Matcher,
     MatcherError,
 )
 from blockyard.shared.messages import Grammar
@@ -36,9 +35,7 @@ from blockyard.shared.messages import Grammar
 MAX_COMPILED = 256  # grammars that are kept
 COMPILE_THREADS = 2
 NICENESS = 10  # of threads that compile: masks come first
-LEAST_BATCH = 2  # masks that an engine makes in one call, if it can
-SMALL_TURN = 8  # slots of a turn that one thread does alone
-SLOW_MASK_S = 200e-6  # quicker masks are made by one thread: two would mostly wait for the GIL
+MOST_OPENED = 8  # slots of compiled grammars that one turn opens: the others' masks come first
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +59,15 @@ class CompiledGrammars:
         self._engine, self._lock = engine, threading.Lock()
         self._kept: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
 
+    def find(self, grammar: Grammar) -> CompiledGrammar | None:
+        """A grammar that is compiled."""
+        with self._lock:
+            found = self._kept.get(_key(grammar))
+        return found.result() if found is not None and found.done() and found.exception() is None else None
+
     def get(self, grammar: Grammar) -> CompiledGrammar:
         """Compiles a grammar, or waits for a thread that compiles the same one. Raises GrammarError."""
-        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        key = _key(grammar)
         with self._lock:
             found = self._kept.get(key)
             mine = found is None
@@ -91,129 +94,80 @@ class SlotMatchers:
         eos_token_ids: list[int],
         answer: Callable[[FromMatcher], None],
         wake: Callable[[], None],
-        num_threads: int,
     ) -> None:
-        """answer: sends a frame to the worker. wake: called in another thread when `turn` has something to do.
-
-        num_threads: that make masks, the main thread included.
-        """
+        """answer: sends a frame to the worker. wake: called in another thread when `turn` has something to do."""
         self._memory, self._eos, self._answer, self._wake = memory, eos_token_ids, answer, wake
         self._compiled = CompiledGrammars(engine)
-        self._batch_engine = engine if isinstance(engine, BatchEngine) else None
-        self._all_masks = memory.masks.reshape(-1, memory.masks.shape[-1])  # of slot and parity at 2 * slot + parity
         self._slots: dict[int, OpenSlot] = {}
         self._numbers = np.zeros(0, np.int64)  # slots that have a mask and wait for its token ...
         self._keys: Ints = np.zeros(0, np.int64)  # ... and `record_of` that token, without the token
+        self._keys_changed = False  # since they were collected
+        self._opened: deque[tuple[OpenSlot, CompiledGrammar | None]] = deque()  # that need no thread
         self._prepared: list[tuple[OpenSlot, Future[MaskProgram]]] = []
         self._prepared_lock = threading.Lock()
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "compile", _be_nice)
-        self._num_threads = num_threads
-        self._mask_s = 0.0  # thread time of a mask in the last turn
         self.last_token_s = 0.0  # when `turn` has last found a token, of `time.monotonic`
-        self._fillers = ThreadPoolExecutor(num_threads - 1, "fill") if num_threads > 1 else None
 
     @property
     def are_waiting(self) -> bool:
         """Whether a slot waits for its token."""
         return bool(len(self._numbers))
 
+    @property
+    def have_opened(self) -> bool:
+        """Whether the next `turn` opens slots."""
+        return bool(self._opened)
+
     def open(self, frame: SlotOpen) -> None:
         slot = self._slots[frame.slot] = OpenSlot(frame, time.monotonic())
         self._memory.begin(frame.slot, frame.owner, 0)
-        future = self._compilers.submit(self._prepare, frame)
-        future.add_done_callback(lambda done: self._on_prepared(slot, done))
-        self._collect_keys()
+        self._keys_changed = True
+        grammar = frame.rules.constraint.grammar
+        compiled = None if grammar is None else self._compiled.find(grammar)
+        if (grammar is None or compiled is not None) and not frame.output_ids:
+            self._opened.append((slot, compiled))  # quick, while a thread would wait for the GIL for milliseconds
+        else:
+            future = self._compilers.submit(self._prepare, frame)
+            future.add_done_callback(lambda done: self._on_prepared(slot, done))
 
     def close(self, frame: SlotClose) -> None:
         slot = self._slots.get(frame.slot)
         if slot is not None and slot.frame.owner == frame.owner:
             del self._slots[frame.slot]
             self._memory.rest(frame.slot)
-            self._collect_keys()
+            self._keys_changed = True
         self._answer(SlotClosed(frame.slot, frame.owner))
 
     def turn(self) -> None:
-        """Writes the masks of slots that are compiled now, and of slots whose token was sampled."""
+        """Writes the masks of slots whose token was sampled, and of slots that are compiled now."""
+        if self._keys_changed:
+            self._collect_keys()
         with self._prepared_lock:
             prepared, self._prepared = self._prepared, []
-        ready: list[tuple[OpenSlot, int | None]] = [(s, None) for s, future in prepared if self._install(s, future)]
         if len(self._numbers):
             found, tokens = self._memory.tokens(self._numbers, self._keys)
             places = np.flatnonzero(found)
             if len(places):
                 self.last_token_s = time.monotonic()
-            if self._batch_engine is not None and len(places) >= LEAST_BATCH:
-                self._fill_batch(self._batch_engine, places, tokens[places].tolist())
-            else:
-                pairs = zip(self._numbers[places].tolist(), tokens[places].tolist(), strict=True)
-                ready += [(self._slots[number], token) for number, token in pairs]
-        if not ready:
-            return
-        problems = self._fill_all(ready)
-        for slot, _ in ready:
-            frame = slot.frame
-            if frame.slot in problems:
-                self._fail(slot, problems[frame.slot])
-            elif not slot.has_mask:
-                slot.has_mask = True
-                self._answer(FirstMask(frame.slot, frame.owner, time.monotonic() - slot.opened_s))
-        self._collect_keys()
-
-    def _fill_batch(self, engine: BatchEngine, places: Ints, tokens: list[int]) -> None:
-        """Does for many slots at once what `_fill` does for each. places: in `_numbers`."""
-        memory, numbers, keys = self._memory, self._numbers[places], self._keys[places] + (1 << TOKEN_BITS)
-        slots = [self._slots[number] for number in numbers.tolist()]
-        rows = (2 * numbers + (keys >> TOKEN_BITS & 1)).tolist()
-        memory.begin_all(numbers, keys)
-        batch: list[int] = []  # places of slots whose grammar makes their mask
-        matchers: list[Matcher] = []
-        problems: dict[int, Exception] = {}  # by place
-        for place, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
-            program = slot.program
-            assert program is not None
-            try:
-                if (matcher := program.matcher_for(token)) is not None:
-                    batch.append(place)
-                    matchers.append(matcher)
-                    continue
-                program.accept([token])
-                if not program.has_ended:
-                    program.fill(self._all_masks[rows[place]])
-            except Exception as e:  # noqa: BLE001 - what a library raises concerns this slot alone
-                problems[place] = e
-        of_batch = [tokens[place] for place in batch], self._all_masks, [rows[place] for place in batch]
-        errors = engine.advance_many(matchers, *of_batch) if batch else {}
-        problems |= {batch[at]: error for at, error in errors.items()}
-        for place in batch:
-            program = slots[place].program
-            assert program is not None
-            try:
-                if place in problems:
-                    program.count_failed()
-                else:
-                    program.finish(self._all_masks[rows[place]])
-            except MatcherError as e:
-                problems[place] = e
-        ended = [place for place, slot in enumerate(slots) if slot.program is not None and slot.program.has_ended]
-        if not problems and not ended:
-            memory.publish_all(numbers, keys)
-            self._keys[places] = keys
-            return
-        masked = np.isin(np.arange(len(slots)), [*problems, *ended], invert=True)
-        memory.publish_all(numbers[masked], keys[masked])
-        memory.working[numbers] = 0
-        for place, error in problems.items():
-            self._fail(slots[place], _problem(error, slots[place]))
-        self._collect_keys()
-
-    def _fail(self, slot: OpenSlot, cause: str) -> None:
-        self._answer(SlotFailed(slot.frame.slot, slot.frame.owner, cause))
-        del self._slots[slot.frame.slot]
+                for number, token in zip(self._numbers[places].tolist(), tokens[places].tolist(), strict=True):
+                    self._make_mask(self._slots[number], token)
+                self._keys[places] += 1 << TOKEN_BITS
+        for slot, made in prepared:
+            if self._install(slot, made.result):
+                self._make_mask(slot, None)
+        for _ in range(min(MOST_OPENED, len(self._opened))):
+            slot, compiled = self._opened.popleft()
+            if self._install(slot, partial(self._program, slot.frame, compiled)):
+                self._make_mask(slot, None)
+        if self._keys_changed:
+            self._collect_keys()
 
     def _prepare(self, frame: SlotOpen) -> MaskProgram:
         """Compiles a slot's grammar and advances over its output, in a thread."""
         grammar = frame.rules.constraint.grammar
-        compiled = None if grammar is None else self._compiled.get(grammar)
+        return self._program(frame, None if grammar is None else self._compiled.get(grammar))
+
+    def _program(self, frame: SlotOpen, compiled: CompiledGrammar | None) -> MaskProgram:
         program = MaskProgram(frame.rules, compiled, self._memory.vocab_size, self._eos)
         program.accept(np.frombuffer(frame.output_ids, "<u4").tolist())
         return program
@@ -223,63 +177,52 @@ class SlotMatchers:
             self._prepared.append((slot, future))
         self._wake()
 
-    def _install(self, slot: OpenSlot, future: "Future[MaskProgram]") -> bool:
+    def _install(self, slot: OpenSlot, make: Callable[[], MaskProgram]) -> bool:
         """Whether the slot is still open and has a program now."""
         frame = slot.frame
         if self._slots.get(frame.slot) is not slot:
             return False
-        problem = future.exception()
-        if problem is None:
-            slot.program = future.result()
-            return True
-        del self._slots[frame.slot]
-        self._memory.rest(frame.slot)
-        self._answer(SlotFailed(frame.slot, frame.owner, _cause(problem)))
-        return False
+        try:
+            slot.program = make()
+        except Exception as e:  # noqa: BLE001 - what a library raises concerns this slot alone
+            del self._slots[frame.slot]
+            self._memory.rest(frame.slot)
+            self._answer(SlotFailed(frame.slot, frame.owner, _cause(e)))
+            return False
+        return True
 
-    def _fill_all(self, ready: list[tuple[OpenSlot, int | None]]) -> dict[int, str]:
-        """Accepts the token of each slot, if there is one, and writes its next mask. Returns problems by slot."""
-        began_s = time.monotonic()
-        count = min(self._num_threads, -(-len(ready) // SMALL_TURN)) if self._mask_s > SLOW_MASK_S else 1
-        problems = self._fill_some(ready) if self._fillers is None or count == 1 else self._fill_parts(ready, count)
-        self._mask_s = (time.monotonic() - began_s) * count / len(ready)
-        return problems
-
-    def _fill_parts(self, ready: list[tuple[OpenSlot, int | None]], count: int) -> dict[int, str]:
-        assert self._fillers is not None
-        parts = [ready[i::count] for i in range(count)]
-        others = [self._fillers.submit(self._fill_some, part) for part in parts[1:]]
-        problems = self._fill_some(parts[0])
-        for other in others:
-            problems |= other.result()
-        return problems
-
-    def _fill_some(self, ready: list[tuple[OpenSlot, int | None]]) -> dict[int, str]:
-        problems = {}
-        for slot, token in ready:
-            program = slot.program
-            assert program is not None
-            try:
-                self._fill(slot, program, token)
-            except Exception as e:  # noqa: BLE001 - what a library raises concerns this slot alone
-                problems[slot.frame.slot] = _problem(e, slot)
-            self._memory.rest(slot.frame.slot)
-        return problems
-
-    def _fill(self, slot: OpenSlot, program: MaskProgram, token: int | None) -> None:
-        frame, memory = slot.frame, self._memory
+    def _make_mask(self, slot: OpenSlot, token: int | None) -> None:
+        """Accepts the slot's token, if there is one, and writes its next mask."""
+        frame, program, memory = slot.frame, slot.program, self._memory
+        assert program is not None
         index = slot.next_index if token is None else slot.next_index + 1
         memory.begin(frame.slot, frame.owner, index)
-        if token is not None:
-            program.accept([token])
-        if not program.has_ended:
-            program.fill(memory.masks[frame.slot, index % 2])
-            memory.publish(frame.slot, frame.owner, index)
+        try:
+            if token is not None:
+                program.accept([token])
+            if not program.has_ended:
+                program.fill(memory.masks[frame.slot, index % 2])
+                memory.publish(frame.slot, frame.owner, index)
+        except Exception as e:  # noqa: BLE001 - what a library raises concerns this slot alone
+            self._answer(SlotFailed(frame.slot, frame.owner, _problem(e, slot)))
+            del self._slots[frame.slot]
+            self._keys_changed = True
+        else:
+            self._keys_changed |= program.has_ended or not slot.has_mask
+            if not slot.has_mask:
+                slot.has_mask = True
+                self._answer(FirstMask(frame.slot, frame.owner, time.monotonic() - slot.opened_s))
+        memory.rest(frame.slot)
 
     def _collect_keys(self) -> None:
+        self._keys_changed = False
         waiting = [s for s in self._slots.values() if s.has_mask and s.program is not None and not s.program.has_ended]
         self._numbers = np.array([s.frame.slot for s in waiting], np.int64)
         self._keys = np.array([record_of(s.frame.owner, s.next_index, 0) for s in waiting], np.int64)
+
+
+def _key(grammar: Grammar) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
 
 
 def _problem(error: Exception, slot: OpenSlot) -> str:

@@ -58,6 +58,7 @@ class CoreLoop:
         self.streams: dict[int, StreamOpen] = {}
         self.finishes: dict[tuple[str, int], tuple[FinishReason, int | None]] = {}
         self.logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}
+        self.prompt_logprobs: dict[tuple[str, int], list[TokenLogprobs]] = {}  # from position 1
         batch = self._batch = BatchLimits(max_num_seqs, chunk, depth)
         self.core = Scheduler(
             ME,
@@ -140,5 +141,9 @@ class CoreLoop:
                     assert step.first == len(ids)
                     ids += array("I", step.token_ids)
                     self.logprobs.setdefault((step.request_id, step.choice), []).extend(step.logprobs)
+                    if step.prompt_logprobs:
+                        scored = self.prompt_logprobs.setdefault((step.request_id, step.choice), [])
+                        assert step.first_prompt == len(scored) + 1
+                        scored += step.prompt_logprobs
                     if step.finish is not None:
                         self.finishes[step.request_id, step.choice] = (step.finish, step.stop_token)

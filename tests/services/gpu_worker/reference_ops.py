@@ -140,9 +140,9 @@ class ReferenceOps(DeviceOps):
         copy_logits_reference(logits, inputs.sampled_slots, row, out)
 
     def gather_logprobs(
-        self, logits: Tensor, inputs: StepInputs, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
+        self, logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
     ) -> None:
-        gather_logprobs_reference(logits, inputs.sampled_slots, tokens, num_top, out)
+        gather_logprobs_reference(logits, slots, tokens, num_top, out)
 
     def advance(
         self,

@@ -342,9 +342,9 @@ def test_steps_ahead_are_collected_before_a_step_in_lockstep(ahead: Runner) -> N
     assert loop is not None
     ahead.launch(StepPlan(1, 1, [], [started(0, prompt_of(2), greedy(), [3])], [], [SlotRun(0, 2)]))
     ahead.launch(plan(2, 0))
-    asked = started(1, prompt_of(4, 3), greedy(num_prompt_logprobs=1), [4])
+    asked = started(1, prompt_of(4, 3), greedy(num_prompt_logprobs=21), [4])
     ahead.launch(StepPlan(1, 3, [], [asked], [], [SlotRun(0, 1), SlotRun(1, 4)]))
-    assert loop.in_flight == 0, "the host needs hidden states of the prompt"
+    assert loop.in_flight == 0, "the kernel finds 20 of the likeliest tokens"
     ahead.launch(plan(4, 0, 1))
     assert loop.in_flight == 1, "and none of later tokens"
     results = collected(ahead)
@@ -414,7 +414,7 @@ def test_a_token_of_a_slot_that_has_another_owner_is_dropped(ahead: Runner, in_l
     ahead.launch(plan(1, 1, starts=[started(1, prompt_of(1, 3), host_sampled(), [4])]))
     collected(ahead)
     ahead.sample_rows()
-    wanted = greedy(num_prompt_logprobs=1) if in_lockstep else greedy()
+    wanted = greedy(num_prompt_logprobs=21) if in_lockstep else greedy()
     new = started(1, prompt_of(2, 5), wanted, [5])
     ahead.launch(StepPlan(1, 2, [1], [new], [], [SlotRun(1, 2)]))
     (result,) = collected(ahead)[2].values()
@@ -425,7 +425,7 @@ def test_a_token_that_was_sampled_is_a_result_of_a_plan_in_lockstep(ahead: Runne
     ahead.reset(4)
     starts = [started(1, prompt_of(1, 3), host_sampled(), [4])]
     ahead.launch(plan(1, 1, starts=starts))
-    asked = started(2, prompt_of(4, 3), greedy(num_prompt_logprobs=1), [5])
+    asked = started(2, prompt_of(4, 3), greedy(num_prompt_logprobs=21), [5])
     ahead.launch(StepPlan(1, 2, [], [asked], [], [SlotRun(1, 1), SlotRun(2, 4)]))
     results = collected(ahead)
     assert (len(results[2][1].token_ids), results[2][1].num_computed) == (1, 1)

@@ -6,7 +6,7 @@ Without a GPU the torch references replace the Triton kernels.
 from pathlib import Path
 
 import pytest
-from core_loop import CoreLoop
+from core_loop import WORKER, CoreLoop
 from equality import noisy, requests
 from reference_ops import run_ahead
 from ties import Score, Ties
@@ -45,6 +45,38 @@ def test_choices_that_share_a_prompt(runners: Runners, prefix_caching: bool) -> 
             expected, got = alone.outputs["alone", choice], loop.outputs[request.name, choice]
             ties.compare("", request.prompt, expected, got, noisy(score, request.sampling, choice))
     ties.check()
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_choices_whose_prompt_reports_log_probabilities(runners: Runners, preempts: bool) -> None:
+    """The first choice has those of the prompt, which is cut over steps in flight, and preempted between two chunks."""
+    plain, ahead, _ = runners
+    asked = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True, num_prompt_logprobs=2)
+    found = []
+    for runner, depth in ((plain, 0), (ahead, 3)):
+        loop = CoreLoop(runner, depth=depth, chunk=8)
+        loop.add("beside", [5, 6, 7], Sampling(max_tokens=30, temperature=0.0, ignore_eos=True))
+        prompts = {name: [(31 * i + seed) % 190 + 5 for i in range(60)] for name, seed in (("a", 1), ("b", 2))}
+        for name, prompt in prompts.items():
+            loop.add(name, prompt, asked, 3)
+        loop.turn()
+        loop.step()
+        group = loop.core.groups[WORKER]
+        if preempts and runner is ahead:
+            (partial,) = [one for one in group.running if one.sequence.request.id == "a"]
+            assert 0 < partial.num_computed_tokens < 60
+            loop.core._lifecycle.preempt(group, partial)
+        assert loop.run().preemptions_total == (preempts and runner is ahead)
+        assert {place: len(entries) for place, entries in loop.prompt_logprobs.items()} == {("a", 0): 59, ("b", 0): 59}
+        for (name, _), entries in loop.prompt_logprobs.items():
+            assert [entry.token_id for entry in entries] == prompts[name][1:]
+        found.append(loop)
+    assert found[1].outputs == found[0].outputs and found[1].most_launched > 1
+    for place, entries in found[0].prompt_logprobs.items():
+        for want, got in zip(entries, found[1].prompt_logprobs[place], strict=True):
+            assert (got.rank, got.top_ids) == (want.rank, want.top_ids)
+            values = [want.logprob, *want.top_logprobs]
+            assert [got.logprob, *got.top_logprobs] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

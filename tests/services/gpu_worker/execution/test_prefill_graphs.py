@@ -27,7 +27,7 @@ from blockyard.services.gpu_worker.execution.prefill_steps import (
     write_padding,
 )
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import KVSend, Sampling, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import KVSend, Sampling, SlotRun, SlotStart, StepPlan, TokenLogprobs
 
 CAPACITY = 6
 LAUNCH_S = 0.1
@@ -44,13 +44,18 @@ class Forward:
     def __init__(self, step: PrefillStep, loop: DeviceLoop) -> None:
         self.count = 0
         self.size_to_capture: SamplerInput | None = None
+        self.hidden: Tensor | None = None  # at one place, as the output of a graph
         self._step, self._ring, self._layer_words = step, loop.steps.ring, loop._layer_words
 
     def replay(self) -> None:
         self.count += 1
         stored = [] if self._layer_words is None else self._layer_words.stored(self._ring.step)
         assert not any(group.is_stored() for group in stored)
-        self.size_to_capture = self._step.forward()
+        self.size_to_capture = due = self._step.forward()
+        if due.hidden is not None:
+            if self.hidden is None:
+                self.hidden = due.hidden.clone()
+            self.hidden.copy_(due.hidden)
         assert all(group.is_stored() for group in stored)
 
 
@@ -84,12 +89,13 @@ class GraphRecorder(CudaGraphRecorder):
         samples = tuple(Sample(step, forward, needs_processing) for needs_processing in (False, True))
         self._begin(descriptor)
         due = step.forward()
+        forward.hidden = due.hidden
         for needs_processing in (False, True):
             step.sample(due, needs_processing)
         self.forwards[descriptor], self.samples[descriptor] = forward, samples
         self._end()
         return CapturedPrefill(
-            PrefillGraph(descriptor, words, forward, samples), GraphCost(LAUNCH_S, self._device_s, 0, 1)
+            PrefillGraph(descriptor, words, forward, samples, forward.hidden), GraphCost(LAUNCH_S, self._device_s, 0, 1)
         )
 
 
@@ -184,6 +190,30 @@ def test_steps_that_keep_missing_a_size_have_it_captured(runner: Runner) -> None
     outputs(runner, 5, None)
     assert before < graphs.captured < 1.0
     assert sum(recorder.in_flight.values()) > 0
+
+
+@pytest.mark.parametrize("chunk", [5, 8])
+def test_steps_that_score_prompts_have_graphs_of_their_own(runner: Runner, chunk: int) -> None:
+    """They are captured beside steps that miss them, and not in idle times."""
+
+    def scored() -> list[dict[int, TokenLogprobs]]:
+        driver = Driver(runner, num_slots=CAPACITY, depth=2, chunk=chunk)
+        rng = np.random.default_rng(1)
+        for i, n in enumerate((9, 26, 12, 17, 3, 2, 30)):
+            num = None if i % 3 == 0 else i
+            sampling = Sampling(6 + i, 0.0, ignore_eos=True, num_prompt_logprobs=num)
+            driver.add(rng.integers(2, VOCAB, n).tolist(), sampling)
+        driver.run()
+        return [stream.prompt_logprobs for stream in driver.streams]
+
+    run_ahead(runner, CAPACITY)
+    expected = scored()
+    graphs, recorder = with_graphs(runner, 100)
+    assert graphs.captured == 1.0 and not any(one.keeps_hidden for one in recorder.forwards)
+    graphs._sizes._capture_s = 0.0
+    assert any(expected) and scored() == expected
+    kept = {one: forward.count for one, forward in recorder.forwards.items() if one.keeps_hidden}
+    assert sum(kept.values()) > len(kept) and {one.num_decodes > 0 for one in kept} == {True, False}
 
 
 def test_without_graphs_nothing_is_captured_beside_steps(runner: Runner) -> None:

@@ -254,14 +254,14 @@ def test_a_mask_that_is_overdue_fails_its_choice(
 
 
 def test_steps_in_lockstep_between_steps_ahead(ahead: Runner, alone: list[Stream]) -> None:
-    """Log-probabilities of a prompt need the host: it takes and gives tokens of the other rows meanwhile."""
+    """So many log-probabilities of a prompt need the host: it takes and gives tokens of the other rows meanwhile."""
     driver = Driver(ahead, depth=1, chunk=3)
     streams = [driver.add(*STREAMS[i]) for i in (0, 1, 5)]
     while len(streams[0].output) < 3:
         driver.queued.append(driver.plan())
         driver.step()
     ScriptedMatcher.works_at_once = True
-    driver.add(prompt_of(20), Sampling(3, 0.0, ignore_eos=True, num_prompt_logprobs=1))
+    driver.add(prompt_of(20), Sampling(3, 0.0, ignore_eos=True, num_prompt_logprobs=21))
     driver.run()
     assert [s.output for s in streams] == [alone[i].output for i in (0, 1, 5)]
 

@@ -148,6 +148,31 @@ def test_many_slots_of_two_engines_side_by_side(bench: Bench) -> None:
     assert bench.matchers.process_ids.keys() == {(GUIDANCE, 0), (XGRAMMAR, 0)}
 
 
+@pytest.mark.parametrize(("cores", "num"), [(1, 1), (4, 1), (8, 3), (16, 7), (18, 8), (128, 8)])
+def test_the_number_of_processes_leaves_cores_for_others(cores: int, num: int) -> None:
+    assert matcher_processes.num_processes(cores) == num
+
+
+def test_slots_are_spread_over_the_processes_of_an_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their numbers are; a slot that starts again stays where it was, if no process has fewer."""
+    bench.reset(64)
+    monkeypatch.setattr(bench.matchers, "_num_processes", 2)
+    for slot in range(1, 16, 2):
+        bench.start(slot, constraint(choices=[[5, 6], [5, 7, 8]]))
+    processes = {slot: state.process.number for slot, state in bench.matchers._slots.items()}
+    assert sorted(processes.values()) == [0] * 4 + [1] * 4
+    for slot in processes:
+        bench.start(slot, constraint(choices=[[9]]))
+    assert {slot: state.process.number for slot, state in bench.matchers._slots.items()} == processes
+    for slot, number in processes.items():
+        if number == 1:
+            bench.matchers.end(slot)
+    for slot in range(2, 6, 2):
+        bench.start(slot, constraint(choices=[[9]]))
+    assert [bench.matchers._slots[slot].process.number for slot in (2, 4)] == [1, 1]
+    assert all(bench.mask(slot) == [9] for slot in bench.matchers._slots)
+
+
 def grammar_with(grammar: Grammar, engine: GrammarEngine) -> Grammar:
     return msgspec.structs.replace(grammar, engine=engine)
 
