@@ -19,6 +19,7 @@ from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
+from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.worker import DUMMY_FORMATS, KVTransferConfig, WorkerConfig
 from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan
@@ -103,8 +104,11 @@ class WorkerTransfers:
         encrypt = self._config.encrypt
         sockets, copies = transfer_sockets(self._bus, encrypt), CopyThread()
         address = bind_address(self._bus, self._config.port)
-        receiver = TransferReceiver(sockets, self._me, layout, blocks.arena, copies, not encrypt, address, self._config)
-        senders = SenderLinks(self._links, sockets, layout, blocks, copies, self._config)
+        staging = StagingMemory(blocks.arena.bytes.device)
+        receiver = TransferReceiver(
+            sockets, self._me, layout, blocks.arena, copies, not encrypt, address, self._config, staging
+        )
+        senders = SenderLinks(self._links, sockets, layout, blocks, copies, self._config, staging)
         self._memory = _Memory(blocks, layout, sockets, copies, receiver, senders)
         self._links.watch(receiver.socket, receiver.monitor, copies.descriptor)
 

@@ -17,7 +17,7 @@ LinkLost = Callable[[str], None]  # with the reason
 
 
 class Payload(Protocol):
-    """Bytes of one copy, the second part of a `BlocksWritten` message. Call `sent` or `discard`, once."""
+    """Bytes of a copy, or where they are: second part of a `BlocksWritten` message. Call `sent` or `discard`, once."""
 
     @property
     def view(self) -> memoryview:
@@ -61,10 +61,11 @@ class BlockWriter(Protocol):
 class BlockReader(Protocol):
     """Stores the blocks that one sender has sent. No call waits."""
 
-    has_payloads: bool  # the bytes come with `BlocksWritten`
+    has_payloads: bool  # a `Payload` comes with `BlocksWritten`
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
-        """Copies `payload` into the arena, if there is one, and computes the checksums of the blocks in the arena.
+        """Copies `payload`, or what it names, into the arena, if there is one, and computes the checksums of the blocks
+        in the arena.
 
         payload: None if the sender has written to the arena itself. Calls `landed` or `failed`, at once or in a later
         `BlockMemory.poll`.

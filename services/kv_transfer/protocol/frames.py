@@ -92,7 +92,10 @@ class WritesAllowed(LinkFrame, frozen=True):
 
 
 class BlocksWritten(LinkFrame, frozen=True):
-    """Positions [first, first + count) were written in some layers. On tcp the second message part has their bytes."""
+    """Positions [first, first + count) were written in some layers.
+
+    The second message part has their bytes on tcp, and on nixl names the buffer that has them.
+    """
 
     number: int
     generation: int  # of the receiver's memory

@@ -172,6 +172,10 @@ def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str)
                 damage(blocks)
                 pair.target.put(blocks)
                 start(landing, payload, *rest)
+            elif links[SENDER].buffers is not None:
+                packed = links[SENDER].buffers.packed(landing, payload).numpy().view(np.uint64)
+                damage_packed(packed.reshape(len(ALL), 3, -1))
+                start(landing, payload, *rest)
             else:
                 words = np.frombuffer(bytearray(payload), np.uint64).reshape(len(ALL), 3, -1)
                 damage_packed(words)
