@@ -24,6 +24,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BlockSums,
     BlocksWritten,
+    BufferFree,
     LinkClosed,
     LinkFrame,
     LinkHello,
@@ -283,7 +284,7 @@ class TransferReceiver:
 
     def _open(self, link: _Link, frame: LinkReady) -> None:
         if frame.connector == "nixl" and self._nixl is not None:
-            link.buffers = self._nixl.reader(link.sender)
+            link.buffers = self._nixl.reader(link.sender, lambda place: self._free(link, place))
         reader = link.buffers or make_reader(frame.connector, self._own)
         is_other = link.is_nixl != (frame.connector == "nixl") or self._closing[link.sender] > 0
         if reader is None or link.reader is not None or is_other:
@@ -311,6 +312,9 @@ class TransferReceiver:
             link.reader.start(landing, payload, self._transfers.on_landed, self._transfers.on_landing_failed)
         elif link.buffers is not None:
             link.buffers.discard(payload)
+
+    def _free(self, link: _Link, place: bytes) -> None:
+        link.outbox.append(self._encode(BufferFree(place)))
 
     def _probe_links(self) -> None:
         for link in list(self._links.values()):

@@ -22,6 +22,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
+    BufferFree,
     LinkClosed,
     LinkFrame,
     LinkHello,
@@ -210,6 +211,9 @@ class SenderLink:
                 self._lose(f"refused by {self._endpoint}: {frame.reason}")
             case WritesAllowed():
                 self._transfers.on_allowed(frame)
+            case BufferFree(place):
+                if self._writer is not None:
+                    self._writer.free(place)
             case StopWrites():
                 self._transfers.on_stop(frame)
             case Probe():

@@ -49,6 +49,9 @@ class FaultyWriter:
             return True
         return self._writer.try_start(write, written, failed)
 
+    def free(self, place: bytes) -> None:
+        self._writer.free(place)
+
     def close(self) -> None:
         self._writer.close()
 

@@ -51,6 +51,9 @@ class BlockWriter(Protocol):
         receiver's memory only between `try_start` and that call. Raises ValueError for blocks outside of the pools.
         """
 
+    def free(self, place: bytes) -> None:
+        """The receiver has emptied the memory that a `Payload` of these bytes named. Other payloads are the blocks."""
+
     def close(self) -> None:
         """Unmaps the receiver's memory once no copy is in flight, or ends the copies. They are reported in any case."""
 

@@ -7,7 +7,7 @@ network that you trust. A link has an agent on each side.
 nixl posts each piece of memory on its own, in 5 us, and a block has a piece in each layer. So blocks are packed into a
 staging buffer here, written to one of the receiver in one piece, and unpacked there (`nixl_access`). A link has some
 buffers on each side: one is packed while another one is written and a third unpacked. A packed copy waits until the
-receiver has freed a buffer, of which its sender learns by reading the receiver's memory.
+receiver has freed a buffer, which it says in a frame.
 
 - When nixl calls a write done, its source is not read any more, and nothing of it is on the way. Whether the bytes have
   arrived is for the checksum to tell: nixl has called a copy of a killed process done.
@@ -57,8 +57,8 @@ NUM_BUFFERS = 3  # of a link on the sender's side
 OPEN_S = 20.0  # to open a link: the first agent of a process takes 0.5 s
 STALLED_S = 30.0  # a copy that takes longer closes the link: the receiver may have stopped, and nixl waits for ever
 END_S = 5.0  # to wait for the end of a thread
-CHECK_S = 0.0001  # interval of checks of copies in flight
-FULL_S = 0.0005  # interval of questions whether the receiver has freed a buffer
+CHECK_S = 0.00005  # interval of checks of copies in flight
+WAIT_S = 1.0  # interval of checks of the time that copies wait for a buffer
 
 
 class NixlWriter:
@@ -128,9 +128,10 @@ class NixlWriter:
         self._own.gather(write.sources, write.layers, packed, gathered, lambda error: sent(None, None, str(error)))
         return True
 
-    def free(self, place: Place) -> None:
-        """The receiver does not hear of what was written to this buffer."""
-        self._thread.submit(lambda: self._copies.free(place))
+    def free(self, place: bytes) -> None:
+        found = Place.read(memoryview(place))
+        if found is not None:
+            self._thread.submit(lambda: self._copies.free(found))
 
     def close(self) -> None:
         self._is_closed = True
@@ -171,7 +172,7 @@ class _Placed:
         """Does nothing: the receiver frees the buffer."""
 
     def discard(self) -> None:
-        self._writer.free(self._place)
+        self._writer.free(self._place.bytes())
 
 
 _Ended = Callable[[Place | None, str], None]  # where a copy was written to; or None, and the error
@@ -214,12 +215,6 @@ class _TheirBuffers:
             del self.uses[place.buffer]
             self.free.append(place.buffer)
 
-    def update(self, words: Words) -> None:
-        """words: of the receiver, one a buffer."""
-        for buffer, use in list(self.uses.items()):
-            if int(words[buffer]) == use:
-                self.end(Place(use, buffer))
-
 
 class _AgentCopies:
     """The agent of a writer and its copies in flight. Only the writer's thread calls it, and `report` its results."""
@@ -233,27 +228,32 @@ class _AgentCopies:
         self._flights: list[_Copy] = []
         self._waiting: deque[_Packed] = deque()
         self._theirs = _TheirBuffers(deque(range(target.num_buffers)))
-        self._is_reading, self._read_s = False, 0.0  # the receiver's words; time of the next read
         self.is_closed = False
         self._reason = "the link is not open"
-        self._words = np.zeros(TOKEN_BYTES // 8 + target.num_buffers, np.uint64)
+        self._token = np.zeros(TOKEN_BYTES, np.uint8)
 
     def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
         """Connects to the receiver, and reads its token."""
         self._lost, target = lost, self._target
 
-        def compare() -> None:
-            if self._words[: TOKEN_BYTES // 8].tobytes() != target.token:
+        own, theirs = Region(self._token.ctypes.data, TOKEN_BYTES), Region(target.token_address, TOKEN_BYTES)
+
+        def compare(error: str) -> None:
+            if error:
+                return  # `lost` gets it
+            if self._token.tobytes() != target.token:
                 raise ConnectionError("nixl has read other memory than the receiver's")
             self._report(opened)
 
         def start() -> None:
             self._region.use_device()
-            own = Region(self._words.ctypes.data, self._words.nbytes)
             self._agent = NixlAgent(secrets.token_hex(8), self._backends, [self._region, own])
             self._agent.connect(target.metadata)
-            self._read(compare, OPEN_S)
+            pieces = own.piece(0, TOKEN_BYTES), theirs.piece(0, TOKEN_BYTES)
+            flight.handle = self._agent.start("READ", pieces[0], "DRAM", pieces[1], "DRAM")
 
+        flight = _Copy(compare, time.monotonic() + OPEN_S)
+        self._flights.append(flight)
         self._attempt(start)
 
     def send(self, offset: int, num_bytes: int, ended: _Ended) -> None:
@@ -273,7 +273,7 @@ class _AgentCopies:
     def turn(self) -> float | None:
         """Finds complete copies, and starts those that wait."""
         self._attempt(self._advance)
-        return CHECK_S if self._flights else FULL_S if self._waiting else None
+        return CHECK_S if self._flights else WAIT_S if self._waiting else None
 
     def close(self, closed: Job) -> None:
         self._lost = None
@@ -294,8 +294,6 @@ class _AgentCopies:
             self._write(self._waiting.popleft())
         if self._waiting and now > self._waiting[0].until:
             raise ConnectionError("the receiver does not answer nixl: it frees no buffer")
-        if self._waiting and not self._is_reading and now >= self._read_s:
-            self._read(lambda: None, STALLED_S)
 
     def _write(self, it: _Packed) -> None:
         assert self._agent is not None
@@ -305,22 +303,6 @@ class _AgentCopies:
         flight = _Copy(lambda error: it.ended(None if error else place, error), time.monotonic() + STALLED_S)
         self._flights.append(flight)  # before it starts: it may start and then fail
         flight.handle = self._agent.start("WRITE", own, self._region.kind, theirs, target.kind)
-
-    def _read(self, then: Job, timeout_s: float) -> None:
-        """Reads the receiver's words, and calls `then`."""
-
-        def end(error: str) -> None:
-            self._is_reading, self._read_s = False, time.monotonic() + FULL_S
-            if not error:
-                self._theirs.update(self._words[TOKEN_BYTES // 8 :])
-                then()
-
-        assert self._agent is not None
-        own, theirs = Region(self._words.ctypes.data, self._words.nbytes), Region(self._target.words, 0)
-        flight, size = _Copy(end, time.monotonic() + timeout_s), self._words.nbytes
-        self._flights.append(flight)
-        self._is_reading = True
-        flight.handle = self._agent.start("READ", own.piece(0, size), "DRAM", theirs.piece(0, size), "DRAM")
 
     def _attempt(self, work: Job) -> None:
         """Closes the link if nixl reports an error."""

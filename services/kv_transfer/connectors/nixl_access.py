@@ -1,7 +1,7 @@
 """nixl on the receiver's side: staging buffers that senders write to, and the reader that empties them.
 
-Each sender has buffers and an agent of its own. It names the buffer of a `BlocksWritten` in that message, and may
-write to it again once the word of the buffer has the number of that use: see `Place`.
+Each sender has buffers and an agent of its own. It names the buffer of a `BlocksWritten` in that message (`Place`), and
+may write to it again after the `BufferFree` with the same bytes.
 """
 
 import logging
@@ -44,14 +44,16 @@ IDLE_S = 0.02  # the same without open transfers: a new link connects within som
 class NixlReader:
     """Copies blocks from the staging buffers of one sender into this worker's arena.
 
-    A buffer is free again as soon as its blocks have landed, or are not wanted. `free` says so in memory that the
-    sender reads.
+    A buffer is free again as soon as its blocks have landed, or are not wanted.
     """
 
     has_payloads = True  # a `Place`
 
-    def __init__(self, own: BlockMemory, layout: BlockLayout, access: "_Access") -> None:
-        self._own, self._layout, self._access = own, layout, access
+    def __init__(
+        self, own: BlockMemory, layout: BlockLayout, access: "_Access", freed: Callable[[bytes], None]
+    ) -> None:
+        """freed: is called with the `Place` of each buffer that is free."""
+        self._own, self._layout, self._access, self._freed = own, layout, access, freed
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         place, packed = Place.read(payload), self.packed(landing, payload)
@@ -63,7 +65,7 @@ class NixlReader:
 
         def end() -> None:
             access.landings -= 1
-            access.free(place)
+            self._freed(place.bytes())
             access.release_if_idle()
 
         def done(sums: Words | None) -> None:
@@ -86,9 +88,8 @@ class NixlReader:
 
     def discard(self, payload: memoryview | None) -> None:
         """Frees the buffer of blocks that are not wanted."""
-        place = Place.read(payload)
-        if place is not None and place.buffer < len(self._access.buffers):
-            self._access.free(place)
+        if payload is not None:
+            self._freed(payload.tobytes())
 
 
 class _Access:
@@ -97,14 +98,9 @@ class _Access:
     def __init__(self, staging: StagingMemory, buffers: StagingBuffers) -> None:
         self.buffers, self._staging = buffers, staging
         self.region = region_at(buffers.arena, buffers.arena.expose())
-        # the token, and for each buffer the number of its last use that has ended
-        self.words = np.zeros(TOKEN_BYTES // 8 + len(buffers), np.uint64)
-        self.words[: TOKEN_BYTES // 8] = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), np.uint64)
+        self.token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), np.uint8).copy()
         self.landings = 0  # in flight
         self._is_closed = False
-
-    def free(self, place: Place) -> None:
-        self.words[TOKEN_BYTES // 8 + place.buffer] = place.use
 
     def close(self) -> None:
         """The agent is destroyed. Frees the buffers once nothing reads them."""
@@ -157,10 +153,10 @@ class NixlAccesses:
         access = self._accesses[sender] = _Access(self._staging, buffers)
         self._thread.submit(lambda: self._open(sender, access, opened, failed))
 
-    def reader(self, sender: int) -> NixlReader | None:
+    def reader(self, sender: int, freed: Callable[[bytes], None]) -> NixlReader | None:
         """Returns the reader of a sender for which `open` was called."""
         access = self._accesses.get(sender)
-        return None if access is None else NixlReader(self._own, self._layout, access)
+        return None if access is None else NixlReader(self._own, self._layout, access, freed)
 
     def close(self, sender: int, closed: Callable[[], None]) -> None:
         """Calls `closed` once other hosts cannot write any more, before any later `opened`."""
@@ -186,15 +182,15 @@ class NixlAccesses:
     def _open(
         self, sender: int, access: _Access, opened: Callable[[bytes], None], failed: Callable[[str], None]
     ) -> None:
-        region, words = access.region, access.words
+        region, token = access.region, access.token
 
         def start() -> None:
             region.use_device()
-            agent = NixlAgent(secrets.token_hex(8), self._backends, [region, Region(words.ctypes.data, words.nbytes)])
+            agent = NixlAgent(secrets.token_hex(8), self._backends, [region, Region(token.ctypes.data, TOKEN_BYTES)])
             self._agents[sender] = agent
             target = NixlTarget(
                 agent.metadata(), region.address, len(access.buffers), access.buffers.num_bytes, region.kind,
-                region.device, words.ctypes.data, words[: TOKEN_BYTES // 8].tobytes(), *host_id(),
+                region.device, token.ctypes.data, token.tobytes(), *host_id(),
             )  # fmt: skip
             remote = msgspec.msgpack.encode(target)
             self._report(lambda: opened(remote))

@@ -66,7 +66,7 @@ class NixlTarget(msgspec.Struct, frozen=True, array_like=True, tag="staging"):
     buffer_bytes: int
     kind: str
     device: int
-    words: int  # address of the token, and of a word for each buffer: see `Place`
+    token_address: int
     token: bytes  # a new link reads it, to try the connection
     boot: str
     pid_namespace: int
@@ -77,9 +77,8 @@ _PLACE = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A buffer of the receiver's staging memory to which a sender has written, sent beside a `BlocksWritten`.
-
-    The receiver writes `use` to the word of the buffer when the sender may write to it again.
+    """A buffer of the receiver's staging memory to which a sender has written, sent beside a `BlocksWritten`. The
+    receiver sends it back when the sender may write to it again.
     """
 
     use: int  # counts all uses of a link's buffers, from 1
@@ -90,7 +89,7 @@ class Place:
 
     @staticmethod
     def read(payload: memoryview | None) -> "Place | None":
-        """Returns None if `payload` is none."""
+        """Returns None for bytes that are no place."""
         if payload is None or payload.nbytes != _PLACE.size:
             return None
         return Place(*_PLACE.unpack(payload))

@@ -115,6 +115,12 @@ class BlockSums(LinkFrame, frozen=True):
     sums: bytes  # checksums, uint64 little-endian, one a position; empty if checksums are off
 
 
+class BufferFree(LinkFrame, frozen=True):
+    """On nixl: the receiver has emptied a buffer, or does not want what is in it. The sender may write to it again."""
+
+    place: bytes  # as it came beside the `BlocksWritten`
+
+
 class StopWrites(LinkFrame, frozen=True):
     """The receiver aborts the transfer. The sender answers with Stopped, unless it has sent the last BlockSums."""
 
@@ -137,4 +143,4 @@ class Probe(LinkFrame, frozen=True):
 
 
 ToReceiver = LinkHello | LinkReady | BlocksWritten | BlockSums | Stopped | LinkClosed
-ToSender = LinkWelcome | LinkRefused | WritesAllowed | StopWrites | Probe
+ToSender = LinkWelcome | LinkRefused | WritesAllowed | BufferFree | StopWrites | Probe
