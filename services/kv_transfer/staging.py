@@ -61,7 +61,7 @@ class StagingMemory:
         """Returns `count` buffers of at least this size each. They take half of what is left at most, unless that is
         less than the least size.
 
-        Raises ConfigError if the memory is used up.
+        Raises ConfigError if the memory is used up, or is not free.
         """
         for i, buffers in enumerate(self._free):
             if len(buffers) == count and buffers.num_bytes >= least_bytes:
@@ -78,8 +78,12 @@ class StagingMemory:
                 f"KV connector nixl: {self._used >> 20} of {self._limit >> 20} MiB of staging memory are in use, a new"
                 f" link needs {count * size >> 20}"
             )
+        try:
+            arena = self._allocate(count * size)
+        except torch.OutOfMemoryError as e:
+            raise ConfigError(f"KV connector nixl: no {count * size >> 20} MiB for staging buffers are free") from e
         self._used += count * size
-        return StagingBuffers(self._allocate(count * size), count, size)
+        return StagingBuffers(arena, count, size)
 
     def give_back(self, buffers: StagingBuffers) -> None:
         """Nothing reads or writes these buffers any more. Another link gets them, because a GPU may have to wait for

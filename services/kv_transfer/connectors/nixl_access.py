@@ -130,6 +130,7 @@ class NixlAccesses:
         self._own, self._layout, self._staging = own, layout, staging
         self._report, self._backends = copies.report, backends
         self._accesses: dict[int, _Access] = {}  # by sender
+        self._closing: set[_Access] = set()  # their agents are being destroyed
         self._agents: dict[int, NixlAgent] = {}  # by sender; of the thread
         self._is_active = False
         self._thread = AgentThread("kv-nixl-reads", self._turn)
@@ -161,9 +162,12 @@ class NixlAccesses:
     def close(self, sender: int, closed: Callable[[], None]) -> None:
         """Calls `closed` once other hosts cannot write any more, before any later `opened`."""
         access = self._accesses.pop(sender, None)
+        if access is not None:
+            self._closing.add(access)
 
         def end() -> None:
-            if access is not None:
+            if access is not None and access in self._closing:
+                self._closing.remove(access)
                 access.close()
             closed()
 
@@ -175,9 +179,10 @@ class NixlAccesses:
         self._thread.stop()
         if not self._thread.join(END_S):
             raise RuntimeError("nixl does not end: it may still write to staging memory")
-        for access in self._accesses.values():
+        for access in [*self._accesses.values(), *self._closing]:
             access.close()
         self._accesses.clear()
+        self._closing.clear()
 
     def _open(
         self, sender: int, access: _Access, opened: Callable[[bytes], None], failed: Callable[[str], None]
