@@ -103,8 +103,8 @@ def _parser() -> Parser:
     add(
         "--servers",
         nargs="*",
-        help="start only these of the servers that the items need: one, apart, apart-unchecked, two, two-N with N of"
-        " --step-sizes; none named: only print the table of --trials (all)",
+        help="start only these of the servers that the items need: one, apart, apart-unchecked, two, and two-N with N"
+        " tokens a step; none named: only print the table of --trials (all)",
     )
     add("--trials", type=Path, metavar="FILE", help="add goodput trials to this file, and those in it to the table")
     add("--worker-flags", default="", help="more flags for each server, as one argument: '--flag value ...'")

@@ -1,6 +1,7 @@
 """The servers that `blockyard bench pd` compares, and the items that each is measured for."""
 
 import enum
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -56,14 +57,14 @@ def read_items(names: Sequence[str]) -> frozenset[PDItem]:
 
 
 def needed(items: Collection[PDItem], step_sizes: Sequence[int], keys: Sequence[str] | None = None) -> list[Deployment]:
-    """The servers to start for these items, in the order of their starts. keys: only these; None: all.
+    """The servers to start for these items, in the order of their starts.
 
-    Raises ConfigError for a key that no server has.
+    keys: only these, among them servers with other step sizes; None: all. Raises ConfigError for one that there is not.
     """
-    every = [ONE, APART, APART_UNCHECKED, TWO, *map(two_with_step, step_sizes)]
-    known = [deployment.key for deployment in every]
+    named = [int(key.removeprefix("two-")) for key in keys or () if re.fullmatch("two-[1-9][0-9]*", key)]
+    steps = dict.fromkeys([*step_sizes, *named])
+    every = [ONE, APART, APART_UNCHECKED, TWO, *map(two_with_step, steps)]
+    known = [it.key for it in every]
     if unknown := [key for key in keys or () if key not in known]:
-        raise ConfigError(
-            f"--servers {unknown[0]}: the servers are {', '.join(known)}, those with steps by --step-sizes"
-        )
+        raise ConfigError(f"--servers {unknown[0]}: no such server; the servers are {', '.join(known)} and other two-N")
     return [it for it in every if it.items & set(items) and (keys is None or it.key in keys)]
