@@ -71,8 +71,7 @@ class StagingMemory:
         while size > least and 2 * count * size > self._left:
             size = max(_whole_words(size // 2), least)
         if count * size > self._left:
-            while self._free:
-                self.drop(self._free.pop())
+            self.close()
         if count * size > self._left:
             raise ConfigError(
                 f"KV connector nixl: {self._used >> 20} of {self._limit >> 20} MiB of staging memory are in use, a new"
@@ -97,6 +96,11 @@ class StagingMemory:
         """Frees buffers, also if another worker may still write to them: no other memory of this process gets there."""
         self._used -= len(buffers) * buffers.num_bytes
         buffers.arena.drop()
+
+    def close(self) -> None:
+        """Frees the buffers that no link has."""
+        while self._free:
+            self.drop(self._free.pop())
 
     def _allocate(self, num_bytes: int) -> Arena:
         if self._device.type != "cuda":

@@ -38,6 +38,7 @@ class _Memory:
     layout: BlockLayout
     sockets: Sockets
     copies: CopyThread
+    staging: StagingMemory
     receiver: TransferReceiver
     senders: SenderLinks
     receives: dict[int, KVReceive] = field(default_factory=dict)  # transfers that have not ended
@@ -109,7 +110,7 @@ class WorkerTransfers:
             sockets, self._me, layout, blocks.arena, copies, not encrypt, address, self._config, staging
         )
         senders = SenderLinks(self._links, sockets, layout, blocks, copies, self._config, staging)
-        self._memory = _Memory(blocks, layout, sockets, copies, receiver, senders)
+        self._memory = _Memory(blocks, layout, sockets, copies, staging, receiver, senders)
         self._links.watch(receiver.socket, receiver.monitor, copies.descriptor)
 
     def describe(self, geometry: Geometry) -> Geometry:
@@ -243,6 +244,7 @@ class WorkerTransfers:
         memory.receiver.close()
         for number in list(memory.receives):
             self._end_receive(memory, number, [], [])
+        memory.staging.close()
         memory.copies.close()
         memory.sockets.close()
         self._past.add(memory.senders.counts())

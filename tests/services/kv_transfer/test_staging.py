@@ -50,7 +50,11 @@ def test_buffers_of_a_gpu_are_kept_for_the_next_link(monkeypatch: pytest.MonkeyP
     assert memory.take(2, 100) is not buffers, "of another number"
     assert memory.take(3, 100) is buffers and memory.used_bytes == 5 * MIB
     memory.give_back(buffers)
-    assert memory.take(4, 100).num_bytes == MIB and memory.used_bytes == 6 * MIB, "makes room"
+    large = memory.take(4, 100)
+    assert large.num_bytes == MIB and memory.used_bytes == 6 * MIB, "makes room"
+    memory.give_back(large)
+    memory.close()
+    assert memory.used_bytes == 2 * MIB
 
 
 def test_memory_that_is_not_free_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
