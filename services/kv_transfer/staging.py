@@ -12,7 +12,7 @@ from blockyard.shared.errors import ConfigError
 
 GPU_STAGING_BYTES = 1 << 30  # of all links of a worker; part of its memory plan
 HOST_STAGING_BYTES = 256 << 20
-GPU_BUFFER_BYTES = 32 << 20  # 0.1 ms over NVLink: less than that and a copy's calls take longer than the copy
+GPU_BUFFER_BYTES = 64 << 20  # 0.2 ms over NVLink: large, because the calls and frames of a copy take about 1 ms
 HOST_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
 
