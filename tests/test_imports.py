@@ -171,6 +171,7 @@ LAYERS["services/kv_transfer"] = (
     "copy_thread",
     "device",
     "arena",
+    "staging",
     "host",
     "host_blocks",
 )
@@ -179,8 +180,8 @@ LAYERS["services/kv_transfer"] += ("receiver",)
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("bit_masks", "drops", "frames", "outgoing", "incoming")
-LAYERS["services/kv_transfer/connectors"] = ("interface", "faults", "mapped", "tcp", "nixl_agent", "nixl")
-LAYERS["services/kv_transfer/connectors"] += ("selection",)
+LAYERS["services/kv_transfer/connectors"] = ("interface", "mapped", "tcp", "nixl_agent", "nixl", "nixl_access")
+LAYERS["services/kv_transfer/connectors"] += ("faults", "selection")
 LAYERS["services/gpu_worker"] = (
     "arrays",
     "interfaces",

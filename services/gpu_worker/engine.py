@@ -38,6 +38,7 @@ from blockyard.services.gpu_worker.models.registry import Build, find_family, is
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step, warm_up
+from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Geometry
@@ -115,7 +116,8 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         tuning = compile_kernels(compiler, model, tuner, need, kv_dtype, eos_ids, config, report)
         report.phase("planning memory")
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
-        plan = plan_memory(config, model, need, kv_dtype, device, host_blocks.staging_bytes(device.type, host_plan))
+        moving = host_blocks.staging_bytes(device.type, host_plan) + planned_bytes(device, config.kv_transfer)
+        plan = plan_memory(config, model, need, kv_dtype, device, moving)
         report.note(*plan.notes, *host_plan.notes)
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device, config.batch_invariant)

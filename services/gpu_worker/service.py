@@ -4,6 +4,7 @@ While steps are in flight it polls links and runner in turn, because a wait insi
 """
 
 import logging
+import os
 import threading
 import time
 from array import array
@@ -95,6 +96,7 @@ class Worker:
             self._plan_due_s = time.monotonic() + LANDED_POLL_S
         if transfers.needs_polling or time.monotonic() < self._plan_due_s:
             self._wait_s = 0.0  # a wait would wake up later
+            os.sched_yield()  # the thread that sends the answers may be waiting for this core
             return True
         if not transfers.num_open:
             return False

@@ -7,6 +7,7 @@ the links between workers.
 - `host/`: copies between KV blocks and host memory, for `--swap-space`.
 - `layout.BlockLayout`: the shape, dtype and model of KV blocks. Two workers exchange blocks only if theirs are equal.
 - `protocol/`: the frames between two workers, and the state of transfers on each side. It imports no torch and no zmq.
+- `staging.StagingMemory`: buffers for packed blocks, which `nixl` sends.
 - `connectors/`: copies of block contents into another worker's arena, by mapped memory, TCP or nixl.
 - `sender_link.SenderLink`: writes blocks to one other worker.
 - `receiver.TransferReceiver`: accepts blocks from all other workers. `sender_processes` finds those that have ended.
@@ -17,5 +18,5 @@ the links between workers.
 
 `gpu_worker` alone imports this package. One thread calls links, protocol and connectors. None of these calls waits,
 except `close`. Imports go down: links, `connectors`, `device_blocks`, `block_memory`, `copy_thread` and `host_blocks`,
-`arena`, `device`, `protocol`, `layout`.
+`staging`, `arena`, `device`, `protocol`, `layout`.
 """

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from blockyard.services.kv_transfer.arena import map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
@@ -67,6 +68,12 @@ class BlockMemory(Protocol):
 
     def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         """The reverse of `pack`. `done` gets checksums of the blocks in the arena. packed: any host memory."""
+
+    def gather(self, sources: list[int], layers: range, packed: Tensor, done: Copied, failed: CopyFailed) -> None:
+        """As `pack`, into packed [num_bytes] uint8 of staging memory, which is of the same kind as the blocks'."""
+
+    def scatter(self, packed: Tensor, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        """The reverse of `gather`. `done` gets checksums of the blocks in the arena."""
 
     def sum(self, ids: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         """Computes checksums. With checksums off, calls `done` at once."""
@@ -137,6 +144,13 @@ class HostBlocks:
         (it, local), ids = self._locate(layers), np.array(targets)
         words = np.frombuffer(packed, np.uint64).reshape(len(layers), len(targets), -1)
         self._submit(it, partial(unpack_blocks, words, it.own, ids, local), ids, local, done, failed)
+
+    def gather(self, sources: list[int], layers: range, packed: Tensor, done: Copied, failed: CopyFailed) -> None:
+        words = packed.numpy().view(np.uint64).reshape(len(layers), len(sources), -1)
+        self.pack(sources, layers, words, done, failed)
+
+    def scatter(self, packed: Tensor, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        self.unpack(packed.numpy().data, targets, layers, done, failed)
 
     def sum(self, ids: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         if not self._layout.checksums:

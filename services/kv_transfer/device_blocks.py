@@ -147,6 +147,14 @@ class DeviceBlocks:
         self._waiting.append(_Unpack(packed, targets, layers, done, failed))
         self._start_unpacks()
 
+    def gather(self, sources: list[int], layers: range, packed: Tensor, done: Copied, failed: CopyFailed) -> None:
+        (it, local), target = self._locate(layers), _packed(packed, len(layers), len(sources))
+        self._copy_own(it, sources, target, range(len(sources)), local, 0, PROGRAMS, done, failed)
+
+    def scatter(self, packed: Tensor, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
+        source = _packed(packed, len(layers), len(targets))
+        self._scatter(source, targets, layers, PROGRAMS, done, failed)
+
     def sum(self, ids: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         if not self._layout.checksums:
             done(None)
@@ -173,13 +181,7 @@ class DeviceBlocks:
     def _start_unpack(self, it: _Unpack, buffer: Words) -> None:
         """Copies received bytes to pinned memory on the thread, and then to the device on the stream."""
         words = buffer[: it.packed.nbytes // 8]
-        to, local = self._locate(it.layers)
         source = torch.from_numpy(words.view(np.int64)).view(len(it.layers), len(it.targets), -1)
-
-        def launch(buffers: _CopyBuffers) -> Tensor | None:
-            ids = buffers.ids(range(len(it.targets)), it.targets)
-            copy_blocks(source, to.own, ids, len(local), 0, local.start, programs=HOST_PROGRAMS)
-            return None if to.tables is None else self._sum(to, ids[1], local, buffers)
 
         def finish(end: Callable[[], None]) -> None:
             self._staging.append(buffer)
@@ -190,9 +192,24 @@ class DeviceBlocks:
             finish(lambda: it.failed(error))
 
         def scatter(_: None) -> None:
-            self._submit(2, it.targets, it.layers, launch, lambda sums: finish(lambda: it.done(sums)), failed)
+            self._scatter(
+                source, it.targets, it.layers, HOST_PROGRAMS, lambda sums: finish(lambda: it.done(sums)), failed
+            )
 
         self._thread.submit(lambda: np.copyto(words, np.frombuffer(it.packed, np.uint64)), scatter, failed)
+
+    def _scatter(
+        self, source: Tensor, targets: list[int], layers: range, programs: int, done: Copied, failed: CopyFailed
+    ) -> None:
+        """source [len(layers), n, words] int64."""
+        to, local = self._locate(layers)
+
+        def launch(buffers: _CopyBuffers) -> Tensor | None:
+            ids = buffers.ids(range(len(targets)), targets)
+            copy_blocks(source, to.own, ids, len(local), 0, local.start, programs=programs)
+            return None if to.tables is None else self._sum(to, ids[1], local, buffers)
+
+        self._submit(2, targets, layers, launch, done, failed)
 
     def _prepare(self, section: Section, arena: Tensor) -> _DeviceSection:
         """Makes a section of the arena. Runs all kernels once: they compile now, not in a transfer."""
@@ -254,6 +271,11 @@ class DeviceBlocks:
         sums = buffers.sums(len(layers), len(ids))
         block_checksums(it.own, ids, layers, *it.tables, sums)
         return sums
+
+
+def _packed(memory: Tensor, num_layers: int, num: int) -> Tensor:
+    """memory [num_bytes] uint8 -> [num_layers, num, words] int64, the same memory."""
+    return memory.view(torch.int64).view(num_layers, num, -1)
 
 
 def open_blocks(memory: Tensor, layout: BlockLayout, thread: CopyThread) -> DeviceBlocks:

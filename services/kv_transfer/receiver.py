@@ -14,7 +14,7 @@ import zmq
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.faults import FaultyReader
 from blockyard.services.kv_transfer.connectors.interface import BlockReader
-from blockyard.services.kv_transfer.connectors.nixl import NixlAccesses
+from blockyard.services.kv_transfer.connectors.nixl_access import NixlAccesses, NixlReader
 from blockyard.services.kv_transfer.connectors.selection import make_reader, open_blocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, differences
@@ -24,6 +24,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BlockSums,
     BlocksWritten,
+    BufferFree,
     LinkClosed,
     LinkFrame,
     LinkHello,
@@ -37,6 +38,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 )
 from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, IncomingTransfers
 from blockyard.services.kv_transfer.sender_processes import SenderProcesses
+from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.frames import in_log
 from blockyard.shared.bus.sockets import Sockets, readable
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
@@ -56,6 +58,7 @@ class _Link:
     route: bytes
     is_nixl: bool  # the sender asks for nixl
     reader: BlockReader | None = None  # None until the sender has chosen a connector
+    buffers: NixlReader | None = None  # its reader if it is nixl's: payloads name buffers
     outbox: deque[bytes] = field(default_factory=deque)
 
 
@@ -77,8 +80,10 @@ class TransferReceiver:
         needs_ticket: bool = False,
         bind: str | None = None,
         config: KVTransferConfig | None = None,
+        staging: StagingMemory | None = None,
     ) -> None:
-        """receiver: incarnation of this worker. needs_ticket: the links are not encrypted.
+        """receiver: incarnation of this worker. needs_ticket: the links are not encrypted. staging: of all links of
+        this worker.
 
         bind: address of the socket; None: a new one. Raises ConfigError if it is in use, and if the config's connector
         is nixl and its package is not installed.
@@ -86,7 +91,7 @@ class TransferReceiver:
         self._me, self._layout, self._arena, self._copies = receiver, layout, arena, copies
         self._config = config or KVTransferConfig()
         self._generation = arena.generation
-        self._own = open_blocks(arena, layout, copies)
+        self._own, self._staging = open_blocks(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
         self._needs_ticket = needs_ticket
@@ -94,7 +99,7 @@ class TransferReceiver:
         self._links: dict[int, _Link] = {}  # by sender
         self._routes: dict[bytes, _Link] = {}
         self._processes = SenderProcesses()
-        self._nixl = NixlAccesses(arena, copies, self._config.backends) if self._config.connector == "nixl" else None
+        self._nixl = self._make_accesses() if self._config.connector == "nixl" else None
         self._closing: Counter[int] = Counter()  # by sender: agents of nixl that still let it write
         self._decoder = msgspec.msgpack.Decoder(ToReceiver)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -178,6 +183,7 @@ class TransferReceiver:
 
         Call it before `Arena.drop`. A sender on this host may go on writing, but only to the dropped memory.
         """
+        self._own.drain()
         if self._nixl is not None:
             self._nixl.stop()
         self.socket.disable_monitor()
@@ -258,11 +264,14 @@ class TransferReceiver:
                 self._refuse(link.sender, link.route, reason)
 
         try:
-            self._nixl = self._nixl or NixlAccesses(self._arena, self._copies, self._config.backends)
+            self._nixl = self._nixl or self._make_accesses()
         except ConfigError as e:
             failed(str(e))
             return
         self._nixl.open(link.sender, lambda remote: self._welcome(link, remote), failed)
+
+    def _make_accesses(self) -> NixlAccesses:
+        return NixlAccesses(self._own, self._layout, self._staging, self._copies, self._config.backends)
 
     def _welcome(self, link: _Link, remote: bytes = b"") -> None:
         if self._links.get(link.sender) is link:
@@ -274,7 +283,9 @@ class TransferReceiver:
         self._try_send(route, self._encode(LinkRefused(reason)))
 
     def _open(self, link: _Link, frame: LinkReady) -> None:
-        reader = make_reader(frame.connector, self._own)
+        if frame.connector == "nixl" and self._nixl is not None:
+            link.buffers = self._nixl.reader(link.sender, lambda place: self._free(link, place))
+        reader = link.buffers or make_reader(frame.connector, self._own)
         is_other = link.is_nixl != (frame.connector == "nixl") or self._closing[link.sender] > 0
         if reader is None or link.reader is not None or is_other:
             self.drops.count(DropReason.DOUBLED, f"connector {in_log(frame.connector)} of {link.sender:x}")
@@ -295,9 +306,15 @@ class TransferReceiver:
         if link.reader is None or link.reader.has_payloads != (payload is not None):
             self.drops.count(DropReason.WRONG_SIZE, f"blocks of transfer {frame.number} with or without their bytes")
             return
-        landing = self._transfers.on_written(link.sender, frame, None if payload is None else payload.nbytes)
+        num_bytes = None if payload is None or link.buffers is not None else payload.nbytes
+        landing = self._transfers.on_written(link.sender, frame, num_bytes)
         if landing is not None:
             link.reader.start(landing, payload, self._transfers.on_landed, self._transfers.on_landing_failed)
+        elif link.buffers is not None:
+            link.buffers.discard(payload)
+
+    def _free(self, link: _Link, place: bytes) -> None:
+        link.outbox.append(self._encode(BufferFree(place)))
 
     def _probe_links(self) -> None:
         for link in list(self._links.values()):

@@ -22,6 +22,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
+    BufferFree,
     LinkClosed,
     LinkFrame,
     LinkHello,
@@ -34,6 +35,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     WritesAllowed,
 )
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded
+from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.sockets import Sockets, readable
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
 from blockyard.shared.errors import ConfigError
@@ -69,8 +71,10 @@ class SenderLink:
         copies: CopyThread,
         config: KVTransferConfig,
         ticket: bytes = b"",
+        staging: StagingMemory | None = None,
     ) -> None:
-        """receiver, sender: incarnations. ticket: for a link without encryption, see `TransferReceiver.admit`.
+        """receiver, sender: incarnations. ticket: for a link without encryption, see `TransferReceiver.admit`. staging:
+        of all links of this worker.
 
         An earlier link to the same receiver must have no open transfer, because the hello tells the receiver that this
         worker has stopped writing for it. Raises ValueError if `endpoint` is not valid.
@@ -81,7 +85,7 @@ class SenderLink:
         self._broken = ""  # why the connector has failed
         self._layout, self._arena, self._copies = layout, arena, copies
         self._generation, self._config, self._endpoint = arena.generation, config, endpoint
-        self._own = open_blocks(arena, layout, copies)
+        self._own, self._staging = open_blocks(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
         self._writer: BlockWriter | None = None
         self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops
@@ -181,6 +185,7 @@ class SenderLink:
         while self._transfers.num_copies and time.monotonic() < deadline:
             time.sleep(0.0005)
             self._own.drain()
+            self._own.poll()  # copies that only the connector knows
         self._send()
         if not self._transfers.num_copies:
             self._post(LinkClosed())
@@ -206,6 +211,9 @@ class SenderLink:
                 self._lose(f"refused by {self._endpoint}: {frame.reason}")
             case WritesAllowed():
                 self._transfers.on_allowed(frame)
+            case BufferFree(place):
+                if self._writer is not None:
+                    self._writer.free(place)
             case StopWrites():
                 self._transfers.on_stop(frame)
             case Probe():
@@ -216,7 +224,9 @@ class SenderLink:
             self._lose(f"{self._endpoint} is {frame.receiver:x}, not {self.receiver:x}")
             return
         try:
-            self._writer = make_writer(self._config, frame, self._arena, self._own, self._layout, self._copies)
+            self._writer = make_writer(
+                self._config, frame, self._arena, self._own, self._layout, self._copies, self._staging
+            )
         except ConfigError as e:
             self._lose(str(e))
             return

@@ -34,8 +34,8 @@ _NO_EFFECT = {
     "engine_id": "a worker is known by --name, and by a number drawn at each start",
     "kv_rank": "workers find each other in the membership list",
     "kv_parallel_size": "workers join and leave at any time",
-    "kv_buffer_size": "blocks go from KV memory to KV memory without a buffer",
-    "kv_buffer_device": "blocks go from KV memory to KV memory without a buffer",
+    "kv_buffer_size": "buffers have sizes of their own, of nixl up to 1 GiB of a GPU for all links",
+    "kv_buffer_device": "buffers have sizes of their own, of nixl up to 1 GiB of a GPU for all links",
 }
 
 

@@ -214,11 +214,13 @@ def send(link: Any, wait: Callable[[], None], number: int, sources: list[int], t
 
 
 def kernel_s(link: Any, sources: list[int], targets: list[int], programs: int, with_sums: bool, rounds: int) -> float:
-    own, theirs = link._own._own, link._writer._theirs
+    section, theirs = link._own._sections[0], link._writer._theirs[0]
     ids = torch.tensor([sources, targets], dtype=torch.int32, device="cuda")
     sums = torch.zeros((LAYERS, len(sources)), dtype=torch.int64).pin_memory()
-    checksums = (*link._own._tables, sums) if with_sums else None
-    return events_s(lambda: copy_blocks(own, theirs, ids, LAYERS, checksums=checksums, programs=programs), rounds)
+    checksums = (*section.tables, sums) if with_sums else None
+    return events_s(
+        lambda: copy_blocks(section.own, theirs, ids, LAYERS, checksums=checksums, programs=programs), rounds
+    )
 
 
 def events_s(work: Callable[[], object], rounds: int) -> float:

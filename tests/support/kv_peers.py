@@ -312,9 +312,9 @@ def peer_of(settings: dict[str, Any]) -> Peer:
 def small_copies_of_gpus() -> None:
     """Makes copies to mapped GPU memory as small as those of host memory, so that a transfer has many."""
     # imports Triton, which must not be imported before TRITON_INTERPRET is set
-    from blockyard.services.kv_transfer import device_blocks
+    from blockyard.services.kv_transfer import device_blocks, staging
 
-    device_blocks.DeviceBlocks.chunk_bytes = 4 << 20
+    device_blocks.DeviceBlocks.chunk_bytes = staging.GPU_BUFFER_BYTES = 4 << 20
 
 
 PEERS = {"send": run_sender, "receive": run_receiver}

@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from blockyard.services.bench.flags import Parser, count, positive
 from blockyard.services.bench.prefill_decode.deployments import PDItem, needed, read_items
 from blockyard.services.bench.prefill_decode.measures import PDFigures, PDSizes, measure
 from blockyard.services.bench.prefill_decode.rows import HEAD, PDRow, rows_of
+from blockyard.services.bench.prefill_decode.trial_log import TrialLog
 from blockyard.services.bench.suite import shapes
 from blockyard.services.bench.suite.served import serve
 from blockyard.shared.errors import BlockyardError
@@ -41,20 +43,25 @@ def main(args: Sequence[str]) -> int:
         num_prompts=options.num_prompts,
         num_requests=options.num_requests,
         rates=tuple(sorted(options.rates)),
+        itl_limit_ms=options.itl,
     )
+    servers = needed(items, options.step_sizes, options.servers)
+    log = TrialLog(options.trials, sizes.num_requests)
     figures: dict[str, PDFigures] = {}
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         model = shapes.write(options.model, Path(folder))
-        for i, deployment in enumerate(needed(items, options.step_sizes)):
+        for i, deployment in enumerate(servers):
             print(f"{deployment.name}: blockyard serve {' '.join(deployment.flags)}", file=sys.stderr, flush=True)
             flags = (*FLAGS, *deployment.flags, *options.worker_flags.split())
             try:
                 with serve(model, flags, Path(folder) / f"{i}.log") as served:
-                    figures[deployment.name] = measure(served.complete(), deployment.items & items, sizes)
+                    on_trial = partial(log.add, deployment.name)
+                    figures[deployment.name] = measure(served.complete(), deployment.items & items, sizes, on_trial)
             except (BlockyardError, OSError) as e:
                 print(f"blockyard bench pd: {deployment.name}: {e}", file=sys.stderr)
                 failed = True
+    log.add_to(figures, sizes)
     rows = rows_of(figures, sizes)
     print(HEAD, *rows, sep="\n", flush=True)
     if options.output:
@@ -87,6 +94,19 @@ def _parser() -> Parser:
         default=STEP_SIZES,
         help="of two unified workers, for goodput %(default)s",
     )
+    add(
+        "--itl",
+        type=positive,
+        metavar="MS",
+        help="one limit of the p99 ITL for goodput: no rate above it is tried (all)",
+    )
+    add(
+        "--servers",
+        nargs="*",
+        help="start only these of the servers that the items need: one, apart, apart-unchecked, two, and two-N with N"
+        " tokens a step; none named: only print the table of --trials (all)",
+    )
+    add("--trials", type=Path, metavar="FILE", help="add goodput trials to this file, and those in it to the table")
     add("--worker-flags", default="", help="more flags for each server, as one argument: '--flag value ...'")
     add("--output", metavar="FILE", help="write the full report as JSON")
     return parser

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -17,6 +17,9 @@ NUM_AFTER = 32  # tokens after the second one of a prompt alone: the median of t
 LEAD_S = 2.0  # between the start of the streams and the first long prompt
 
 
+Lengths = tuple[int, int]  # tokens of input and output
+
+
 class PDSizes(msgspec.Struct, frozen=True, kw_only=True):
     """What is sent. Lengths are in tokens."""
 
@@ -27,11 +30,12 @@ class PDSizes(msgspec.Struct, frozen=True, kw_only=True):
     stream_output: int = 1536
     prompts_per_s: float = 2.0
     num_prompts: int = 16  # long prompts beside the streams; each asks for 8 tokens
-    goodput_long: tuple[int, int] = (8192, 256)  # input, output
-    goodput_short: tuple[int, int] = (2048, 512)
+    goodput_long: Lengths = (8192, 256)
+    goodput_short: Lengths = (2048, 512)
     num_requests: int = 160  # of one trial
     rates: tuple[float, ...] = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0)  # requests a second, ascending
     ttft_limit_ms: float = 1000.0
+    itl_limit_ms: float | None = None  # of goodput; None: all limits of the table
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -60,8 +64,13 @@ class PDFigures(msgspec.Struct):
         return None if self.second is None or self.itl is None else self.second - self.itl
 
 
-def measure(served: SuiteServer, items: Collection[PDItem], sizes: PDSizes) -> PDFigures:
-    """Raises BenchError if a request fails or has another length."""
+OnTrial = Callable[[Lengths, Trial], None]
+
+
+def measure(
+    served: SuiteServer, items: Collection[PDItem], sizes: PDSizes, on_trial: OnTrial = lambda lengths, trial: None
+) -> PDFigures:
+    """on_trial: called after each trial of goodput. Raises BenchError if a request fails or has another length."""
     figures = PDFigures()
     served.stream(random_requests(2, 64, 8, seed=-1), each_token=False)  # what happens on first use only
     if PDItem.TTFT in items or PDItem.CHECKSUMS in items:
@@ -72,9 +81,9 @@ def measure(served: SuiteServer, items: Collection[PDItem], sizes: PDSizes) -> P
         figures.stream_itl = stream_itl(served, sizes, num_prompts=0)
         figures.disturbed_itl = stream_itl(served, sizes, sizes.num_prompts)
     if PDItem.GOODPUT_LONG in items:
-        figures.trials_long = trials(served, sizes, *sizes.goodput_long)
+        figures.trials_long = trials(served, sizes, sizes.goodput_long, on_trial)
     if PDItem.GOODPUT_SHORT in items:
-        figures.trials_short = trials(served, sizes, *sizes.goodput_short)
+        figures.trials_short = trials(served, sizes, sizes.goodput_short, on_trial)
     return figures
 
 
@@ -120,17 +129,19 @@ def stream_itl(served: SuiteServer, sizes: PDSizes, num_prompts: int) -> float:
     return 1000 * percentile(sorted(gaps), 99)
 
 
-def trials(served: SuiteServer, sizes: PDSizes, num_input: int, num_output: int) -> list[Trial]:
-    """Loads at ascending rates, up to the first one whose TTFT is over its limit."""
+def trials(served: SuiteServer, sizes: PDSizes, lengths: Lengths, on_trial: OnTrial) -> list[Trial]:
+    """Loads at ascending rates, up to the first one whose TTFT, or ITL if there is one limit for it, is over that."""
     found: list[Trial] = []
     for rate in sizes.rates:
         seed = round(100 * rate)
-        requests = random_requests(sizes.num_requests, num_input, num_output, seed)
+        requests = random_requests(sizes.num_requests, *lengths, seed)
         results = served.stream(requests, due_s=due_times(len(requests), rate, 1.0, random.Random(seed)))
         ttfts = sorted(metrics.ttft_s(one) for one in results)
         gaps = sorted(gap for one in results for gap in metrics.gaps_s(one))
         found.append(Trial(rate, 1000 * percentile(ttfts, 99), 1000 * percentile(gaps, 99)))
-        if found[-1].ttft_ms > sizes.ttft_limit_ms:
+        on_trial(lengths, found[-1])
+        is_over = sizes.itl_limit_ms is not None and found[-1].itl_ms > sizes.itl_limit_ms
+        if is_over or found[-1].ttft_ms > sizes.ttft_limit_ms:
             break
     return found
 

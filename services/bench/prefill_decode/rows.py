@@ -57,9 +57,10 @@ def rows_of(figures: Mapping[str, PDFigures], sizes: PDSizes) -> list[PDRow]:
     ratio(f"{beside}: apart / two unified workers", apart.disturbed_itl, two.disturbed_itl, round(1 / 3, 3))
     long = {name: one.trials_long for name, one in figures.items() if one.trials_long}
     short = {name: one.trials_short for name, one in figures.items() if one.trials_short}
-    for itl_ms, bar in ITL_LIMITS:
+    only = sizes.itl_limit_ms
+    for itl_ms, bar in ITL_LIMITS if only is None else ((only, dict(ITL_LIMITS).get(only)),):
         rows += _goodput_rows(long, sizes.goodput_long, sizes.ttft_limit_ms, itl_ms, bar)
-    rows += _goodput_rows(short, sizes.goodput_short, sizes.ttft_limit_ms, SHORT_ITL_LIMIT, None)
+    rows += _goodput_rows(short, sizes.goodput_short, sizes.ttft_limit_ms, only or SHORT_ITL_LIMIT, None)
     return rows
 
 

@@ -11,6 +11,7 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.sender_link import SenderLink
+from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.messages import KVSend
@@ -43,10 +44,11 @@ class SenderLinks:
         memory: KVMemory,
         copies: CopyThread,
         config: KVTransferConfig,
+        staging: StagingMemory,
     ) -> None:
         """links: of the ring, which watch the sockets."""
         self._links, self._sockets, self._layout = links, sockets, layout
-        self._memory, self._copies, self._config = memory, copies, config
+        self._memory, self._copies, self._config, self._staging = memory, copies, config, staging
         self._targets: dict[int, _Target] = {}  # by incarnation
         self._by_transfer: dict[int, _Target] = {}
         self._ended: list[SenderEnded] = []  # of links that were closed
@@ -153,6 +155,7 @@ class SenderLinks:
             self._copies,
             self._config,
             send.ticket,
+            self._staging,
         )
         self._links.watch(link.socket, link.monitor)
         made = self._targets[send.target] = _Target(link, send.target_generation, time.monotonic())

@@ -19,6 +19,7 @@ from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
+from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.worker import DUMMY_FORMATS, KVTransferConfig, WorkerConfig
 from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan
@@ -37,6 +38,7 @@ class _Memory:
     layout: BlockLayout
     sockets: Sockets
     copies: CopyThread
+    staging: StagingMemory
     receiver: TransferReceiver
     senders: SenderLinks
     receives: dict[int, KVReceive] = field(default_factory=dict)  # transfers that have not ended
@@ -103,9 +105,12 @@ class WorkerTransfers:
         encrypt = self._config.encrypt
         sockets, copies = transfer_sockets(self._bus, encrypt), CopyThread()
         address = bind_address(self._bus, self._config.port)
-        receiver = TransferReceiver(sockets, self._me, layout, blocks.arena, copies, not encrypt, address, self._config)
-        senders = SenderLinks(self._links, sockets, layout, blocks, copies, self._config)
-        self._memory = _Memory(blocks, layout, sockets, copies, receiver, senders)
+        staging = StagingMemory(blocks.arena.bytes.device)
+        receiver = TransferReceiver(
+            sockets, self._me, layout, blocks.arena, copies, not encrypt, address, self._config, staging
+        )
+        senders = SenderLinks(self._links, sockets, layout, blocks, copies, self._config, staging)
+        self._memory = _Memory(blocks, layout, sockets, copies, staging, receiver, senders)
         self._links.watch(receiver.socket, receiver.monitor, copies.descriptor)
 
     def describe(self, geometry: Geometry) -> Geometry:
@@ -239,6 +244,7 @@ class WorkerTransfers:
         memory.receiver.close()
         for number in list(memory.receives):
             self._end_receive(memory, number, [], [])
+        memory.staging.close()
         memory.copies.close()
         memory.sockets.close()
         self._past.add(memory.senders.counts())

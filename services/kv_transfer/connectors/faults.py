@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.interface import (
@@ -16,6 +17,7 @@ from blockyard.services.kv_transfer.connectors.interface import (
     WriteFailed,
     Written,
 )
+from blockyard.services.kv_transfer.connectors.nixl_access import NixlReader
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
@@ -47,6 +49,9 @@ class FaultyWriter:
             return True
         return self._writer.try_start(write, written, failed)
 
+    def free(self, place: bytes) -> None:
+        self._writer.free(place)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -66,7 +71,11 @@ class FaultyReader:
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         if self._rng.random() < self._faults.flip:
-            if payload is None:
+            if isinstance(self._reader, NixlReader):
+                packed = self._reader.packed(landing, payload)
+                if packed is not None:
+                    self._flip(packed)
+            elif payload is None:
                 self._flip_in_arena(landing)
             else:
                 changed = bytearray(payload)
@@ -74,14 +83,17 @@ class FaultyReader:
                 payload = memoryview(changed)
         self._reader.start(landing, payload, landed, failed)
 
-    @torch.inference_mode()
     def _flip_in_arena(self, landing: Landing) -> None:
         """The sender has written to the arena already."""
         section = self._layout.section_of(landing.layers)
         num_blocks, size = self._arena.bytes.numel() // self._layout.block_bytes, section.piece_bytes
         layer, block = self._rng.choice(section.local(landing.layers)), self._rng.choice(landing.targets)
         start = num_blocks * section.bytes_before + (layer * num_blocks + block) * size
-        piece = self._arena.bytes[start : start + size]
-        at = self._rng.randrange(size)
-        piece[at] = int(piece[at]) ^ 1 << self._rng.randrange(8)
-        int(piece[at])  # waits for a GPU, whose checksums are computed on another stream
+        self._flip(self._arena.bytes[start : start + size])
+
+    @torch.inference_mode()
+    def _flip(self, memory: Tensor) -> None:
+        """memory [n] uint8"""
+        at = self._rng.randrange(memory.numel())
+        memory[at] = int(memory[at]) ^ 1 << self._rng.randrange(8)
+        int(memory[at])  # waits for a GPU, which reads it on another stream

@@ -17,7 +17,7 @@ LinkLost = Callable[[str], None]  # with the reason
 
 
 class Payload(Protocol):
-    """Bytes of one copy, the second part of a `BlocksWritten` message. Call `sent` or `discard`, once."""
+    """Bytes of a copy, or where they are: second part of a `BlocksWritten` message. Call `sent` or `discard`, once."""
 
     @property
     def view(self) -> memoryview:
@@ -51,6 +51,9 @@ class BlockWriter(Protocol):
         receiver's memory only between `try_start` and that call. Raises ValueError for blocks outside of the pools.
         """
 
+    def free(self, place: bytes) -> None:
+        """The receiver has emptied the memory that a `Payload` of these bytes named. Other payloads are the blocks."""
+
     def close(self) -> None:
         """Unmaps the receiver's memory once no copy is in flight, or ends the copies. They are reported in any case."""
 
@@ -61,10 +64,11 @@ class BlockWriter(Protocol):
 class BlockReader(Protocol):
     """Stores the blocks that one sender has sent. No call waits."""
 
-    has_payloads: bool  # the bytes come with `BlocksWritten`
+    has_payloads: bool  # a `Payload` comes with `BlocksWritten`
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
-        """Copies `payload` into the arena, if there is one, and computes the checksums of the blocks in the arena.
+        """Copies `payload`, or what it names, into the arena, if there is one, and computes the checksums of the blocks
+        in the arena.
 
         payload: None if the sender has written to the arena itself. Calls `landed` or `failed`, at once or in a later
         `BlockMemory.poll`.

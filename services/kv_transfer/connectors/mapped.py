@@ -50,6 +50,9 @@ class MappedWriter:
         self._own.write(write.sources, self._theirs, write.targets, write.layers, done, broke)
         return True
 
+    def free(self, place: bytes) -> None:
+        """Does nothing: payloads name no memory."""
+
     def close(self) -> None:
         self._theirs = None  # a copy in flight keeps the mapping until it is complete
 

@@ -1,8 +1,13 @@
-"""nixl, between any two workers that have the package: its agents write from one arena into the other's.
+"""nixl, between any two workers that have the package: its agents write from one worker's memory into the other's.
 
 nixl picks the transport: RDMA where there is a network card for it, CMA (`process_vm_writev`) between processes of one
 host, otherwise TCP. It encrypts nothing, and over TCP UCX lets all that reach its port write: use it in a
 network that you trust. A link has an agent on each side.
+
+nixl posts each piece of memory on its own, in 5 us, and a block has a piece in each layer. So blocks are packed into a
+staging buffer here, written to one of the receiver in one piece, and unpacked there (`nixl_access`). A link has some
+buffers on each side: one is packed while another one is written and a third unpacked. A packed copy waits until the
+receiver has freed a buffer, which it says in a frame.
 
 - When nixl calls a write done, its source is not read any more, and nothing of it is on the way. Whether the bytes have
   arrived is for the checksum to tell: nixl has called a copy of a killed process done.
@@ -11,28 +16,32 @@ network that you trust. A link has an agent on each side.
 - If the link breaks, the receiver destroys its agent. Then another host cannot write: the memory is not registered with
   any network card, and no socket is left. A process of the same host needs no agent of the receiver to write by CMA,
   so its end has to be proven as with `shm`, by a pidfd.
-- The receiver's memory has an address of its own for this, which is never used for something else: a write that comes
-  after `hide` fails.
+- The receiver's buffers have an address of their own for this, which is never used for something else: a write that
+  comes after `hide` fails.
 """
 
-import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import zmq
+from torch import Tensor
 
-from blockyard.services.kv_transfer.arena import Arena, Bytes
 from blockyard.services.kv_transfer.block_memory import BlockMemory
 from blockyard.services.kv_transfer.connectors.interface import LinkLost, WriteFailed, Written
 from blockyard.services.kv_transfer.connectors.nixl_agent import (
+    TOKEN_BYTES,
     AgentThread,
     Job,
     NixlAgent,
-    Pieces,
+    NixlTarget,
+    Place,
     Region,
+    error_of,
     host_id,
     nixl_package,
     region_at,
@@ -41,143 +50,170 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import Words
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
+from blockyard.services.kv_transfer.staging import StagingBuffers, StagingMemory
 from blockyard.shared.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
-MAX_IN_FLIGHT = 3
+NUM_BUFFERS = 3  # of a link on the sender's side
 OPEN_S = 20.0  # to open a link: the first agent of a process takes 0.5 s
 STALLED_S = 30.0  # a copy that takes longer closes the link: the receiver may have stopped, and nixl waits for ever
 END_S = 5.0  # to wait for the end of a thread
-CHECK_S = 0.0001  # interval of checks of copies in flight
-PROGRESS_S = 0.001  # interval in which a receiver answers its senders while transfers are open
-IDLE_S = 0.02  # the same without open transfers: a new link connects within some of these
-TOKEN_BYTES = 16
-
-
-class NixlTarget(msgspec.Struct, frozen=True, array_like=True):
-    """What a sender needs to write to a receiver's arena."""
-
-    metadata: bytes  # of its agent
-    address: int  # of the blocks
-    num_bytes: int
-    kind: str
-    device: int
-    token_address: int
-    token: bytes  # a new link reads it, to try the connection
-    boot: str
-    pid_namespace: int
+CHECK_S = 0.00005  # interval of checks of copies in flight
+WAIT_S = 1.0  # interval of checks of the time that copies wait for a buffer
 
 
 class NixlWriter:
-    """Writes blocks into the arena of one receiver."""
+    """Writes blocks to the staging memory of one receiver."""
 
     name = "nixl"
 
     def __init__(
-        self, arena: Arena, own: BlockMemory, layout: BlockLayout, remote: bytes, copies: CopyThread,
+        self, own: BlockMemory, layout: BlockLayout, staging: StagingMemory, remote: bytes, copies: CopyThread,
         backends: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """remote: what the receiver's `NixlAccesses` has opened. Raises ConfigError if it cannot be used."""
         nixl_package()
         try:
-            self._target = msgspec.msgpack.decode(remote, type=NixlTarget)
+            target = msgspec.msgpack.decode(remote, type=NixlTarget)
         except msgspec.DecodeError as e:
             raise ConfigError(f"KV connector nixl: the receiver's answer: {e}") from e
         boot, namespace = host_id()
-        self.maps_memory = self._target.boot == boot
-        if self.maps_memory and self._target.pid_namespace != namespace:
+        self.maps_memory = target.boot == boot
+        if self.maps_memory and target.pid_namespace != namespace:
             # neither could know that the other's process has ended
             raise ConfigError(
                 "KV connector nixl: both workers are on this host in different PID namespaces: let their containers "
                 "share one, or use the KV connector tcp"
             )
-        self.chunk_bytes = own.chunk_bytes
-        self._own, self._layout, self._in_flight = own, layout, 0
-        self._region = region_at(arena, arena.bytes.data_ptr())
-        self._their_blocks = self._target.num_bytes // layout.block_bytes
-        self._copies = _AgentCopies(self._target, self._region, backends, copies.report)
+        self._own, self._layout, self._staging = own, layout, staging
+        least = max(section.piece_bytes for section in layout.sections)
+        if target.buffer_bytes < least or target.num_buffers < 1:
+            raise ConfigError(f"KV connector nixl: the receiver's buffers of {target.buffer_bytes} bytes are too small")
+        self._buffers: StagingBuffers | None = staging.take(NUM_BUFFERS, least)
+        self.chunk_bytes = min(self._buffers.num_bytes, target.buffer_bytes)
+        self._free = list(range(NUM_BUFFERS))
+        self._region = region_at(self._buffers.arena, self._buffers.arena.bytes.data_ptr())
+        self._is_closed = False
+        self._copies = _AgentCopies(target, self._region, backends, copies.report)
         self._thread = AgentThread("kv-nixl-writes", self._copies.turn)
 
     def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
         self._thread.submit(lambda: self._copies.open(opened, lost))
 
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
-        if self._in_flight >= MAX_IN_FLIGHT:
+        if not self._free or self._buffers is None or self._is_closed:
             return False
-        if max(write.targets) >= self._their_blocks or max(write.sources) >= self._own.num_blocks:
-            raise ValueError(f"blocks of transfer {write.number} are not in the pools")
-        halves = _Halves(write, written, failed)
+        if max(write.sources) >= self._own.num_blocks:
+            raise ValueError(f"blocks of transfer {write.number} are not in the pool")
+        index = self._free.pop()
+        piece = self._layout.section_of(write.layers).piece_bytes
+        packed = self._buffers[index][: len(write.layers) * len(write.sources) * piece]
 
         def end() -> None:
-            halves.num_open -= 1
-            if not halves.num_open:
-                self._in_flight -= 1
-                halves.report()
+            self._free.append(index)
+            self._release_if_idle()
 
-        def summed(sums: Words | None) -> None:
-            halves.sums = sums
+        def sent(sums: Words | None, place: Place | None, error: str) -> None:
             end()
+            if place is None:
+                failed(write, error)
+            else:
+                written(write, sums, _Placed(self, place))
 
-        def ended(error: str) -> None:
-            halves.error = halves.error or error
-            end()
+        def gathered(sums: Words | None) -> None:
+            if self._is_closed:
+                sent(sums, None, "the link is closed")
+            else:
+                self._submit(packed, lambda place, error: sent(sums, place, error))
 
-        self._in_flight += 1
-        own, theirs = self._pieces(write)
-        self._thread.submit(lambda: self._copies.start(own, theirs, ended))
-        self._own.sum(write.sources, write.layers, summed, lambda error: ended(str(error)))
+        self._own.gather(write.sources, write.layers, packed, gathered, lambda error: sent(None, None, str(error)))
         return True
 
+    def free(self, place: bytes) -> None:
+        found = Place.read(memoryview(place))
+        if found is not None:
+            self._thread.submit(lambda: self._copies.free(found))
+
     def close(self) -> None:
-        self._thread.submit(self._copies.close)
+        self._is_closed = True
+        self._thread.submit(lambda: self._copies.close(self._closed))
         self._thread.stop()
 
     def join(self) -> None:
         """Raises RuntimeError if nixl may still write: no new link may tell the receiver that it does not."""
         if not self._thread.join(END_S) or not self._copies.is_closed:
             raise RuntimeError("nixl does not end its copies")
+        self._release_if_idle()
 
-    def _pieces(self, write: BlockWrite) -> tuple[Pieces, Pieces]:
-        """Source and target of each contiguous run of blocks, in each layer."""
-        sources, targets = np.array(write.sources), np.array(write.targets)
-        breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
-        first = np.concatenate([[0], breaks])
-        section = self._layout.section_of(write.layers)
-        piece, layers = section.piece_bytes, np.array(section.local(write.layers))[:, None]
-        num_bytes = np.tile(np.diff(first, append=len(sources)) * piece, len(write.layers))
-        before, num_own, num_theirs = section.bytes_before, self._own.num_blocks, self._their_blocks
-        own = (num_own * before + (layers * num_own + sources[first]) * piece).reshape(-1)
-        theirs = (num_theirs * before + (layers * num_theirs + targets[first]) * piece).reshape(-1)
-        target = Region(self._target.address, self._target.num_bytes, device=self._target.device)
-        return self._region.pieces(own, num_bytes), target.pieces(theirs, num_bytes)
+    def _submit(self, packed: Tensor, ended: "_Ended") -> None:
+        offset = packed.data_ptr() - self._region.address
+        self._thread.submit(lambda: self._copies.send(offset, packed.numel(), ended))
+
+    def _closed(self) -> None:
+        self._release_if_idle()
+
+    def _release_if_idle(self) -> None:
+        """Gives the buffers back once the agent is destroyed and nothing is packed any more."""
+        if self._buffers is not None and self._copies.is_closed and len(self._free) == NUM_BUFFERS:
+            self._staging.give_back(self._buffers)
+            self._buffers = None
 
 
-@dataclass(slots=True)
-class _Halves:
-    """A write and the checksums of its source, which are computed at the same time."""
+class _Placed:
+    """The place of written blocks, as the `Payload` of their frame."""
 
-    write: BlockWrite
-    written: Written
-    failed: WriteFailed
-    num_open: int = 2
-    sums: Words | None = None
-    error: str = ""
+    def __init__(self, writer: NixlWriter, place: Place) -> None:
+        self._writer, self._place = writer, place
 
-    def report(self) -> None:
-        if self.error:
-            self.failed(self.write, self.error)
-        else:
-            self.written(self.write, self.sums, None)
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._place.bytes())
+
+    def sent(self, tracker: zmq.MessageTracker) -> None:
+        """Does nothing: the receiver frees the buffer."""
+
+    def discard(self) -> None:
+        self._writer.free(self._place.bytes())
+
+
+_Ended = Callable[[Place | None, str], None]  # where a copy was written to; or None, and the error
 
 
 @dataclass(slots=True)
 class _Copy:
     """A copy in flight."""
 
-    end: Callable[[str], None]
+    end: Callable[[str], None]  # with the error, "" for none
     until: float  # when it has stalled
     handle: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A packed copy that waits for a buffer of the receiver."""
+
+    offset: int  # in own staging memory
+    num_bytes: int
+    ended: _Ended
+    until: float
+
+
+@dataclass(slots=True)
+class _TheirBuffers:
+    """Which buffers of the receiver this side may write to."""
+
+    free: deque[int]
+    uses: dict[int, int] = field(default_factory=dict)  # by buffer that is not free: the number of its use
+    num_uses: int = 0
+
+    def take(self) -> Place:
+        place = Place(self.num_uses + 1, self.free.popleft())
+        self.uses[place.buffer] = self.num_uses = place.use
+        return place
+
+    def end(self, place: Place) -> None:
+        if self.uses.get(place.buffer) == place.use:
+            del self.uses[place.buffer]
+            self.free.append(place.buffer)
 
 
 class _AgentCopies:
@@ -190,6 +226,8 @@ class _AgentCopies:
         self._agent: NixlAgent | None = None
         self._lost: LinkLost | None = None
         self._flights: list[_Copy] = []
+        self._waiting: deque[_Packed] = deque()
+        self._theirs = _TheirBuffers(deque(range(target.num_buffers)))
         self.is_closed = False
         self._reason = "the link is not open"
         self._token = np.zeros(TOKEN_BYTES, np.uint8)
@@ -197,9 +235,8 @@ class _AgentCopies:
     def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
         """Connects to the receiver, and reads its token."""
         self._lost, target = lost, self._target
-        token = Region(self._token.ctypes.data, TOKEN_BYTES)
-        whole = np.zeros(1, np.int64), np.array([TOKEN_BYTES])
-        theirs = Region(target.token_address, TOKEN_BYTES).pieces(*whole)
+
+        own, theirs = Region(self._token.ctypes.data, TOKEN_BYTES), Region(target.token_address, TOKEN_BYTES)
 
         def compare(error: str) -> None:
             if error:
@@ -210,43 +247,41 @@ class _AgentCopies:
 
         def start() -> None:
             self._region.use_device()
-            self._agent = NixlAgent(secrets.token_hex(8), self._backends, [self._region, token])
+            self._agent = NixlAgent(secrets.token_hex(8), self._backends, [self._region, own])
             self._agent.connect(target.metadata)
-            flight.handle = self._agent.start("READ", token.pieces(*whole), "DRAM", theirs, "DRAM")
+            pieces = own.piece(0, TOKEN_BYTES), theirs.piece(0, TOKEN_BYTES)
+            flight.handle = self._agent.start("READ", pieces[0], "DRAM", pieces[1], "DRAM")
 
         flight = _Copy(compare, time.monotonic() + OPEN_S)
         self._flights.append(flight)
         self._attempt(start)
 
-    def start(self, own: Pieces, theirs: Pieces, end: Callable[[str], None]) -> None:
-        """Starts a write. `end` gets its error, "" for none."""
+    def send(self, offset: int, num_bytes: int, ended: _Ended) -> None:
+        """Writes own staging memory to a buffer of the receiver, once one is free."""
 
-        def report(error: str) -> None:
-            self._report(lambda: end(error))
+        def report(place: Place | None, error: str) -> None:
+            self._report(lambda: ended(place, error))
 
         if self._agent is None:
-            report(self._reason)
-            return
+            report(None, self._reason)
+        else:
+            self._waiting.append(_Packed(offset, num_bytes, report, time.monotonic() + STALLED_S))
 
-        def write() -> None:
-            assert self._agent is not None
-            flight.handle = self._agent.start("WRITE", own, self._region.kind, theirs, self._target.kind)
-
-        flight = _Copy(report, time.monotonic() + STALLED_S)
-        self._flights.append(flight)
-        self._attempt(write)
+    def free(self, place: Place) -> None:
+        self._theirs.end(place)
 
     def turn(self) -> float | None:
-        """Finds complete copies."""
-        self._attempt(self._check)
-        return CHECK_S if self._flights else None
+        """Finds complete copies, and starts those that wait."""
+        self._attempt(self._advance)
+        return CHECK_S if self._flights else WAIT_S if self._waiting else None
 
-    def close(self) -> None:
+    def close(self, closed: Job) -> None:
         self._lost = None
         self._break("the link is closed")
         self.is_closed = True
+        self._report(closed)
 
-    def _check(self) -> None:
+    def _advance(self) -> None:
         now = time.monotonic()
         for flight in list(self._flights):
             assert self._agent is not None
@@ -255,10 +290,23 @@ class _AgentCopies:
                 flight.end("")
             elif now > flight.until:
                 raise ConnectionError("the receiver does not answer nixl")
+        while self._waiting and self._theirs.free:
+            self._write(self._waiting.popleft())
+        if self._waiting and now > self._waiting[0].until:
+            raise ConnectionError("the receiver does not answer nixl: it frees no buffer")
+
+    def _write(self, it: _Packed) -> None:
+        assert self._agent is not None
+        place, target = self._theirs.take(), self._target
+        own = self._region.piece(it.offset, it.num_bytes)
+        theirs = Region(target.address, 0, device=target.device).piece(place.buffer * target.buffer_bytes, it.num_bytes)
+        flight = _Copy(lambda error: it.ended(None if error else place, error), time.monotonic() + STALLED_S)
+        self._flights.append(flight)  # before it starts: it may start and then fail
+        flight.handle = self._agent.start("WRITE", own, self._region.kind, theirs, target.kind)
 
     def _attempt(self, work: Job) -> None:
         """Closes the link if nixl reports an error."""
-        if error := _error_of(work):
+        if error := error_of(work):
             self._break(error)
 
     def _break(self, reason: str) -> None:
@@ -268,107 +316,12 @@ class _AgentCopies:
             self._report(lambda: lost(reason))
         agent, self._agent, self._reason = self._agent, None, reason
         flights, self._flights = self._flights, []
+        waiting, self._waiting = self._waiting, deque()
         for flight in flights:
             flight.handle = None
         if agent is not None:
             agent.destroy()
         for flight in flights:
             flight.end(reason)
-
-
-@dataclass(slots=True)
-class _Access:
-    """An agent of a receiver. `token` is registered with it."""
-
-    agent: NixlAgent
-    token: Bytes
-
-
-class NixlAccesses:
-    """Lets senders write to this worker's arena with nixl, each through an agent of its own.
-
-    A sender's agent cannot be disconnected for certain, but it can be destroyed. One thread calls all of them.
-    """
-
-    def __init__(self, arena: Arena, copies: CopyThread, backends: Sequence[str] = ()) -> None:
-        """Raises ConfigError if the package is not installed."""
-        nixl_package()
-        log.warning("the KV connector nixl does not encrypt KV blocks: use it in a network that you trust")
-        self._arena, self._report, self._backends = arena, copies.report, backends
-        self._region = region_at(arena, arena.expose())
-        self._accesses: dict[int, _Access] = {}  # by sender; of the thread
-        self._is_active = False
-        self._thread = AgentThread("kv-nixl-reads", self._turn)
-
-    def set_active(self, is_active: bool) -> None:
-        """is_active: transfers are open."""
-        if is_active and not self._is_active:
-            self._thread.submit(_nothing)  # ends its wait
-        self._is_active = is_active
-
-    def open(self, sender: int, opened: Callable[[bytes], None], failed: Callable[[str], None]) -> None:
-        """A later `CopyThread.poll` calls `opened` with what the sender's `NixlWriter` needs, or `failed`."""
-        self._thread.submit(lambda: self._open(sender, opened, failed))
-
-    def close(self, sender: int, closed: Callable[[], None]) -> None:
-        """Calls `closed` once other hosts cannot write any more, before any later `opened`."""
-        self._thread.submit(lambda: self._close(sender, closed))
-
-    def stop(self) -> None:
-        """Closes all. Waits some milliseconds."""
-        self._thread.submit(self._close_all)
-        self._thread.stop()
-        if not self._thread.join(END_S):
-            raise RuntimeError("nixl does not end: it may still write to the KV memory")
-        self._arena.hide(self._region.address)
-
-    def _open(self, sender: int, opened: Callable[[bytes], None], failed: Callable[[str], None]) -> None:
-        token = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), np.uint8).copy()
-        region = self._region
-        registered = [region, Region(token.ctypes.data, TOKEN_BYTES)]
-
-        def start() -> None:
-            region.use_device()
-            agent = NixlAgent(secrets.token_hex(8), self._backends, registered)
-            self._accesses[sender] = _Access(agent, token)
-            target = NixlTarget(
-                agent.metadata(), region.address, region.num_bytes, region.kind, region.device,
-                token.ctypes.data, token.tobytes(), *host_id(),
-            )  # fmt: skip
-            remote = msgspec.msgpack.encode(target)
-            self._report(lambda: opened(remote))
-
-        if error := _error_of(start):
-            self._report(lambda: failed(error))
-
-    def _close(self, sender: int, closed: Callable[[], None]) -> None:
-        access = self._accesses.pop(sender, None)
-        if access is not None:
-            access.agent.destroy()
-        self._report(closed)
-
-    def _close_all(self) -> None:
-        while self._accesses:
-            self._accesses.popitem()[1].agent.destroy()
-
-    def _turn(self) -> float | None:
-        for sender, access in list(self._accesses.items()):
-            if error := _error_of(access.agent.progress):
-                log.warning("KV link of %x: %s", sender, error)
-                self._accesses.pop(sender).agent.destroy()  # the sender's next write fails, which closes the link
-        if not self._accesses:
-            return None
-        return PROGRESS_S if self._is_active else IDLE_S
-
-
-def _error_of(work: Job) -> str:
-    """Returns nixl's error, "" for none. Not the exception, because an agent that is destroyed may not be in use."""
-    try:
-        work()
-    except (ConnectionError, ConfigError) as e:
-        return str(e)
-    return ""
-
-
-def _nothing() -> None:
-    pass
+        for packed in waiting:
+            packed.ended(None, reason)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import queue
+import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,6 +31,8 @@ from blockyard.shared.errors import ConfigError
 log = logging.getLogger(__name__)
 
 DEFAULT_BACKENDS = ("UCX",)
+
+TOKEN_BYTES = 16
 
 Job = Callable[[], None]
 Pieces = npt.NDArray[np.uint64]  # [n, 3]: address, bytes, device
@@ -48,11 +52,56 @@ class Region:
         if self.kind == "VRAM":
             torch.cuda.set_device(self.device)
 
-    def pieces(self, offsets: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> Pieces:
-        """offsets, num_bytes [n]"""
-        found = np.empty((len(offsets), 3), np.uint64)
-        found[:, 0], found[:, 1], found[:, 2] = self.address + offsets, num_bytes, self.device
-        return found
+    def piece(self, offset: int, num_bytes: int) -> Pieces:
+        """One piece of it, for a copy."""
+        return np.array([[self.address + offset, num_bytes, self.device]], np.uint64)
+
+
+class NixlTarget(msgspec.Struct, frozen=True, array_like=True, tag="staging"):
+    """What a sender needs to write to its buffers in a receiver's staging memory."""
+
+    metadata: bytes  # of its agent
+    address: int  # of the first buffer
+    num_buffers: int
+    buffer_bytes: int
+    kind: str
+    device: int
+    token_address: int
+    token: bytes  # a new link reads it, to try the connection
+    boot: str
+    pid_namespace: int
+
+
+_PLACE = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A buffer of the receiver's staging memory to which a sender has written, sent beside a `BlocksWritten`. The
+    receiver sends it back when the sender may write to it again.
+    """
+
+    use: int  # counts all uses of a link's buffers, from 1
+    buffer: int
+
+    def bytes(self) -> bytes:
+        return _PLACE.pack(self.use, self.buffer)
+
+    @staticmethod
+    def read(payload: memoryview | None) -> "Place | None":
+        """Returns None for bytes that are no place."""
+        if payload is None or payload.nbytes != _PLACE.size:
+            return None
+        return Place(*_PLACE.unpack(payload))
+
+
+def error_of(work: Job) -> str:
+    """Returns nixl's error, "" for none. Not the exception, because an agent that is destroyed may not be in use."""
+    try:
+        work()
+    except (ConnectionError, ConfigError) as e:
+        return str(e)
+    return ""
 
 
 def region_at(arena: Arena, address: int) -> Region:

@@ -12,6 +12,7 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_blocks import blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.frames import LinkWelcome
+from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.errors import ConfigError
 
@@ -41,7 +42,7 @@ def open_blocks(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockM
 
 def make_writer(
     config: KVTransferConfig, welcome: LinkWelcome, arena: Arena, own: BlockMemory, layout: BlockLayout,
-    copies: CopyThread,
+    copies: CopyThread, staging: StagingMemory,
 ) -> BlockWriter:  # fmt: skip
     """Makes a writer. "auto" maps the receiver's memory, or takes tcp if it cannot.
 
@@ -50,7 +51,7 @@ def make_writer(
     name, handle = config.connector, welcome.arena
     check_connector(name, arena)
     if name == "nixl":
-        return NixlWriter(arena, own, layout, welcome.remote, copies, config.backends)
+        return NixlWriter(own, layout, staging, welcome.remote, copies, config.backends)
     if name != "tcp":
         try:
             if handle is None:
@@ -64,7 +65,7 @@ def make_writer(
 
 
 def make_reader(name: str, own: BlockMemory) -> BlockReader | None:
-    """Makes the reader that belongs to the writer `name`; None for an unknown name."""
-    if name in (own.connector, NixlWriter.name):
+    """Makes the reader that belongs to the writer `name`, other than nixl; None for an unknown name."""
+    if name == own.connector:
         return MappedReader(own)
     return TcpReader(own) if name == "tcp" else None

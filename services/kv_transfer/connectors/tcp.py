@@ -79,6 +79,9 @@ class TcpWriter:
         else:
             self._sending.append((buffer, tracker))
 
+    def free(self, place: bytes) -> None:
+        """Does nothing: payloads name no memory."""
+
     def close(self) -> None:
         """Does nothing: a buffer is freed when libzmq has sent its last message."""
 

@@ -92,7 +92,10 @@ class WritesAllowed(LinkFrame, frozen=True):
 
 
 class BlocksWritten(LinkFrame, frozen=True):
-    """Positions [first, first + count) were written in some layers. On tcp the second message part has their bytes."""
+    """Positions [first, first + count) were written in some layers.
+
+    The second message part has their bytes on tcp, and on nixl names the buffer that has them.
+    """
 
     number: int
     generation: int  # of the receiver's memory
@@ -110,6 +113,12 @@ class BlockSums(LinkFrame, frozen=True):
     first: int
     count: int
     sums: bytes  # checksums, uint64 little-endian, one a position; empty if checksums are off
+
+
+class BufferFree(LinkFrame, frozen=True):
+    """On nixl: the receiver has emptied a buffer, or does not want what is in it. The sender may write to it again."""
+
+    place: bytes  # as it came beside the `BlocksWritten`
 
 
 class StopWrites(LinkFrame, frozen=True):
@@ -134,4 +143,4 @@ class Probe(LinkFrame, frozen=True):
 
 
 ToReceiver = LinkHello | LinkReady | BlocksWritten | BlockSums | Stopped | LinkClosed
-ToSender = LinkWelcome | LinkRefused | WritesAllowed | StopWrites | Probe
+ToSender = LinkWelcome | LinkRefused | WritesAllowed | BufferFree | StopWrites | Probe

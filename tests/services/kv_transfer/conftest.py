@@ -41,7 +41,7 @@ def peers(bus: BusConfig) -> Iterator[tuple[Peer, Peer]]:
 
 
 WAYS = ["shm", "tcp", pytest.param("nixl", marks=needs_nixl)]
-WAYS += ["cuda_ipc", "tcp of GPUs", "tcp to a GPU", "tcp from a GPU"]
+WAYS += ["cuda_ipc", "tcp of GPUs", "tcp to a GPU", "tcp from a GPU", pytest.param("nixl of GPUs", marks=needs_nixl)]
 
 
 @pytest.fixture(params=WAYS)

@@ -39,6 +39,7 @@ CONNECTORS = [
     pytest.param(("nixl", "host"), marks=needs_nixl),
     pytest.param(("cuda_ipc", "cuda"), marks=on_gpu),
     pytest.param(("tcp", "cuda"), marks=on_gpu),
+    pytest.param(("nixl", "cuda"), marks=[*on_gpu, needs_nixl]),
 ]
 
 

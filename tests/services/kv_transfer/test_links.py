@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer, tcp_bus
 
@@ -171,6 +172,12 @@ def test_damage_is_found_and_only_the_damaged_block_fails(pair: Pair, harm: str)
                 blocks = pair.target.blocks
                 damage(blocks)
                 pair.target.put(blocks)
+                start(landing, payload, *rest)
+            elif links[SENDER].buffers is not None:
+                packed = links[SENDER].buffers.packed(landing, payload)
+                words = packed.to("cpu", copy=True).numpy().view(np.uint64)
+                damage_packed(words.reshape(len(ALL), 3, -1))
+                packed.copy_(torch.from_numpy(words.view(np.uint8)))
                 start(landing, payload, *rest)
             else:
                 words = np.frombuffer(bytearray(payload), np.uint64).reshape(len(ALL), 3, -1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from kv_peers import LARGE, RECEIVER, SENDER, SMALL, Pair, Peer, needs_nixl, process
 
-from blockyard.services.kv_transfer.connectors import nixl
+from blockyard.services.kv_transfer.connectors import nixl, nixl_access
 from blockyard.services.kv_transfer.connectors.nixl_agent import NixlAgent, Region, host_id
 from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
@@ -88,10 +88,7 @@ def test_bytes_of_a_dead_sender_do_not_arrive_after_its_transfer_has_ended(
 def test_a_sender_of_another_host_is_stopped_by_the_end_of_the_receivers_agent(
     peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver_id = host_id()
-    monkeypatch.setattr(
-        nixl, "host_id", lambda: receiver_id if threading.current_thread().name == "kv-nixl-reads" else ("other", 1)
-    )
+    monkeypatch.setattr(nixl, "host_id", lambda: ("other", 1))
     destroy, release, destroyed = NixlAgent.destroy, threading.Event(), threading.Event()
 
     def held(agent: NixlAgent) -> None:
@@ -192,7 +189,7 @@ def test_an_agent_in_use_is_not_called_destroyed() -> None:
     region = Region(memory.ctypes.data, memory.nbytes)
     one, other = NixlAgent("one", [], [region]), NixlAgent("other", ["UCX"], [region])
     one.connect(other.metadata())
-    pieces = region.pieces(np.array([0]), np.array([16]))
+    pieces = region.piece(0, 16)
     kept = one.start("WRITE", pieces, "DRAM", pieces, "DRAM")
     with pytest.raises(RuntimeError, match="still in use"):
         one.destroy()
@@ -226,9 +223,7 @@ def test_a_new_link_reads_the_receivers_token(peers: tuple[Peer, Peer], monkeypa
 @needs_nixl
 def test_two_pid_namespaces_on_one_host(peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     boot, namespace = host_id()
-    monkeypatch.setattr(
-        nixl, "host_id", lambda: (boot, namespace + (threading.current_thread().name == "kv-nixl-reads"))
-    )
+    monkeypatch.setattr(nixl_access, "host_id", lambda: (boot, namespace + 1))
     pair = Pair(*peers, "nixl")
     pair.until(lambda: bool(pair.sender.closed))
     assert "different PID namespaces" in pair.sender.closed and "tcp" in pair.sender.closed

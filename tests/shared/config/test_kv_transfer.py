@@ -15,7 +15,7 @@ from blockyard.shared.messages import KVRole
 IPC = BusConfig(registry="ipc:///run/x/message-bus", bind="ipc:///run/x")
 TCP = BusConfig(registry="tcp://bus:5700", bind="tcp://0.0.0.0", curve_public="/k/p", curve_secret="/k/s")
 NO_KEYS = BusConfig(registry="ipc:///run/x/message-bus", bind="tcp://0.0.0.0")
-NO_BUFFER = "has no effect, blocks go from KV memory to KV memory without a buffer"
+NO_BUFFER = "has no effect, buffers have sizes of their own, of nixl up to 1 GiB of a GPU for all links"
 WHERE = "--kv-transfer-config: "
 
 

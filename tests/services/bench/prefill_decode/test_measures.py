@@ -49,5 +49,12 @@ def test_streams_that_end_before_the_prompts_arrive_are_an_error(server: SuiteSe
 
 
 def test_trials_end_at_the_first_rate_over_the_limit(server: SuiteServer) -> None:
+    told: list[float] = []
     sizes = PDSizes(num_requests=4, rates=(30.0, 60.0, 90.0), ttft_limit_ms=0.001)
-    assert [trial.rate for trial in measures.trials(server, sizes, 8, 3)] == [30.0]
+    found = measures.trials(server, sizes, (8, 3), lambda lengths, trial: told.append(trial.rate))
+    assert [trial.rate for trial in found] == told == [30.0]
+
+
+def test_trials_end_at_the_first_rate_over_the_one_limit_of_the_itl(server: SuiteServer) -> None:
+    sizes = PDSizes(num_requests=4, rates=(30.0, 60.0), itl_limit_ms=0.001)
+    assert [trial.rate for trial in measures.trials(server, sizes, (8, 3), lambda lengths, trial: None)] == [30.0]

@@ -26,6 +26,28 @@ def test_items_name_their_servers() -> None:
     ]
 
 
+def test_only_the_named_servers_are_started() -> None:
+    items = read_items(["goodput-long"])
+    assert [one.name for one in needed(items, [112, 448], ["two-448"])] == ["two, 448 tokens a step"]
+    assert [one.key for one in needed(items, [112, 448], ["apart", "two-112", "one"])] == ["apart", "two-112"]
+    assert [one.flags[-1] for one in needed(items, [112], ["two-96"])] == ["96"]
+    assert needed(items, [112], []) == []
+    for unknown in ("two-0", "three", "two-"):
+        with pytest.raises(ConfigError, match=rf"{unknown}: no such server; the servers are one, apart, .*two-112 and"):
+            needed(items, [112], [unknown])
+
+
+def test_one_limit_of_the_itl_gives_one_row() -> None:
+    figures = {
+        APART.name: PDFigures(trials_long=[Trial(1.0, 300, 7)], trials_short=[Trial(4.0, 300, 11)]),
+        "two, 448 tokens a step": PDFigures(trials_long=[Trial(2.0, 500, 18)], trials_short=[Trial(2.0, 500, 11.5)]),
+    }
+    long, short = rows_of(figures, PDSizes(itl_limit_ms=20.0))
+    assert long.value == 0.5 and "ITL at most 20 ms" in long.what and long.bar is None
+    assert short.value == 2.0 and "2,048 in" in short.what and "ITL at most 20 ms" in short.what
+    assert rows_of(figures, PDSizes(itl_limit_ms=8.0))[0].unit == "requests/s"
+
+
 def test_checksums_need_the_prompt_alone_on_the_server_with_checksums() -> None:
     assert read_items(["checksums"]) == {PDItem.CHECKSUMS, PDItem.TTFT}
 

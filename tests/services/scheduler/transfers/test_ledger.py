@@ -117,6 +117,16 @@ def test_a_target_without_a_link_is_told_once_the_source_has_stopped(source_firs
     assert it.released()[D] == [5, 6] and not it.ledger.transfers
 
 
+def test_a_target_that_has_answered_is_told_nothing_more() -> None:
+    it = Books()
+    it.sender_unreachable()
+    it.landed()
+    it.ledger.take_asks()
+    it.send_ended(False)
+    assert it.ledger.take_asks() == [], "the link that it had lost is of no interest"
+    assert it.released() == {P: [1, 2], D: [5, 6]}
+
+
 def test_a_source_that_is_lost_and_has_not_answered_may_still_write() -> None:
     it = Books()
     it.sender_unreachable()

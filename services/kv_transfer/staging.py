@@ -1,0 +1,118 @@
+"""Staging memory: buffers for packed blocks on their way to or from another worker, beside the KV memory.
+
+All links of a worker share one limit. Each new link gets smaller buffers once little is left, and in the end none.
+"""
+
+import torch
+from torch import Tensor
+
+from blockyard.services.kv_transfer.arena import Arena, make_arena
+from blockyard.shared.config.services.worker import KVTransferConfig
+from blockyard.shared.errors import ConfigError
+
+GPU_STAGING_BYTES = 1 << 30  # of all links of a worker; part of its memory plan
+HOST_STAGING_BYTES = 256 << 20
+GPU_BUFFER_BYTES = 64 << 20  # 0.2 ms over NVLink: large, because the calls and frames of a copy take about 1 ms
+HOST_BUFFER_BYTES = 4 << 20
+MIN_BUFFER_BYTES = 1 << 20
+
+
+def planned_bytes(device: torch.device, config: KVTransferConfig | None) -> int:
+    """Returns the bytes of a GPU that a worker has to leave for its `StagingMemory`."""
+    return GPU_STAGING_BYTES if device.type == "cuda" and config is not None and config.connector == "nixl" else 0
+
+
+class StagingBuffers:
+    """The buffers of one link, side by side in an allocation of their own."""
+
+    def __init__(self, arena: Arena, count: int, num_bytes: int) -> None:
+        """num_bytes: of one buffer."""
+        self.arena, self.num_bytes = arena, num_bytes
+        self._views: list[Tensor] = list(arena.bytes.view(count, num_bytes))
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """[num_bytes] uint8"""
+        return self._views[index]
+
+
+class StagingMemory:
+    """Allocates the buffers of links, and keeps those that a link has given back for the next one.
+
+    Call its methods from one thread.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        """device: of the worker's KV memory. limit_bytes: of all buffers."""
+        on_gpu = device.type == "cuda"
+        self._device = device
+        self._limit = (GPU_STAGING_BYTES if on_gpu else HOST_STAGING_BYTES) if limit_bytes is None else limit_bytes
+        self._usual = GPU_BUFFER_BYTES if on_gpu else HOST_BUFFER_BYTES
+        self._used = 0  # bytes of all buffers, also of those in `_free`
+        self._free: list[StagingBuffers] = []
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used
+
+    def take(self, count: int, least_bytes: int) -> StagingBuffers:
+        """Returns `count` buffers of at least this size each. They take half of what is left at most, unless that is
+        less than the least size.
+
+        Raises ConfigError if the memory is used up, or is not free.
+        """
+        for i, buffers in enumerate(self._free):
+            if len(buffers) == count and buffers.num_bytes >= least_bytes:
+                return self._free.pop(i)
+        least = _whole_words(max(least_bytes, min(MIN_BUFFER_BYTES, self._usual)))
+        size = max(self._usual, least)
+        while size > least and 2 * count * size > self._left:
+            size = max(_whole_words(size // 2), least)
+        if count * size > self._left:
+            self.close()
+        if count * size > self._left:
+            raise ConfigError(
+                f"KV connector nixl: {self._used >> 20} of {self._limit >> 20} MiB of staging memory are in use, a new"
+                f" link needs {count * size >> 20}"
+            )
+        try:
+            arena = self._allocate(count * size)
+        except torch.OutOfMemoryError as e:
+            raise ConfigError(f"KV connector nixl: no {count * size >> 20} MiB for staging buffers are free") from e
+        self._used += count * size
+        return StagingBuffers(arena, count, size)
+
+    def give_back(self, buffers: StagingBuffers) -> None:
+        """Nothing reads or writes these buffers any more. Another link gets them, because a GPU may have to wait for
+        its steps to free memory."""
+        if self._device.type == "cuda":
+            self._free.append(buffers)
+        else:
+            self.drop(buffers)
+
+    def drop(self, buffers: StagingBuffers) -> None:
+        """Frees buffers, also if another worker may still write to them: no other memory of this process gets there."""
+        self._used -= len(buffers) * buffers.num_bytes
+        buffers.arena.drop()
+
+    def close(self) -> None:
+        """Frees the buffers that no link has."""
+        while self._free:
+            self.drop(self._free.pop())
+
+    def _allocate(self, num_bytes: int) -> Arena:
+        if self._device.type != "cuda":
+            return make_arena(num_bytes, self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+            # an arena waits for its first zeros, here without the steps in flight
+            return make_arena(num_bytes, self._device)
+
+    @property
+    def _left(self) -> int:
+        return self._limit - self._used
+
+
+def _whole_words(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
