@@ -7,13 +7,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX, check_kv_dtype
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _TILE = 16  # heads of a program
+_PDL_TOKENS = 64  # at most: more programs would wait in the place of programs of the kernel before
 
 
 def write_latent_reference(
@@ -56,9 +59,12 @@ def _write_latent_kernel(
     query_stride, row_stride, table_stride, eps,
     FP8_MAX: tl.constexpr, HEADS: tl.constexpr, QUERY_DIM: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr,
     ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, 0): the row of token i; program (i, j): TILE heads of its query
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     turned = tl.arange(0, ROTATED_DIM)
     in_turned = turned < ROTATED
@@ -131,11 +137,12 @@ def write_latent(
         raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {tokens} rows of {rotated}")
     if not tokens:
         return
+    pdl = tokens <= _PDL_TOKENS and supports_pdl(query.device)
     angles = query if rotation is None else torch.view_as_real(rotation.contiguous())
     _write_latent_kernel[(tokens, 1 + (ceil_div(heads, _TILE) if rotation is not None else 0))](
         query, rows, layer, metadata.slots, metadata.positions, metadata.tables, angles, weight,
         query if scales is None else scales, query.stride(0), rows.stride(0), metadata.tables.stride(0), eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), HEADS=heads, QUERY_DIM=query_dim, LATENT=latent,
         DIM=next_power_of_2(latent), ROTATED=rotated, ROTATED_DIM=next_power_of_2(rotated), BLOCK_SIZE=layer.shape[3],
-        ROTATE=rotation is not None, TILE=_TILE, num_warps=2,
+        ROTATE=rotation is not None, TILE=_TILE, PDL=pdl, num_warps=2, **pdl_options(pdl),
     )  # fmt: skip

@@ -61,12 +61,9 @@ def _decode(num_seqs: int, length: int, heads: int, dtype: torch.dtype | None = 
     kind, seqs, q = dtype or DTYPE, sequences(num_seqs, length - 1, 1), _query(num_seqs, heads)
     num_bytes = num_seqs * length * (LATENT + ROTATED) * kind.itemsize
     scales = torch.ones(2) if dtype is not None else None
-    schedule = schedule_latent_decode(q[0], seqs, LONGEST)  # not timed: runs once a step
-    out = torch.empty_like(q[0])
-    calls = [
-        partial(latent_decode, *q, layer, seqs, SCALE, LONGEST, out, schedule, scales)
-        for layer in _layers(seqs, num_bytes, kind)
-    ]
+    layers, out = _layers(seqs, num_bytes, kind), torch.empty_like(q[0])
+    schedule = schedule_latent_decode(q[0], layers[0], seqs, LONGEST)  # not timed: runs once a step
+    calls = [partial(latent_decode, *q, layer, seqs, SCALE, LONGEST, out, schedule, scales) for layer in layers]
     name = "latent decode" + (", KV in 8 bits" if dtype is not None else "")
     operations = 2.0 * num_seqs * heads * length * (2 * LATENT + ROTATED)
     return row(name, f"{num_seqs} x {length:,}, {heads} heads", graph_seconds(calls), num_bytes, operations)

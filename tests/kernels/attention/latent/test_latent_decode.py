@@ -83,7 +83,8 @@ def test_latent_decode(
 def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "_multiprocessors", lambda device: 8)
     seqs, q = sequences([260, 0, 70], 16, 60), queries(3, 20, 24, 8, dtype)
-    schedule = schedule_latent_decode(q[0], seqs, 300)
+    layer = layer_of(seqs, 60, 16, 32).to(dtype)
+    schedule = schedule_latent_decode(q[0], layer, seqs, 300)
     assert int(schedule.row_splits[1, 0]) > 1
     for _ in range(2):
         layer = layer_of(seqs, 60, 16, 32).to(dtype)
