@@ -13,7 +13,6 @@ in the order of their sums and in the layout of the splits, so none can stand in
 
 import triton
 import triton.language as tl
-
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.attention.attention_tiles import add_sinks

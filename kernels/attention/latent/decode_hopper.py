@@ -1,7 +1,7 @@
 """`latent_decode` for Hopper GPUs, in Gluon: a producer warp that loads, and two consumer warpgroups that compute.
 
-After FlashMLA (https://github.com/deepseek-ai/FlashMLA): 64 heads are the rows of a tile, and each warpgroup has half of
-the columns of their output. The first computes scores and probabilities, and hands the probabilities to the second
+After FlashMLA (https://github.com/deepseek-ai/FlashMLA): 64 heads are the rows of a tile, and each warpgroup has half
+of the columns of their output. The first computes scores and probabilities, and hands the probabilities to the second
 through shared memory; its next scores are computed while its half of the output is. A tile of 64 keys is in shared
 memory once, for scores and values. It comes in three parts, each of which is loaded again as soon as it is free: the
 rotated numbers, and the two halves of the latent. The rest of a sequence's last block is read and multiplied by 0: it
@@ -101,7 +101,9 @@ def _produce(
             stage = count % STAGES
             phase = ((count // STAGES) & 1) ^ 1
             mbarrier.wait(rotated_empty.index(stage), phase)
-            _load_part(desc, rows, 512, rotated_chunks, rotated_full.index(stage), stage * BLOCKS, 1, BLOCKS, BLOCK_SIZE)
+            _load_part(
+                desc, rows, 512, rotated_chunks, rotated_full.index(stage), stage * BLOCKS, 1, BLOCKS, BLOCK_SIZE
+            )
             mbarrier.wait(left_empty.index(stage), phase)
             _load_part(
                 desc, rows, 0, latent_chunks, left_full.index(stage), stage * 8 * BLOCKS, 4, BLOCKS, BLOCK_SIZE
