@@ -20,6 +20,7 @@ _OUT = 64  # outputs of a tile
 _FEW_OUT, _FEWEST_OUT = 32, 16  # outputs of a tile where there are few rows: more programs read the weights
 _FEW_PROGRAMS = 128  # fewer take the smaller tile
 _EARLY = 4  # tiles of weights that a program loads before it waits for the kernel before it
+_EARLY_ROWS = 64  # at most: more programs would wait in the place of programs of the kernel before
 
 
 def head_products_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ def head_products(x: Tensor, weight: Tensor, batch_invariant: bool = False, out:
     if not out.numel():
         return out
     is_few = rows <= _FEW and not batch_invariant
-    pdl = is_few and supports_pdl(x.device)
+    is_early = rows <= _EARLY_ROWS and not batch_invariant
+    pdl = is_early and supports_pdl(x.device)
     block_m, block_n, inner = (_FEW_ROWS, _FEW_OUT, _FEW_INNER) if is_few else (_MANY_ROWS, _OUT, _INNER)
     if is_few and heads * ceil_div(out_size, block_n) < _FEW_PROGRAMS:
         block_n = _FEWEST_OUT
@@ -89,7 +91,7 @@ def head_products(x: Tensor, weight: Tensor, batch_invariant: bool = False, out:
     _head_products_kernel[(heads, ceil_div(out_size, block_n), ceil_div(rows, block_m))](
         x, weight, out, rows, x.stride(0), x.stride(1), *weight.stride(), out.stride(0), out.stride(1),
         IN=size, OUT=out_size, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        EARLY=min(_EARLY, ceil_div(size, block_k)) if is_few else 0, PDL=pdl, num_warps=4, num_stages=3,
+        EARLY=min(_EARLY, ceil_div(size, block_k)) if is_early else 0, PDL=pdl, num_warps=4, num_stages=3,
         **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -70,7 +70,7 @@ def latent_decode_reference(
 def attend_rows(
     q, q_rotated, begin, stop, table_ptr, layer_ptr, scale,
     BLOCK_M: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CONVERT_ONCE: tl.constexpr = False,
 ):  # fmt: skip
     """Attention over the rows from `begin` to `stop`: acc, l_i and m_i of FlashAttention, scores in powers of two.
 
@@ -89,6 +89,11 @@ def attend_rows(
         in_rotated = valid[:, None] & (rotated < ROTATED)[None, :]
         turned = tl.load(row_ptr + LATENT + rotated[None, :], mask=in_rotated, other=0.0)
         latent, turned = latent.to(q.dtype), turned.to(q.dtype)
+        if CONVERT_ONCE:
+            # 8-bit rows. Without this the compiler moves the conversion behind the layouts of both products, to which
+            # rows in 8 bits come byte by byte, and then does not load the next tile early
+            latent = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [latent], q.dtype, is_pure=False, pack=2)
+            turned = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [turned], q.dtype, is_pure=False, pack=2)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_rotated, tl.trans(turned), acc=scores, input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -122,7 +127,7 @@ def _latent_decode_kernel(
     q_row, q_head, rotated_row, rotated_head, table_stride, max_splits, scale,
     SCALED: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, LATENT: tl.constexpr,
     DIM: tl.constexpr, ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, CONVERT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -149,7 +154,7 @@ def _latent_decode_kernel(
         )  # fmt: skip
         acc, l_i, m_i = attend_rows(
             q, q_rotated, begin, stop, tables_ptr + slot * table_stride, layer_ptr, scale, BLOCK_M, LATENT, DIM,
-            ROTATED, ROTATED_DIM, BLOCK_SIZE, BLOCK_N,
+            ROTATED, ROTATED_DIM, BLOCK_SIZE, BLOCK_N, CONVERT_ONCE,
         )  # fmt: skip
         acc = acc * (row_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros in padding rows
         columns = heads[:, None] * LATENT + dims[None, :]
@@ -243,7 +248,8 @@ def _latent_decode(
         metadata.tables.stride(0), schedule.work.shape[1], scale * LOG2E,
         SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, TILES=tiles, LATENT=latent_dim,
         DIM=max(next_power_of_2(latent_dim), 16), ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
-        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, PDL=pdl, num_warps=config.warps, num_stages=config.stages,
+        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=scales is not None and q_latent.is_cuda,
+        PDL=pdl, num_warps=config.warps, num_stages=config.stages,
         **pdl_options(pdl),
     )  # fmt: skip
 
