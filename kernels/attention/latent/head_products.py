@@ -48,11 +48,13 @@ def _head_products_kernel(
         early += (tl.load(weight_places + i * BLOCK_K * weight_in, mask=inside, other=0.0),)  # type: ignore[assignment]
     if PDL:
         gdc_wait()
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    early_x = ()
     for i in tl.static_range(EARLY):
         in_x = (row < rows)[:, None] & (i * BLOCK_K + inner < IN)[None, :]
-        x = tl.load(x_places + i * BLOCK_K, mask=in_x, other=0.0)
-        acc = tl.dot(x, early[i], acc=acc, input_precision="ieee")
+        early_x += (tl.load(x_places + i * BLOCK_K, mask=in_x, other=0.0),)  # type: ignore[assignment]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i in tl.static_range(EARLY):
+        acc = tl.dot(early_x[i], early[i], acc=acc, input_precision="ieee")
     for start in range(EARLY * BLOCK_K, IN, BLOCK_K):
         x = tl.load(x_places + start, mask=(row < rows)[:, None] & (start + inner < IN)[None, :], other=0.0)
         inside = (start + inner < IN)[:, None] & (columns < OUT)[None, :]
