@@ -62,6 +62,9 @@ def _write_latent_kernel(
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, 0): the row of token i; program (i, j): TILE heads of its query
+    dims = tl.arange(0, DIM)
+    in_latent = dims < LATENT
+    weight = tl.load(weight_ptr + dims, mask=in_latent, other=0.0).to(tl.float32)  # no kernel writes it
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -78,23 +81,22 @@ def _write_latent_kernel(
             x = tl.load(places + turned[None, :], mask=inside, other=0.0).to(tl.float32)
             tl.store(places + turned[None, :], _rotate(x, angle, TILE, ROTATED_DIM), mask=inside)
         return
-    dims = tl.arange(0, DIM)
-    in_latent = dims < LATENT
+    # all loads come before the first store, behind which the compiler leaves those that follow it
     row_ptr = rows_ptr + token * row_stride
+    slot = tl.load(slots_ptr + token)
+    position = tl.load(positions_ptr + token)
     latent = tl.load(row_ptr + dims, mask=in_latent, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + dims, mask=in_latent, other=0.0).to(tl.float32)
+    shared = tl.load(row_ptr + LATENT + turned, mask=in_turned, other=0.0).to(tl.float32)
+    block_ptr = tables_ptr + slot * table_stride + position // BLOCK_SIZE
+    block = tl.load(block_ptr, mask=slot >= 0, other=0).to(tl.int64)
     latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * weight
     latent = latent.to(rows_ptr.dtype.element_ty).to(tl.float32)  # as prefills read it that decompress this row
     tl.store(row_ptr + dims, latent, mask=in_latent)
-    shared = tl.load(row_ptr + LATENT + turned, mask=in_turned, other=0.0).to(tl.float32)
     if ROTATE:
         shared = tl.reshape(_rotate(tl.reshape(shared, [1, ROTATED_DIM]), angle, 1, ROTATED_DIM), [ROTATED_DIM])
         shared = shared.to(rows_ptr.dtype.element_ty).to(tl.float32)
         tl.store(row_ptr + LATENT + turned, shared, mask=in_turned)
-    slot = tl.load(slots_ptr + token)
     if slot >= 0:
-        position = tl.load(positions_ptr + token)
-        block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
         stored_ptr = layer_ptr + (block * BLOCK_SIZE + position % BLOCK_SIZE) * (LATENT + ROTATED)
         if FP8_MAX > 0:
             scale = tl.load(scales_ptr)
