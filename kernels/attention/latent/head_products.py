@@ -13,6 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
+_FEWEST = 2  # rows: without tensor cores where the inputs of weights are adjacent
+_MOST_INNER = 512  # inputs that a program holds without tensor cores
 _FEW = 32  # rows: weights are read once by tiles of 16 rows
 _FEW_ROWS, _MANY_ROWS = 16, 64  # rows of a tile
 _FEW_INNER, _INNER = 128, 64  # inputs at a time
@@ -64,6 +66,28 @@ def _head_products_kernel(
     tl.store(out_places, acc, mask=(row < rows)[:, None] & (columns < OUT)[None, :])
 
 
+@triton.jit
+def _few_head_products_kernel(
+    x_ptr, weight_ptr, out_ptr, x_row, x_head, weight_head, weight_out, out_row, out_head,
+    ROWS: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # program (i, j): outputs j of head i, all rows, without tensor cores; inputs of weights are adjacent
+    if PDL:
+        gdc_launch_dependents()
+    head = tl.program_id(0).to(tl.int64)
+    columns, inner = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    places = weight_ptr + head * weight_head + columns[:, None] * weight_out + inner[None, :]
+    weight = tl.load(places, mask=(columns < OUT)[:, None] & (inner < IN)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    weight = weight.to(tl.float32)
+    for row in tl.static_range(ROWS):
+        x = tl.load(x_ptr + row * x_row + head * x_head + inner, mask=inner < IN, other=0.0).to(tl.float32)
+        y = tl.sum(weight * x[None, :], 1)
+        tl.store(out_ptr + row * out_row + head * out_head + columns, y, mask=columns < OUT)
+
+
 def head_products(x: Tensor, weight: Tensor, batch_invariant: bool = False, out: Tensor | None = None) -> Tensor:
     """x [rows, heads, in], weight [heads, in, out] -> out [rows, heads, out], allocated if None.
 
@@ -82,6 +106,14 @@ def head_products(x: Tensor, weight: Tensor, batch_invariant: bool = False, out:
     if out.shape != (rows, heads, out_size) or out.dtype != x.dtype or out.stride(2) != 1:
         raise ValueError(f"out {list(out.shape)} {out.dtype} {out.stride()} does not fit {[rows, heads, out_size]}")
     if not out.numel():
+        return out
+    if rows <= _FEWEST and weight.stride(1) == 1 and size <= _MOST_INNER and not batch_invariant:
+        pdl = supports_pdl(x.device)
+        _few_head_products_kernel[(heads, ceil_div(out_size, _FEWEST_OUT))](
+            x, weight, out, x.stride(0), x.stride(1), weight.stride(0), weight.stride(2), out.stride(0), out.stride(1),
+            ROWS=rows, IN=size, OUT=out_size, BLOCK_N=_FEWEST_OUT, BLOCK_K=next_power_of_2(size), PDL=pdl, num_warps=4,
+            **pdl_options(pdl),
+        )  # fmt: skip
         return out
     is_few = rows <= _FEW and not batch_invariant
     is_early = rows <= _EARLY_ROWS and not batch_invariant

@@ -26,7 +26,7 @@ from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 # The combine kernel: splits that it loads at a time, and dims of a program. Few rows have many splits.
 _FEW_ROWS = 8
-_FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 64, 128
+_FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 128, 64
 _SPLITS_AT_ONCE = 8
 
 
