@@ -24,6 +24,8 @@ from blockyard.kernels.kv_cache.kv_types import check_kv_dtype
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
+# With few heads most of a tile of `decode_hopper` is empty; above so many rows the other kernel reads rows faster.
+_FEW_HEADS, _FEW_HEADS_ROWS = 16, 32
 # The combine kernel: splits that it loads at a time, and dims of a program. Few rows have many splits.
 _FEW_ROWS = 8
 _FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 128, 64
@@ -169,13 +171,18 @@ def _latent_decode_kernel(
         gdc_launch_dependents()
 
 
+def _is_for_hopper(q_latent: Tensor, layer: Tensor) -> bool:
+    rows, heads, _ = q_latent.shape
+    return (heads > _FEW_HEADS or rows <= _FEW_HEADS_ROWS) and fits(q_latent, layer)
+
+
 def schedule_latent_decode(
     q_latent: Tensor, layer: Tensor, metadata: PagedKVMetadata, max_seq_len: int
 ) -> SplitKVSchedule:
     """The schedule of a step for `latent_decode`, for all layers of this shape and dtype."""
     _, heads, latent_dim = q_latent.shape
     programs, of_tile = _multiprocessors(q_latent.device), HEADS_OF_TILE
-    if not fits(q_latent, layer):
+    if not _is_for_hopper(q_latent, layer):
         config = choose_config(heads, q_latent.dtype)
         programs, of_tile = programs * config.programs, config.heads
     return schedule_split_kv(metadata, heads, ceil_div(heads, of_tile), latent_dim, None, max_seq_len, programs)
@@ -213,7 +220,7 @@ def latent_decode(
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, latent_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     pdl = supports_pdl(q_latent.device)
-    if fits(q_latent, layer):
+    if _is_for_hopper(q_latent, layer):
         latent_decode_hopper(q_latent, q_rotated, layer, metadata, scale, out, schedule, pdl)
     else:
         _latent_decode(q_latent, q_rotated, layer, metadata, scale, out, schedule, scales, pdl)
