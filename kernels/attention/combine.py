@@ -1,6 +1,6 @@
 """Combines the splits of split-KV attention (flash decoding): each split's output is weighted by its log-sum-exp.
 
-- `combine_splits_kernel`: after `paged_decode` of few rows, one program a row and head.
+- `combine_splits_kernel`: after `paged_decode` of few rows and `latent_decode`, one program or several a row and head.
 - `combine_if_last`: for many rows, in `paged_decode` itself: the last program of a row's and K/V head's splits to
   finish combines them.
 - `combine_prefill_kernel`: after `paged_prefill`, one program a token and head, all splits at once.
@@ -13,6 +13,7 @@ in the order of their sums and in the layout of the splits, so none can stand in
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.attention.attention_tiles import add_sinks
 from blockyard.kernels.int_math import next_power_of_2
@@ -24,14 +25,19 @@ _COMBINED_ELEMENTS = 4096  # elements of splits that the last program loads at o
 def combine_splits_kernel(
     row_splits_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, sinks_ptr=None,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    # program (i, j): head j of row i. Without PDL: waiting programs slow down the programs that still have splits
+    # program (i, j, k): dims k * DIM to (k + 1) * DIM - 1 of head j of row i. After `paged_decode` without PDL: waiting
+    # programs slow down the programs that still have splits
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head = tl.program_id(0), tl.program_id(1)
     first_split = tl.load(row_splits_ptr + row)
     num_splits = tl.load(row_splits_ptr + rows + row)
     if num_splits == 1:
         return
-    dims = tl.arange(0, DIM)
+    dims = tl.program_id(2) * DIM + tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
     m_i = float("-inf")
     l_i = 0.0

@@ -17,7 +17,7 @@ from blockyard.kernels.attention.attention_tiles import LOG2E, add_sinks, apply_
 from blockyard.kernels.attention.combine import combine_if_last, combine_splits_kernel, splits_at_once
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.attention.split_kv import BLOCK_N, SplitKVSchedule, schedule_split_kv
-from blockyard.kernels.int_math import next_power_of_2
+from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
@@ -26,7 +26,10 @@ _STAGES = 2
 _WARPS = 4
 _FEW_WARPS = 2  # where heads a K/V head are no power of 2: combining their splits needs more registers
 _REGISTERS = 512  # of one lane of all warps together, so that _PROGRAMS programs fit
-_SPLITS_AT_ONCE = 32  # splits that the combine kernel loads at a time
+# The combine kernel: splits that it loads at a time, and dims of a program. Few rows have many splits.
+_FEW_ROWS = 8
+_FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 64, 64
+_SPLITS_AT_ONCE = 32
 _COMBINE_IN_KERNEL_ROWS = 48  # from so many rows on the last program combines: then few rows have many splits
 
 
@@ -189,9 +192,10 @@ def paged_decode(
         **pdl_options(pdl),
     )  # fmt: skip
     if rows < _COMBINE_IN_KERNEL_ROWS and len(schedule.lse) > rows:
-        combine_splits_kernel[(rows, heads)](
+        splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
+        combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
             schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=dim, SPLITS=_SPLITS_AT_ONCE, sinks_ptr=sinks, num_warps=4,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=sinks, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -2,7 +2,8 @@
 
 Split-KV as in `paged_decode`. A tile of rows is loaded once: its first numbers are K and V, the rest belongs to K
 alone. Query heads are the rows of a product; more than fit in a tile are several programs, which find the rows in the
-L2 cache. The query already has the up-projection of K in it (https://arxiv.org/abs/2405.04434).
+L2 cache. The query already has the up-projection of K in it (https://arxiv.org/abs/2405.04434). On Hopper GPUs
+`decode_hopper` does the same for the sizes of DeepSeek's models, except for the combination of splits.
 """
 
 import functools
@@ -12,15 +13,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.combine import combine_splits_kernel
+from blockyard.kernels.attention.latent.decode_hopper import HEADS_OF_TILE, fits, latent_decode_hopper
 from blockyard.kernels.attention.split_kv import SplitKVSchedule, schedule_split_kv
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.kv_types import check_kv_dtype
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-_SPLITS_AT_ONCE = 8  # splits that the combine kernel loads at a time
+# With few heads most of a tile of `decode_hopper` is empty; above so many rows the other kernel reads rows faster.
+_FEW_HEADS, _FEW_HEADS_ROWS = 16, 32
+# The combine kernel: splits that it loads at a time, and dims of a program. Few rows have many splits.
+_FEW_ROWS = 8
+_FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 128, 64
+_SPLITS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ def latent_decode_reference(
 def attend_rows(
     q, q_rotated, begin, stop, table_ptr, layer_ptr, scale,
     BLOCK_M: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CONVERT_ONCE: tl.constexpr = False,
 ):  # fmt: skip
     """Attention over the rows from `begin` to `stop`: acc, l_i and m_i of FlashAttention, scores in powers of two.
 
@@ -82,6 +91,11 @@ def attend_rows(
         in_rotated = valid[:, None] & (rotated < ROTATED)[None, :]
         turned = tl.load(row_ptr + LATENT + rotated[None, :], mask=in_rotated, other=0.0)
         latent, turned = latent.to(q.dtype), turned.to(q.dtype)
+        if CONVERT_ONCE:
+            # 8-bit rows. Without this the compiler moves the conversion behind the layouts of both products, to which
+            # rows in 8 bits come byte by byte, and then does not load the next tile early
+            latent = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [latent], q.dtype, is_pure=False, pack=2)
+            turned = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [turned], q.dtype, is_pure=False, pack=2)
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_rotated, tl.trans(turned), acc=scores, input_precision="ieee") * scale
         scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -115,8 +129,10 @@ def _latent_decode_kernel(
     q_row, q_head, rotated_row, rotated_head, table_stride, max_splits, scale,
     SCALED: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, TILES: tl.constexpr, LATENT: tl.constexpr,
     DIM: tl.constexpr, ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, CONVERT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     # program i: splits of program i // TILES of the schedule, for one tile of heads. Tiles of a split are neighbours,
     # so that its rows are still in the L2 cache
     dims = tl.arange(0, DIM)
@@ -140,7 +156,7 @@ def _latent_decode_kernel(
         )  # fmt: skip
         acc, l_i, m_i = attend_rows(
             q, q_rotated, begin, stop, tables_ptr + slot * table_stride, layer_ptr, scale, BLOCK_M, LATENT, DIM,
-            ROTATED, ROTATED_DIM, BLOCK_SIZE, BLOCK_N,
+            ROTATED, ROTATED_DIM, BLOCK_SIZE, BLOCK_N, CONVERT_ONCE,
         )  # fmt: skip
         acc = acc * (row_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]  # zeros in padding rows
         columns = heads[:, None] * LATENT + dims[None, :]
@@ -151,15 +167,25 @@ def _latent_decode_kernel(
             partial_out = partial_out_ptr + split_heads[:, None].to(tl.int64) * LATENT + dims[None, :]
             tl.store(partial_out, acc, mask=in_latent)
             tl.store(lse_ptr + split_heads, m_i + tl.log2(l_i), mask=heads < HEADS)
+    if PDL:  # not earlier: the next kernel's programs would take the place of programs of this one
+        gdc_launch_dependents()
 
 
-def schedule_latent_decode(q_latent: Tensor, metadata: PagedKVMetadata, max_seq_len: int) -> SplitKVSchedule:
-    """The schedule of a step for `latent_decode`, for all layers of this shape."""
+def _is_for_hopper(q_latent: Tensor, layer: Tensor) -> bool:
+    rows, heads, _ = q_latent.shape
+    return (heads > _FEW_HEADS or rows <= _FEW_HEADS_ROWS) and fits(q_latent, layer)
+
+
+def schedule_latent_decode(
+    q_latent: Tensor, layer: Tensor, metadata: PagedKVMetadata, max_seq_len: int
+) -> SplitKVSchedule:
+    """The schedule of a step for `latent_decode`, for all layers of this shape and dtype."""
     _, heads, latent_dim = q_latent.shape
-    config = choose_config(heads, q_latent.dtype)
-    programs = _multiprocessors(q_latent.device) * config.programs
-    tiles = ceil_div(heads, config.heads)
-    return schedule_split_kv(metadata, heads, tiles, latent_dim, None, max_seq_len, programs)
+    programs, of_tile = _multiprocessors(q_latent.device), HEADS_OF_TILE
+    if not _is_for_hopper(q_latent, layer):
+        config = choose_config(heads, q_latent.dtype)
+        programs, of_tile = programs * config.programs, config.heads
+    return schedule_split_kv(metadata, heads, ceil_div(heads, of_tile), latent_dim, None, max_seq_len, programs)
 
 
 def latent_decode(
@@ -182,7 +208,6 @@ def latent_decode(
     positions are not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, heads, latent_dim = q_latent.shape
-    rotated = q_rotated.shape[2]
     check_latent_inputs(q_latent, q_rotated, layer, metadata, scales)
     if out is None:
         out = q_latent.new_empty((rows, heads, latent_dim))
@@ -191,25 +216,49 @@ def latent_decode(
     if rows == 0:
         return out
     if schedule is None:
-        schedule = schedule_latent_decode(q_latent, metadata, max_seq_len)
+        schedule = schedule_latent_decode(q_latent, layer, metadata, max_seq_len)
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, latent_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
-    config, dim = choose_config(heads, q_latent.dtype), max(next_power_of_2(latent_dim), 16)
+    pdl = supports_pdl(q_latent.device)
+    if _is_for_hopper(q_latent, layer):
+        latent_decode_hopper(q_latent, q_rotated, layer, metadata, scale, out, schedule, pdl)
+    else:
+        _latent_decode(q_latent, q_rotated, layer, metadata, scale, out, schedule, scales, pdl)
+    if len(schedule.lse) > rows:
+        dim = max(next_power_of_2(latent_dim), 16)
+        splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
+        combine_splits_kernel[(rows, heads, ceil_div(latent_dim, dims))](
+            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
+            HEADS=heads, HEAD_DIM=latent_dim, DIM=dims, SPLITS=splits, PDL=pdl, num_warps=4, **pdl_options(pdl),
+        )  # fmt: skip
+    return out
+
+
+def _latent_decode(
+    q_latent: Tensor,
+    q_rotated: Tensor,
+    layer: Tensor,
+    metadata: PagedKVMetadata,
+    scale: float,
+    out: Tensor,
+    schedule: SplitKVSchedule,
+    scales: Tensor | None,
+    pdl: bool,
+) -> None:
+    """As `latent_decode`, which has checked the inputs and combines the splits."""
+    (_, heads, latent_dim), rotated = q_latent.shape, q_rotated.shape[2]
+    config = choose_config(heads, q_latent.dtype)
     tiles = ceil_div(heads, config.heads)
     _latent_decode_kernel[(schedule.programs * tiles,)](
         q_latent, q_rotated, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         out, q_latent if scales is None else scales, *q_latent.stride()[:2], *q_rotated.stride()[:2],
         metadata.tables.stride(0), schedule.work.shape[1], scale * LOG2E,
-        SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, TILES=tiles,
-        LATENT=latent_dim, DIM=dim, ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
-        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, num_warps=config.warps, num_stages=config.stages,
+        SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, TILES=tiles, LATENT=latent_dim,
+        DIM=max(next_power_of_2(latent_dim), 16), ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
+        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=scales is not None and q_latent.is_cuda,
+        PDL=pdl, num_warps=config.warps, num_stages=config.stages,
+        **pdl_options(pdl),
     )  # fmt: skip
-    if len(schedule.lse) > rows:
-        combine_splits_kernel[(rows, heads)](
-            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
-            HEADS=heads, HEAD_DIM=latent_dim, DIM=dim, SPLITS=_SPLITS_AT_ONCE, num_warps=4,
-        )  # fmt: skip
-    return out
 
 
 def check_latent_inputs(

@@ -7,13 +7,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX, check_kv_dtype
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _TILE = 16  # heads of a program
+_PDL_TOKENS = 64  # at most: more programs would wait in the place of programs of the kernel before
 
 
 def write_latent_reference(
@@ -56,9 +59,15 @@ def _write_latent_kernel(
     query_stride, row_stride, table_stride, eps,
     FP8_MAX: tl.constexpr, HEADS: tl.constexpr, QUERY_DIM: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr,
     ROTATED: tl.constexpr, ROTATED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROTATE: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program (i, 0): the row of token i; program (i, j): TILE heads of its query
+    dims = tl.arange(0, DIM)
+    in_latent = dims < LATENT
+    weight = tl.load(weight_ptr + dims, mask=in_latent, other=0.0).to(tl.float32)  # no kernel writes it
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     turned = tl.arange(0, ROTATED_DIM)
     in_turned = turned < ROTATED
@@ -72,23 +81,22 @@ def _write_latent_kernel(
             x = tl.load(places + turned[None, :], mask=inside, other=0.0).to(tl.float32)
             tl.store(places + turned[None, :], _rotate(x, angle, TILE, ROTATED_DIM), mask=inside)
         return
-    dims = tl.arange(0, DIM)
-    in_latent = dims < LATENT
+    # all loads come before the first store, behind which the compiler leaves those that follow it
     row_ptr = rows_ptr + token * row_stride
+    slot = tl.load(slots_ptr + token)
+    position = tl.load(positions_ptr + token)
     latent = tl.load(row_ptr + dims, mask=in_latent, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + dims, mask=in_latent, other=0.0).to(tl.float32)
+    shared = tl.load(row_ptr + LATENT + turned, mask=in_turned, other=0.0).to(tl.float32)
+    block_ptr = tables_ptr + slot * table_stride + position // BLOCK_SIZE
+    block = tl.load(block_ptr, mask=slot >= 0, other=0).to(tl.int64)
     latent = latent * tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * weight
     latent = latent.to(rows_ptr.dtype.element_ty).to(tl.float32)  # as prefills read it that decompress this row
     tl.store(row_ptr + dims, latent, mask=in_latent)
-    shared = tl.load(row_ptr + LATENT + turned, mask=in_turned, other=0.0).to(tl.float32)
     if ROTATE:
         shared = tl.reshape(_rotate(tl.reshape(shared, [1, ROTATED_DIM]), angle, 1, ROTATED_DIM), [ROTATED_DIM])
         shared = shared.to(rows_ptr.dtype.element_ty).to(tl.float32)
         tl.store(row_ptr + LATENT + turned, shared, mask=in_turned)
-    slot = tl.load(slots_ptr + token)
     if slot >= 0:
-        position = tl.load(positions_ptr + token)
-        block = tl.load(tables_ptr + slot * table_stride + position // BLOCK_SIZE).to(tl.int64)
         stored_ptr = layer_ptr + (block * BLOCK_SIZE + position % BLOCK_SIZE) * (LATENT + ROTATED)
         if FP8_MAX > 0:
             scale = tl.load(scales_ptr)
@@ -131,11 +139,12 @@ def write_latent(
         raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {tokens} rows of {rotated}")
     if not tokens:
         return
+    pdl = tokens <= _PDL_TOKENS and supports_pdl(query.device)
     angles = query if rotation is None else torch.view_as_real(rotation.contiguous())
     _write_latent_kernel[(tokens, 1 + (ceil_div(heads, _TILE) if rotation is not None else 0))](
         query, rows, layer, metadata.slots, metadata.positions, metadata.tables, angles, weight,
         query if scales is None else scales, query.stride(0), rows.stride(0), metadata.tables.stride(0), eps,
         FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), HEADS=heads, QUERY_DIM=query_dim, LATENT=latent,
         DIM=next_power_of_2(latent), ROTATED=rotated, ROTATED_DIM=next_power_of_2(rotated), BLOCK_SIZE=layer.shape[3],
-        ROTATE=rotation is not None, TILE=_TILE, num_warps=2,
+        ROTATE=rotation is not None, TILE=_TILE, PDL=pdl, num_warps=2, **pdl_options(pdl),
     )  # fmt: skip

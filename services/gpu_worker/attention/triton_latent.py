@@ -92,7 +92,7 @@ class LatentLayers:
             key, schedule = (query.shape[1], latent.up.shape[2]), None
             if rows is self._decodes:
                 if key not in self._schedules:  # all layers with this key share one schedule
-                    self._schedules[key] = schedule_latent_decode(q_latent, rows, self._max_seq_len)
+                    self._schedules[key] = schedule_latent_decode(q_latent, memory, rows, self._max_seq_len)
                 schedule = self._schedules[key]
             attended = latent_decode(
                 q_latent, q_rotated, memory, rows, scale, self._max_seq_len, schedule=schedule, scales=scales

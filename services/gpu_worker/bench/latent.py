@@ -23,7 +23,9 @@ LATENT, ROTATED, PLAIN, VALUE = 512, 64, 128, 128
 BLOCK_SIZE = 16
 DTYPE, SCALE = torch.bfloat16, (PLAIN + ROTATED) ** -0.5
 LONGEST = 131072
-DECODES = ((64, 4096, 16), (64, 4096, 128), (1, 32768, 16), (64, 1024, 16), (1, 1024, 16), (256, 1024, 128))
+DECODES = (
+    (64, 4096, 16), (64, 4096, 128), (1, 32768, 16), (64, 1024, 16), (1, 1024, 16), (1, 200, 16), (256, 1024, 128),
+)  # fmt: skip
 PREFILLS = ((0, 8192, 16), (0, 2048, 16), (0, 2048, 128))  # tokens in the cache, new tokens, heads
 PIECES = ((0, 8192, 16), (8192, 2048, 16), (30000, 128, 16), (8192, 2048, 128))
 PRODUCT_ROWS = (1, 64, 2048)
@@ -61,12 +63,9 @@ def _decode(num_seqs: int, length: int, heads: int, dtype: torch.dtype | None = 
     kind, seqs, q = dtype or DTYPE, sequences(num_seqs, length - 1, 1), _query(num_seqs, heads)
     num_bytes = num_seqs * length * (LATENT + ROTATED) * kind.itemsize
     scales = torch.ones(2) if dtype is not None else None
-    schedule = schedule_latent_decode(q[0], seqs, LONGEST)  # not timed: runs once a step
-    out = torch.empty_like(q[0])
-    calls = [
-        partial(latent_decode, *q, layer, seqs, SCALE, LONGEST, out, schedule, scales)
-        for layer in _layers(seqs, num_bytes, kind)
-    ]
+    layers, out = _layers(seqs, num_bytes, kind), torch.empty_like(q[0])
+    schedule = schedule_latent_decode(q[0], layers[0], seqs, LONGEST)  # not timed: runs once a step
+    calls = [partial(latent_decode, *q, layer, seqs, SCALE, LONGEST, out, schedule, scales) for layer in layers]
     name = "latent decode" + (", KV in 8 bits" if dtype is not None else "")
     operations = 2.0 * num_seqs * heads * length * (2 * LATENT + ROTATED)
     return row(name, f"{num_seqs} x {length:,}, {heads} heads", graph_seconds(calls), num_bytes, operations)

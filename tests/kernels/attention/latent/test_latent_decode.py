@@ -1,9 +1,13 @@
 """The decode kernels of latent attention against their reference in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
+from blockyard.kernels.attention.latent import decode_hopper
 from blockyard.kernels.attention.latent import latent_decode as file
 from blockyard.kernels.attention.latent import latent_invariant as invariant_file
 from blockyard.kernels.attention.latent.latent_decode import (
@@ -83,12 +87,55 @@ def test_latent_decode(
 def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file, "_multiprocessors", lambda device: 8)
     seqs, q = sequences([260, 0, 70], 16, 60), queries(3, 20, 24, 8, dtype)
-    schedule = schedule_latent_decode(q[0], seqs, 300)
+    layer = layer_of(seqs, 60, 16, 32).to(dtype)
+    schedule = schedule_latent_decode(q[0], layer, seqs, 300)
     assert int(schedule.row_splits[1, 0]) > 1
     for _ in range(2):
         layer = layer_of(seqs, 60, 16, 32).to(dtype)
         want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
         assert_close(latent_decode(*q, layer, seqs, 0.3, 300, schedule=schedule), want, dtype)
+
+
+@pytest.mark.parametrize("dims", [8, 32])
+def test_splits_of_few_rows_are_combined_in_parts(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_multiprocessors", lambda device: 8)
+    monkeypatch.setattr(file, "_FEW_ROWS_SPLITS", 4)
+    monkeypatch.setattr(file, "_FEW_ROWS_DIMS", dims)
+    torch.manual_seed(1)
+    seqs, q = sequences([420, 0, 70], 16, 90), queries(3, 5, 24, 8, torch.float32)
+    layer = layer_of(seqs, 90, 16, 32)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
+    assert_close(latent_decode(*q, layer, seqs, 0.3, 500), want, torch.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("heads", [16, 20, 64, 128])
+@pytest.mark.parametrize("lengths", [[1], [63, 64, 65, 0, 129], [5000], [0, 0], [700] * 150, [100, 3000, 1] * 30])
+def test_hopper(lengths: list[int], heads: int, block_size: int) -> None:
+    torch.manual_seed(len(lengths))
+    num_blocks = len(lengths) * -(-max(*lengths, 1) // block_size)
+    seqs, q = sequences(lengths, block_size, num_blocks), queries(len(lengths), heads, 512, 64, torch.bfloat16)
+    layer = torch.randn(num_blocks, 1, 1, block_size, 576, device=DEVICE).bfloat16()
+    if not decode_hopper.fits(q[0], layer):
+        pytest.skip("another kind of GPU")
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.1)
+    out = torch.full((len(lengths), heads, 512), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    assert_close(latent_decode(*q, layer, seqs, 0.1, 6000, out), want, torch.bfloat16)
+    assert all(not out[row].any() for row, length in enumerate(lengths) if not length)
+    assert torch.equal(latent_decode(*q, layer, seqs, 0.1, 6000), out)
+
+
+def test_the_hopper_kernel_is_for_triton_versions_that_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(3, 16, 512))
+    layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 1, 1, 16, 576))
+    in_8_bits = SimpleNamespace(dtype=torch.float8_e4m3fn, shape=(2, 1, 1, 16, 576))
+    monkeypatch.setattr(decode_hopper, "_capability", lambda device: (9, 0))
+    assert decode_hopper.fits(q, layer) == hasattr(gl, "thread_barrier")
+    monkeypatch.setattr(decode_hopper, "_GLUON_HAS_NAMES", False)
+    assert not decode_hopper.fits(q, layer)
+    monkeypatch.setattr(decode_hopper, "_GLUON_HAS_NAMES", True)
+    assert decode_hopper.fits(q, layer) and not decode_hopper.fits(q, in_8_bits)
 
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)

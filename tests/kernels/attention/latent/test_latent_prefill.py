@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.latent import head_products as products
 from blockyard.kernels.attention.latent import prefill_in_pieces as file
 from blockyard.kernels.attention.latent.head_products import head_products, head_products_reference
 from blockyard.kernels.attention.latent.latent_prefill import KeyPiece, PrefillState, latent_prefill
@@ -99,6 +100,13 @@ def test_head_products(rows: int, dtype: torch.dtype) -> None:
         assert_close(invariant, want, dtype)
         for row in range(0, rows, 20):
             assert torch.equal(head_products(x[row : row + 1], weight, batch_invariant=True)[0], invariant[row])
+
+
+def test_head_products_loads_some_weights_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_FEW_INNER", 16)
+    monkeypatch.setattr(products, "_EARLY", 2)
+    x, weight = torch.randn(5, 3, 70, device=DEVICE), torch.randn(3, 70, 30, device=DEVICE)
+    assert_close(head_products(x, weight), head_products_reference(x.double(), weight.double()), torch.float32)
 
 
 CASES = {  # (tokens in the cache, new tokens) of each sequence, rows of decodes before them
