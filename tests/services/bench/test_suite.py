@@ -173,6 +173,18 @@ def test_runs_that_chose_few_experts_are_failures(monkeypatch: pytest.MonkeyPatc
         check(True, (0, 0), (50, 100))
 
 
+def test_samples_of_a_start_pass_before_the_first_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Server:
+        def stream(self, requests: list[SampleRequest], each_token: bool) -> None:
+            done.append("steps")
+
+    monkeypatch.setattr(measures.time, "sleep", lambda seconds: done.append(f"{seconds} s"))
+    measures.pass_first_samples(Server())
+    assert done == ["steps", "1.5 s"] * 2
+
+
 def test_experts_are_read_from_metrics(server: SuiteServer) -> None:
     assert server.experts() == (0, 0)
 

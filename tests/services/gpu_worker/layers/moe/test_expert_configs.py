@@ -28,14 +28,14 @@ def test_more_pairs_an_expert_take_larger_tiles() -> None:
 
 def test_few_rows_take_products_without_tensor_cores_and_many_those_with_descriptors() -> None:
     def rows_of(shape: ExpertShape, kernel: str) -> list[int]:
-        return [rows for rows in (0, 1, 2, 3, 64, 512, 2048) if candidates(shape, rows)[0].kernel == kernel]
+        return [rows for rows in (0, 1, 2, 3, 64, 512, 1024, 2048) if candidates(shape, rows)[0].kernel == kernel]
 
     assert rows_of(QWEN3_30B, "skinny") == [1, 2]
     assert rows_of(DEEPSEEK_V2_LITE, "skinny") == [1], "two rows often share an expert"
     assert rows_of(replace(QWEN3_30B, inner=14336), "skinny") == []
-    assert rows_of(QWEN3_30B, "prefill") == [512, 2048]
+    assert rows_of(QWEN3_30B, "prefill") == [1024, 2048]
     assert rows_of(replace(QWEN3_30B, takes_prefill=False), "prefill") == []
-    for rows in (1, 2, 512, 2048):
+    for rows in (1, 2, 1024, 2048):
         assert candidates(QWEN3_30B, rows)[-1].kernel == "grouped", "it is measured, too"
 
 
