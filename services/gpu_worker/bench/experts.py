@@ -61,7 +61,7 @@ def skewed(num_rows: int) -> Tensor:
 
 
 def _router(num_rows: int, num_experts: int, hidden: int) -> Row:
-    """Operations are those of the three products of bfloat16 that one of float32 takes."""
+    """Counts the operations of three bfloat16 products, which make one float32 product."""
     x, arrived = torch.randn(num_rows, hidden).to(DTYPE), torch.zeros(MOST_TILES, dtype=torch.int32)
     num_bytes = 4 * num_experts * hidden + num_rows * (2 * hidden + 4 * num_experts)
     weights = [torch.randn(num_experts, hidden) for _ in range(copies(num_bytes))]

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 START_S = 0.5  # spent before the worker is ready
-FEWEST = 2  # sizes at least; of a small model they cover every step
+FEWEST = 3  # sizes at least; of a small model they cover every step
 
 
 class Replay(Protocol):

@@ -14,7 +14,10 @@ PREFILL_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt token
 LATER_PREFILL_TOKENS = (96, 192, 384, 768, 1536)  # prompt tokens that are captured later
 DECODE_ROWS = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside prompts
 LATER_DECODE_ROWS = (32, 48, 96, 192, 384, 768)  # rows of decodes that are captured later
-FIRST_PREFILL_TOKENS = 512  # prompt tokens of the first capture: it predicts larger sizes
+FIRST_PREFILL_TOKENS = 512  # prompt tokens of the first capture: it predicts the others
+# Sizes that are captured whatever the estimates say: the first one, and the largest step of prompts alone. A step of few
+# tokens takes a mixture of experts nearly as long as one of many, so the first size alone would predict too much.
+NUM_MEASURED = 2
 MIN_PREFILLS = 8  # prompts at least
 MIN_TOKENS_OF_PREFILL = 32  # prompts have so many tokens each when a size with decodes is full
 CAPTURE_S = 0.1  # seconds of a capture, until one is measured
@@ -72,7 +75,8 @@ class PrefillGraphSizes:
     def next(self) -> BatchDescriptor | None:
         """The next size to capture in idle time; sizes slower than eager launches are dropped. None: none is left."""
         while self.missing:
-            if not self._device_s or self._estimate_s(self.missing[0].num_tokens) < fmean(self._launches_s):
+            is_measured = len(self._device_s) >= NUM_MEASURED
+            if not is_measured or self._estimate_s(self.missing[0].num_tokens) < fmean(self._launches_s):
                 return self.missing[0]
             del self.missing[0]
         return None
@@ -124,7 +128,7 @@ def covers(descriptor: BatchDescriptor, step: BatchDescriptor) -> bool:
 
 
 def descriptors(capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> list[BatchDescriptor]:
-    """All sizes in capture order: one that predicts the others, one that covers every step, then the most common."""
+    """All sizes in capture order: two that predict the others, one that covers every step, then the most common."""
     prefill_tokens = [*(n for n in PREFILL_TOKENS if n < most_tokens), most_tokens]
     rows = [*(n for n in DECODE_ROWS if n < capacity), capacity] if capacity > 1 else []
     all_rows = sorted({*rows, *(n for n in LATER_DECODE_ROWS if n < capacity)}) if capacity > 1 else []
@@ -133,7 +137,7 @@ def descriptors(capacity: int, most_tokens: int, padded_num_seqs: Callable[[int]
     alone = [first, most_tokens, 128, 256, 64, 32, *prefill_tokens, *LATER_PREFILL_TOKENS]
     usual = sorted(prefill_tokens, key=lambda n: (n > FIRST_PREFILL_TOKENS, -n))
     wanted = [(0, n) for n in alone if n <= most_tokens]
-    wanted[1:1] = [(n, most_tokens) for n in rows[-1:]]
+    wanted[2:2] = [(n, most_tokens) for n in rows[-1:]]
     wanted[7:7] = [(n, m) for m in usual for n in sorted(rows, key=lambda n: abs(n - 64))]
     wanted += [(n, m) for m in all_prefill_tokens for n in all_rows]
     return [_descriptor(decodes, tokens, capacity, padded_num_seqs) for decodes, tokens in dict.fromkeys(wanted)]

@@ -97,7 +97,7 @@ class DevicePromptLogprobs:
         return self._compute(prompts, _rows_of(prompts), lambda some: logits.index_select(0, some))
 
     def copy(self, prompts: list[ScoredPrompt], words: Tensor, done: DeviceEvent) -> CopiedLogprobs:
-        """Copies what was computed to the host. Records `done` behind the copy and the work before it."""
+        """Copies the results to the host. Records `done` behind the copy and the work before it."""
         if self._stream is None:
             done.record()
             return CopiedLogprobs(prompts, words)

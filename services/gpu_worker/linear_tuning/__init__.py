@@ -1,7 +1,9 @@
-"""Autotunes the linear layers of a model on a GPU: measures the fastest kernel config for each shape and batch size.
+"""Autotunes a model on a GPU: measures the fastest kernel config of its linear layers for each shape and batch size.
 
 - `tuner.Tuner` owns the kernel configs of one model. It times the candidates, installs the fastest in each `Linear` and
   writes them to a cache file for later starts.
+- `expert_tuner.ExpertTuner` does the same for the products of a mixture's experts; `Tuner` calls it and keeps its
+  configs in the same file.
 - `idle_tuning.IdleTuning` runs the tuner a few milliseconds at a time while the worker has no step to run.
 - `kernel_configs` lists the candidates, compares timings, and reads and writes the cache file.
 - `timing.LinearTimer` times GEMMs in CUDA graphs. `products.Products` makes the callable of a kernel config: cuBLAS,

@@ -22,7 +22,7 @@ class ExpertTuner:
     """Owns the configs of all mixtures of one model, by shape and number of rows."""
 
     def __init__(self, experts: Sequence[GroupedExperts]) -> None:
-        """experts: of the model's layers. Those in host memory keep the first candidates: the host link limits them."""
+        """experts: of the model's layers. In host memory they keep the first candidates: the host link is the limit."""
         groups: dict[ExpertShape, list[GroupedExperts]] = {}
         for one in experts:
             if one.weight().device.type == DEVICE_TYPE:

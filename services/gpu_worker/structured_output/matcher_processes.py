@@ -176,7 +176,7 @@ class MatcherProcesses:
             self._clients[state.process].send(SlotClose(slot, state.owner))
 
     def _choose_process(self, engine: GrammarEngine, slot: int) -> MatcherKey:
-        """The one with the fewest slots; among several the one that closes this slot, which opens it without a wait."""
+        """Returns the process with the fewest slots; on a tie the one that closes this slot, which need not wait."""
         if self._num_processes > 1 and slot in self._closing:
             self._hear()
         closing, _ = self._closing.get(slot, (None, 0))

@@ -139,7 +139,7 @@ class SlotMatchers:
         self._answer(SlotClosed(frame.slot, frame.owner))
 
     def turn(self) -> None:
-        """Writes the masks of slots whose token was sampled, and of slots that are compiled now."""
+        """Writes the masks of slots with a sampled token, and of slots with a grammar that has just compiled."""
         if self._keys_changed:
             self._collect_keys()
         with self._prepared_lock:

@@ -40,7 +40,7 @@ class GroupedExperts:
         self._measured = measured
 
     def weight(self) -> Tensor:
-        """Returns the weight of the first product: its dtype and device are those of both."""
+        """Returns the weight of the first product. The second one has the same dtype and device."""
         return self._weights.gate_up.grouped_weight().weight
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:

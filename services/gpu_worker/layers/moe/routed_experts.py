@@ -166,7 +166,7 @@ def _sigmoid(column: Tensor) -> Tensor:
 
 
 class HostExperts:
-    """Implements `ExpertProducts` on the CPU with linear layers, and computes only those of chosen experts."""
+    """Implements `ExpertProducts` on the CPU with linear layers, and computes chosen experts alone."""
 
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input

@@ -30,6 +30,7 @@ class Model:
 
 
 SMALL, LARGE = Model(0.001, 1.6e-6), Model(0.0065, 22e-6)
+MIXTURE = Model(0.9 * LAUNCH_S, 0.9 * LAUNCH_S / 2048)  # few tokens read all experts, too
 
 
 def fits(capacity: int = 256) -> "dict[int, int]":
@@ -57,22 +58,30 @@ def step(decodes: int, fresh: int, prefills: int = 1) -> BatchDescriptor:
     return BatchDescriptor(decodes, fresh, prefills, fits()[decodes + prefills])
 
 
-def test_two_sizes_hold_every_step_of_a_small_model() -> None:
-    sizes, done = captured(SMALL, most=2)
-    assert [(one.num_decodes, one.num_prefill_tokens) for one in done] == [(0, 512), (256, 2048)]
+def test_three_sizes_hold_every_step_of_a_small_model() -> None:
+    sizes, done = captured(SMALL, most=3)
+    assert [(one.num_decodes, one.num_prefill_tokens) for one in done] == [(0, 512), (0, 2048), (256, 2048)]
     for decodes, fresh, prefills in ((0, 2048, 20), (3, 2045, 4), (250, 1798, 6), (100, 600, 60)):
-        assert sizes.pick(step(decodes, fresh, prefills)) == done[1]
+        assert sizes.pick(step(decodes, fresh, prefills)) == done[2]
+    assert sizes.pick(step(0, 2048, 8)) == done[1]
     assert sizes.pick(step(0, 500, 8)) == done[0]
-    assert sizes.pick(step(0, 500, 9)) == done[1], "more prompts than it has room for"
+    assert sizes.pick(step(0, 500, 9)) == done[2], "more prompts than they have room for"
     assert sizes.pick(step(100, 1900, 65)) is None, "more prompts than any has room for"
 
 
 def test_sizes_that_keep_the_device_longer_than_the_host_are_left_out() -> None:
     sizes, done = captured(LARGE)
     assert sizes.captured == 1.0
-    assert all(one.num_tokens * LARGE.token_s < LAUNCH_S for one in done)
+    assert all(one.num_tokens * LARGE.token_s < LAUNCH_S for one in (done[0], *done[2:]))
+    assert done[1].num_tokens == 2048 and sizes.pick(step(0, 2048)) is None, "it is measured, and not used"
     assert len(done) > 15
     assert len(captured(SMALL)[1]) == len(descriptors(256, 2048, fits().__getitem__))
+
+
+def test_a_large_size_of_a_mixture_is_captured_though_a_small_one_takes_as_long() -> None:
+    sizes, done = captured(MIXTURE)
+    assert sizes.pick(step(0, 2048)) == done[1]
+    assert len(done) > 15
 
 
 def test_a_step_is_padded_only_where_the_host_would_be_slower() -> None:
@@ -103,7 +112,7 @@ def test_a_size_is_captured_once_steps_have_lost_the_time_of_a_capture() -> None
 
 
 def test_a_smaller_size_is_captured_for_a_step_with_much_padding() -> None:
-    sizes, _ = captured(SMALL, most=2)
+    sizes, _ = captured(SMALL, most=3)
     some = step(200, 100)
     assert sizes.pick(some) == BatchDescriptor(256, 2048, 65, 256)
     steps = next(i for i in range(1000) if sizes.size_to_capture(some))
