@@ -1,8 +1,8 @@
 """Decode steps and prefills of a model shape with random weights on a GPU: time of each, and a line for each kernel.
 
-`bench_model_steps.py SHAPE [--decode ROWS:CONTEXT ...] [--prefill TOKENS ...]`, for example `qwen3-30b-a3b --decode 1:200
-64:1024 --prefill 2048 8192`. SHAPE is one of `blockyard bench suite`. The worker first does its idle work: it measures
-kernels and captures graphs. Kernels are as CUPTI saw them, see bench_step_parts.py.
+`bench_model_steps.py SHAPE [--decode ROWS:CONTEXT ...] [--prefill TOKENS ...]`, for example `qwen3-30b-a3b --decode
+1:200 64:1024 --prefill 2048 8192`. SHAPE is one of `blockyard bench suite`. The worker first does its idle work: it
+measures kernels and captures graphs. Kernels are as CUPTI saw them, see bench_step_parts.py.
 """
 
 import argparse

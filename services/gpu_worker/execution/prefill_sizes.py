@@ -15,8 +15,8 @@ LATER_PREFILL_TOKENS = (96, 192, 384, 768, 1536)  # prompt tokens that are captu
 DECODE_ROWS = (16, 64, 128, 256, 512, 1024)  # rows of decodes beside prompts
 LATER_DECODE_ROWS = (32, 48, 96, 192, 384, 768)  # rows of decodes that are captured later
 FIRST_PREFILL_TOKENS = 512  # prompt tokens of the first capture: it predicts the others
-# Sizes that are captured whatever the estimates say: the first one, and the largest step of prompts alone. A step of few
-# tokens takes a mixture of experts nearly as long as one of many, so the first size alone would predict too much.
+# Sizes that are captured whatever the estimates say: the first one, and the largest step of prompts alone. A step of
+# few tokens takes a mixture of experts nearly as long as one of many: the first size alone would predict too much.
 NUM_MEASURED = 2
 MIN_PREFILLS = 8  # prompts at least
 MIN_TOKENS_OF_PREFILL = 32  # prompts have so many tokens each when a size with decodes is full
