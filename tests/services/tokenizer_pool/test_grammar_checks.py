@@ -17,7 +17,7 @@ from blockyard.services.tokenizer_pool.job_limits import MIB, JobLimits
 from blockyard.shared.messages import BUSY, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
 from blockyard.shared.process.settings import LOW_PRIORITY
 
-LIMITS = JobLimits(check_cpu_s=0.4, memory_bytes=512 * MIB, memory_bytes_per_token=0)
+LIMITS = JobLimits(check_cpu_s=0.15, memory_bytes=512 * MIB, memory_bytes_per_token=0)
 LIMIT_S = 100.0
 EOS = [1, 3]
 
@@ -81,7 +81,7 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
     "deep": (schema('{"items":' * 20_000 + "{}" + "}" * 20_000), ""),
     "alternatives": (Grammar(GrammarKind.CHOICE, json.dumps([f"x{i}" for i in range(100_000)])), "bytes; at most"),
     "many rules": (
-        Grammar(GrammarKind.EBNF, "root ::= " + " | ".join(f'"{i:x}"' for i in range(20_000))),
+        Grammar(GrammarKind.EBNF, "root ::= " + " | ".join(f'"{i:x}"' for i in range(27_000))),
         "CPU time",
     ),
     "left recursion": (Grammar(GrammarKind.EBNF, 'root ::= root "a"'), "no first token"),
