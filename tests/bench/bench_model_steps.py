@@ -9,14 +9,13 @@ import argparse
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from bench_step_parts import parts_table
-from bench_timeline import Kernel, Loop, kernels_of, run_steps
+from bench_timeline import Loop, kernels_during, kernels_of, run_steps
 from gpu_runner import start_runner
-from torch.profiler import ProfilerActivity, profile
 
 from blockyard.services.bench.suite import shapes
 from blockyard.services.gpu_worker.runner import Runner
@@ -53,17 +52,6 @@ class Prefills(Loop):
         return 1e3 * (time.perf_counter() - begin)
 
 
-def traced_prefill(prefills: Prefills, num_tokens: int) -> list[Kernel]:
-    with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        prefills.run(num_tokens)
-    found = [
-        Kernel(e.name, e.time_range.start, e.time_range.end)
-        for e in traced.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA and e.time_range.end > e.time_range.start
-    ]
-    return sorted(found, key=lambda kernel: kernel.start_us)
-
-
 def decode_case(text: str) -> tuple[int, int]:
     rows, context = map(int, text.split(":"))
     return rows, context
@@ -98,7 +86,7 @@ def main() -> None:
             prefills.run(num_tokens)
         took = statistics.median(prefills.run(num_tokens) for _ in range(RUNS))
         print(f"\n{args.shape}, a prompt of {num_tokens:,}: {took:.2f} ms", flush=True)
-        table = parts_table(traced_prefill(prefills, num_tokens), 1)
+        table = parts_table(kernels_during(partial(prefills.run, num_tokens)), 1)
         print("\n".join(table.splitlines()[: args.kernels + 2]), flush=True)
 
 

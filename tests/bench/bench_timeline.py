@@ -7,6 +7,7 @@ CUPTI saw them; the picture is of the last batch.
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,12 @@ def run_steps(loop: Loop, steps: int, depth: int) -> tuple[float, float]:
 
 
 def kernels_of(loop: Loop, steps: int, depth: int) -> list[Kernel]:
+    return kernels_during(lambda: run_steps(loop, steps, depth))
+
+
+def kernels_during(work: Callable[[], object]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as traced:
-        run_steps(loop, steps, depth)
+        work()
     found = [
         Kernel(e.name, e.time_range.start, e.time_range.end)
         for e in traced.events()

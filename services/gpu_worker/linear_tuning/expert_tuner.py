@@ -9,13 +9,10 @@ from triton.errors import TritonError
 
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape, candidates
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
-from blockyard.services.gpu_worker.linear_tuning.timing import replay_seconds
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import fastest_over
+from blockyard.services.gpu_worker.linear_tuning.timing import WEIGHT_BYTES, replay_seconds
 
 log = logging.getLogger(__name__)
-
-WEIGHT_BYTES = 400 << 20  # of different weights in one measurement; several times the L2 cache
-DEVICE_TYPE = "cuda"
-MARGIN = 0.98  # a config replaces the first candidate below this share of its time; a smaller gain is noise
 
 
 class ExpertTuner:
@@ -25,7 +22,7 @@ class ExpertTuner:
         """experts: of the model's layers. In host memory they keep the first candidates: the host link is the limit."""
         groups: dict[ExpertShape, list[GroupedExperts]] = {}
         for one in experts:
-            if one.weight().device.type == DEVICE_TYPE:
+            if one.is_on_device:
                 groups.setdefault(one.shape, []).append(one)
         self._groups = groups
         self.shapes = sorted(groups)
@@ -36,7 +33,7 @@ class ExpertTuner:
             layer = self._groups[shape][0]
             for config in candidates(shape, rows):
                 try:
-                    _forward(layer, *_inputs(layer, rows), config)
+                    layer.forward_with(config, *_inputs(layer, rows))
                 except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
                     log.debug("%s: %s", config, e)
 
@@ -59,7 +56,7 @@ class ExpertTuner:
 
         def step() -> None:
             for layer in some:
-                _forward(layer, *inputs, config)
+                layer.forward_with(config, *inputs)
 
         try:
             step()
@@ -77,10 +74,8 @@ class ExpertTuner:
 
 
 def fastest(times: Mapping[ExpertConfig, float]) -> ExpertConfig:
-    """The fastest config if it beats the first one by MARGIN, else the first one."""
-    first = next(iter(times))
-    quickest = min(times, key=lambda config: times[config])
-    return quickest if times[quickest] < MARGIN * times[first] else first
+    """The fastest config if it clearly beats the first one, else the first one."""
+    return fastest_over(next(iter(times)), times)
 
 
 def _inputs(layer: GroupedExperts, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,7 +86,3 @@ def _inputs(layer: GroupedExperts, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     scores = torch.rand(rows, shape.num_experts, generator=random, device=device)
     experts = scores.topk(shape.top_k).indices.int()
     return x, experts, torch.full((rows, shape.top_k), 1 / shape.top_k, device=device)
-
-
-def _forward(layer: GroupedExperts, x: Tensor, experts: Tensor, weights: Tensor, config: ExpertConfig) -> None:
-    layer.forward_with(config, x, experts, weights)

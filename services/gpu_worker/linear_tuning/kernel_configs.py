@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -17,8 +17,10 @@ from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig
 
 log = logging.getLogger(__name__)
 
+Config = TypeVar("Config", bound=msgspec.Struct)
+
 CACHE_VERSION = 6  # of the candidates and fields below; a cache file of another version is ignored
-MARGIN = 0.98  # a kernel replaces cuBLAS below this share of its time; a smaller gain is noise
+MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
 MAX_ROWS = 256  # larger GEMMs are compute-bound, and cuBLAS is fastest
@@ -186,8 +188,13 @@ def _unsplit(config: KernelConfig) -> KernelConfig:
 
 def pick(times: Mapping[KernelConfig, float]) -> KernelConfig:
     """The fastest kernel config if it beats cuBLAS by MARGIN, else CUBLAS. `times` must contain CUBLAS."""
+    return fastest_over(CUBLAS, times)
+
+
+def fastest_over(default: Config, times: Mapping[Config, float]) -> Config:
+    """The fastest config if it beats `default` by MARGIN, else `default`, which `times` must contain."""
     quickest = min(times, key=lambda config: times[config])
-    return quickest if times[quickest] < MARGIN * times[CUBLAS] else CUBLAS
+    return quickest if times[quickest] < MARGIN * times[default] else default
 
 
 def fastest_triton(times: Mapping[KernelConfig, float]) -> KernelConfig:

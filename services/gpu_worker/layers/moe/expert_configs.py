@@ -114,7 +114,11 @@ def pick(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) ->
     """The config of the nearest number of rows in `measured`, or the first candidate if none is near."""
     if rows in measured:
         return measured[rows]
-    nearest = min(measured, key=lambda known: abs(math.log(known / max(rows, 1))), default=None)
-    if rows > MOST_SKINNY_ROWS < (nearest or 0) and 1 / MOST_DISTANCE <= (nearest or 0) / rows <= MOST_DISTANCE:
-        return measured[nearest or 0]
-    return candidates(shape, rows)[0]
+    near = [
+        known
+        for known in measured
+        if min(known, rows) > MOST_SKINNY_ROWS and 1 / MOST_DISTANCE <= known / rows <= MOST_DISTANCE
+    ]
+    if not near:
+        return candidates(shape, rows)[0]
+    return measured[min(near, key=lambda known: abs(math.log(known / rows)))]

@@ -29,7 +29,10 @@ class GroupedExperts:
         self._weights, self._routing, self._gate, self._scales_input = weights, routing, gate, scales_input
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
         (hidden, _), (inner, _) = weights.gate_up.shape, weights.down.shape
-        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, _takes_prefill(weights))
+        both = [method.grouped_weight().weight for method in (weights.gate_up, weights.down)]
+        self.is_on_device = all(weight.device.type == weights.device.type for weight in both)  # not in host memory
+        takes_prefill = self.is_on_device and all(map(fits, both))  # tensor descriptors cannot read host memory
+        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, takes_prefill)
         self._measured: Mapping[int, ExpertConfig] = {}
 
     def linears(self) -> list[Linear]:
@@ -167,9 +170,3 @@ class GroupedExperts:
     def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The routing weights, for the product that they multiply: the first or the last one."""
         return (weights, None) if self._scales_input else (None, weights)
-
-
-def _takes_prefill(weights: ExpertWeights) -> bool:
-    """Whether tensor descriptors can read both weights. They cannot read host memory."""
-    both = [method.grouped_weight().weight for method in (weights.gate_up, weights.down)]
-    return all(fits(weight) and weight.device.type == weights.device.type for weight in both)

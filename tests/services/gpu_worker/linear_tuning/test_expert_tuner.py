@@ -30,17 +30,17 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[GroupedExperts]:
     properties = SimpleNamespace(multi_processor_count=4, name="none", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
-    monkeypatch.setattr(expert_tuner, "DEVICE_TYPE", DEVICE)
-
-    def make(inner: int) -> GroupedExperts:
-        gate_up = torch.randn(4, 2 * inner, 32, device=DEVICE, dtype=torch.float16) / 5
-        down = torch.randn(4, 32, inner, device=DEVICE, dtype=torch.float16) / 5
-        weights = ExpertWeights(
-            gate_up=UnquantizedExperts(gate_up), down=UnquantizedExperts(down), device=torch.device(DEVICE)
-        )
-        return GroupedExperts(weights, ROUTING, Gate.SILU, scales_input=False)
-
     return [make(16), make(48), make(16)]
+
+
+def make(inner: int, device: str = DEVICE) -> GroupedExperts:
+    """device: that multiplies."""
+    gate_up = torch.randn(4, 2 * inner, 32, device=DEVICE, dtype=torch.float16) / 5
+    down = torch.randn(4, 32, inner, device=DEVICE, dtype=torch.float16) / 5
+    weights = ExpertWeights(
+        gate_up=UnquantizedExperts(gate_up), down=UnquantizedExperts(down), device=torch.device(device)
+    )
+    return GroupedExperts(weights, ROUTING, Gate.SILU, scales_input=False)
 
 
 def used(layer: GroupedExperts) -> dict[int, ExpertConfig]:
@@ -100,9 +100,8 @@ def test_measuring_does_not_count_as_load(layers: list[GroupedExperts]) -> None:
     assert load.tolist() == [7] * 4
 
 
-def test_experts_in_host_memory_are_not_measured(layers: list[GroupedExperts], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_tuner, "DEVICE_TYPE", "cuda" if DEVICE == "cpu" else "cpu")
-    assert ExpertTuner(layers).shapes == []
+def test_experts_in_host_memory_are_not_measured() -> None:
+    assert ExpertTuner([make(16, device="cuda" if DEVICE == "cpu" else "cpu")]).shapes == []
 
 
 def test_the_first_config_is_kept_when_in_doubt() -> None:
