@@ -172,7 +172,8 @@ def test_each_output_says_when_things_happened(llm: LLM) -> None:
     assert before <= found.arrival_time <= found.first_token_time < found.finished_time <= time.time()
     assert monotonic <= found.queued_ts <= found.first_token_ts < found.last_token_ts <= time.monotonic()
     took = found.last_token_ts - found.first_token_ts
-    assert 19 * 0.002 <= took < 5 and 0 < found.first_token_latency < 5
+    # The worker steps every 2 ms. The first token's frame may be read late by as much as the machine is busy.
+    assert 10 * 0.002 <= took < 5 and 0 < found.first_token_latency < 5
 
 
 def values_of(llm: LLM) -> dict[tuple[str, ...], float]:
