@@ -17,12 +17,16 @@ class Counters:
         self._published_at = 0.0
         self._collected_at = time.monotonic()
         self.steps = 0
-        self._running = self._tokens = 0
+        self._running = self._tokens = self._prefill_steps = 0
+        self._step_s, self._launch_s = [0.0, 0.0], [0.0, 0.0]  # of steps without prefill and with it
 
     def stepped(self, done: CompletedPlan) -> None:
         num_rows = len(done.decode_outputs or ())
         self._running = num_rows + len(done.slot_results)
         self.steps += 1
+        self._prefill_steps += done.has_prefill
+        self._step_s[done.has_prefill] += done.step_s
+        self._launch_s[done.has_prefill] += done.launch_s
         self._tokens += num_rows + sum(len(r.token_ids) for r in done.slot_results)
 
     def idle(self) -> None:
@@ -44,6 +48,11 @@ class Counters:
             output_tokens_total=self._tokens,
             blocks_total=self._runner.geometry.num_blocks,
             steps_total=self.steps,
+            prefill_steps_total=self._prefill_steps,
+            decode_step_us_total=round(1e6 * self._step_s[False]),
+            decode_launch_us_total=round(1e6 * self._launch_s[False]),
+            prefill_step_us_total=round(1e6 * self._step_s[True]),
+            prefill_launch_us_total=round(1e6 * self._launch_s[True]),
             rss_bytes=rss_bytes(),
         )
         stats = self._runner.count(stats)

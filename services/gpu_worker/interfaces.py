@@ -52,6 +52,7 @@ class CompletedPlan:
     failed_fetches: list[int]  # blocks that could not be fetched, or were read before another worker's KV had landed
     launch_s: float = 0.0  # host time to launch the step; 0 if the host computes the step
     decode_outputs: DecodeOutputs | None = None
+    has_prefill: bool = False  # a slot computed more than one token
 
     @property
     def all_results(self) -> list[SlotResult]:

@@ -155,8 +155,9 @@ class Runner:
                 if self.ahead is not None:
                     self.ahead.sync_from_host(slots)
         self.batch.complete(plan, results)
-        failed = self.batch.transfers.pop_failed_fetches(plan)
-        self._done.append(CompletedPlan(plan, results, time.time(), time.perf_counter() - start, failed))
+        failed, has_prefill = self.batch.transfers.pop_failed_fetches(plan), bool((counts > 1).any())
+        step_s = time.perf_counter() - start
+        self._done.append(CompletedPlan(plan, results, time.time(), step_s, failed, has_prefill=has_prefill))
         return ()
 
     def collect(self) -> list[CompletedPlan]:

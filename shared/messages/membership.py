@@ -91,6 +91,11 @@ class Stats(FrameStruct, frozen=True):
     experts_hit_total: int = 0  # experts, of all layers, that those steps chose at least once
     experts_hit_if_even_total: int = 0  # as many would have been chosen on average if all were chosen equally often
     expert_loads: list[float] = []  # of each layer with experts: tokens of the most loaded over the mean, lately
+    prefill_steps_total: int = 0  # steps of a worker in which a sequence computed several tokens of its prompt
+    prefill_step_us_total: int = 0  # time of these steps, in microseconds
+    prefill_launch_us_total: int = 0  # time that the worker's host took to launch them, in microseconds
+    decode_step_us_total: int = 0  # of the other steps
+    decode_launch_us_total: int = 0
 
 
 class Member(FrameStruct, frozen=True):

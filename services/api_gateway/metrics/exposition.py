@@ -3,7 +3,13 @@ or both, and one series per member under ours."""
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import FIRST_MASK_S, Role
@@ -64,6 +70,10 @@ _TRANSFER_COUNTERS = (
     ),
 )
 # of a worker
+_STEP_TIMES = (
+    ("worker_step_seconds", "Steps of a worker, from launch to completion without the wait for earlier ones", "step"),
+    ("worker_launch_seconds", "Time that a worker's host took to launch a step", "launch"),
+)
 _MASK_COUNTERS = (
     ("constraint_masks", "Masks of structured output that were applied", "masks_total"),
     ("constraint_mask_waits", "Sequences left without a token by a step: their mask was late", "mask_waits_total"),
@@ -133,6 +143,7 @@ def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterato
         yield counter
     yield from _queue_families(counted, model_name)
     yield from _transfer_families(counted, model_name)
+    yield from _step_families(counted, model_name)
     yield from _mask_families(counted, model_name)
     yield from _expert_families(counted, model_name)
 
@@ -178,6 +189,18 @@ def _queue_gauges(schedulers: list[tuple[MemberTotals, list[str]]]) -> Iterator[
             running.add_metric([*values, share.tenant], share.running)
             waiting.add_metric([*values, share.tenant], share.waiting)
     yield from (tokens, wait, running, waiting)
+
+
+def _step_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
+    """Times of steps with prefill and without. A worker whose launches take as long as its steps waits for its host."""
+    workers = [(one, [model_name, one.name]) for one in members if one.role is Role.GPU_WORKER]
+    for name, text, what in _STEP_TIMES:
+        times = SummaryMetricFamily(f"blockyard:{name}", text, labels=[*_QUEUE, "kind"])
+        for one, values in workers:
+            prefills = one.count("prefill_steps_total")
+            for kind, count in (("prefill", prefills), ("decode", one.count("steps_total") - prefills)):
+                times.add_metric([*values, kind], count, one.count(f"{kind}_{what}_us_total") / 1e6)
+        yield times
 
 
 def _mask_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:

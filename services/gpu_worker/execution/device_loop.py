@@ -363,7 +363,8 @@ class DeviceLoop:
             self._batch.matchers.num_masks += int((flight.has_mask & np.isin(outcomes, WITH_TOKEN)).sum())
         self._batch.complete(flight.plan, results)
         failed = self._batch.transfers.pop_failed_fetches(flight.plan)
-        return CompletedPlan(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows)
+        has_prefill = flight.num_decodes < len(slots)
+        return CompletedPlan(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows, has_prefill)
 
     def _take_other(self, flight: InFlightStep, row: int, outcome: SlotOutcome, held: bool) -> None:
         """Handles a row that did not sample, or that ended its sequence."""

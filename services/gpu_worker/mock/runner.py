@@ -54,8 +54,9 @@ class MockRunner:
     def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         start = time.perf_counter()
         results = self.execute(plan)
-        step_s = time.perf_counter() - start
-        self._done.append(CompletedPlan(plan, results, time.time(), step_s, self._batch.failed))
+        step_s, has_prefill = time.perf_counter() - start, any(run.max_tokens > 1 for run in plan.runs)
+        failed = self._batch.failed
+        self._done.append(CompletedPlan(plan, results, time.time(), step_s, failed, has_prefill=has_prefill))
         return ()
 
     def collect(self) -> list[CompletedPlan]:

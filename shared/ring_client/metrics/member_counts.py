@@ -53,6 +53,11 @@ COUNTERS = (  # fields of Stats
     "expert_samples_total",
     "experts_hit_total",
     "experts_hit_if_even_total",
+    "prefill_steps_total",
+    "prefill_step_us_total",
+    "prefill_launch_us_total",
+    "decode_step_us_total",
+    "decode_launch_us_total",
 )
 REFUSED, SERVED, STEP_SIZES, SECOND_TOKENS = "refused", "served", "step_sizes", "second_tokens"
 FIRST_MASKS = "first_masks"

@@ -201,6 +201,19 @@ def test_counters_show_running_and_idle(monkeypatch: pytest.MonkeyPatch) -> None
     assert links.me.stats.rss_bytes > 0
 
 
+def test_counters_tell_steps_with_prefill_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "PUBLISH_S", 0.0)
+    it, links, _ = worker()
+    for has_prefill, step_s, launch_s in ((True, 0.03, 0.02), (False, 0.002, 0.0005), (True, 0.01, 0.01)):
+        done = CompletedPlan(plan(1), [], time.time(), step_s, [], launch_s, has_prefill=has_prefill)
+        it.counters.stepped(done)
+    it.counters.publish()
+    found = links.me.stats
+    assert (found.steps_total, found.prefill_steps_total) == (3, 2)
+    assert (found.prefill_step_us_total, found.prefill_launch_us_total) == (40_000, 30_000)
+    assert (found.decode_step_us_total, found.decode_launch_us_total) == (2_000, 500)
+
+
 def test_a_scheduler_that_is_listed_only_after_it_attached_is_not_asked_to_attach_again() -> None:
     it, links, _ = worker()
     it.session.handle(OLD, Attach(OLD, 9, 1))

@@ -227,6 +227,29 @@ async def test_transfers_of_schedulers_and_workers(rig) -> None:
         assert one["blockyard:steps_total", with_role] == 9
 
 
+async def test_step_times_of_workers(rig) -> None:
+    stats = Stats(
+        steps_total=10,
+        prefill_steps_total=4,
+        prefill_step_us_total=120_000,
+        prefill_launch_us_total=90_000,
+        decode_step_us_total=30_000,
+        decode_launch_us_total=600,
+    )
+    async with rig() as r:
+        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
+        found = await scrape(r)
+        r.ring.lose(WORKER)
+        gone = await scrape(r)
+    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name)})
+    for one in (found, gone):
+        for kind, count, step_s, launch_s in (("prefill", 4, 0.12, 0.09), ("decode", 6, 0.03, 0.0006)):
+            labels = of_worker | {("kind", kind)}
+            assert one["blockyard:worker_step_seconds_count", labels] == count
+            assert one["blockyard:worker_step_seconds_sum", labels] == step_s
+            assert one["blockyard:worker_launch_seconds_sum", labels] == launch_s
+
+
 async def test_masks_of_workers(rig) -> None:
     stats = Stats(masks_total=40, mask_waits_total=3, matcher_restarts_total=1, first_mask_counts=[0, 2, 1])
     async with rig() as r:

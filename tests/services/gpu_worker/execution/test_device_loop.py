@@ -21,6 +21,7 @@ from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
+from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.sampling.sampler import Sampled
@@ -209,11 +210,14 @@ def plan(number: int, *runs: int, **fields: Any) -> StepPlan:
 
 def collected(runner: Runner) -> dict[int, dict[int, Any]]:
     """Waits for all plans in flight: results by plan and slot."""
-    results = {}
+    return {done.plan.number: {r.slot: r for r in done.all_results} for done in completed(runner)}
+
+
+def completed(runner: Runner) -> list[CompletedPlan]:
+    found = []
     while runner.in_flight:
-        for done in runner.collect():
-            results[done.plan.number] = {r.slot: r for r in done.all_results}
-    return results
+        found += runner.collect()
+    return found
 
 
 def test_plans_are_in_flight_and_a_slot_that_ended_takes_no_part_in_later_ones(ahead: Runner) -> None:
@@ -347,7 +351,9 @@ def test_steps_ahead_are_collected_before_a_step_in_lockstep(ahead: Runner) -> N
     assert loop.in_flight == 0, "the kernel finds 20 of the likeliest tokens"
     ahead.launch(plan(4, 0, 1))
     assert loop.in_flight == 1, "and none of later tokens"
-    results = collected(ahead)
+    done = completed(ahead)
+    assert [one.has_prefill for one in done] == [True, False, True, False]
+    results = {one.plan.number: {r.slot: r for r in one.all_results} for one in done}
     assert list(results) == [1, 2, 3, 4]
     assert [results[n][0].num_computed for n in results] == [2, 3, 4, 5]
     assert [results[n][1].num_computed for n in (3, 4)] == [4, 5]
