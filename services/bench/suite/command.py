@@ -76,6 +76,7 @@ def row(line: SuiteRow) -> str:
     spreads = ", ".join(f"{name} {one.p50:,.2f} / {one.p99:,.2f} ms" for name, one in line.measured.spreads.items())
     if line.measured.experts is not None:
         spreads += f"; {line.measured.experts:.2f} of the experts of even routing"
+    spreads += "".join(f"; launches {share:.2f} of {kind}" for kind, share in line.measured.launch_shares.items())
     measured = f"{line.measured.value:,.4g}" if line.measured.value < 1000 else f"{line.measured.value:,.0f}"
     return (
         f"| {line.name} | {line.what} | {measured} {line.unit} of {len(line.measured.runs)} runs"
@@ -139,7 +140,7 @@ def _on_one_server(items: Sequence[SuiteItem], context: SuiteContext) -> Iterato
         for item in items:
             assert item.measure_server is not None, "chosen so"
             even = "dummy-skewed" not in context.flags
-            yield _line(item, measures.checking_experts(item.measure_server, even), served)
+            yield _line(item, measures.with_counters(item.measure_server, even), served)
 
 
 def _line(item: SuiteItem, measure: Callable[[T], Measurement], subject: T) -> SuiteRow:

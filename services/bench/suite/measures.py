@@ -30,21 +30,26 @@ class Measurement(msgspec.Struct, frozen=True):
     runs: list[float]
     spreads: dict[str, Percentiles] = {}  # ms, over all runs
     experts: float | None = None  # that sampled steps chose, of those that even routing would; None: none were sampled
+    launch_shares: dict[str, float] = {}  # of step time in which the host launched kernels, by kind of step
 
 
-def checking_experts(
+def with_counters(
     measure: Callable[[SuiteServer], Measurement], even_routing: bool
 ) -> Callable[[SuiteServer], Measurement]:
-    """Adds how many experts were chosen. Raises BenchError if `even_routing` is not what happened: floors assume it."""
+    """Adds what the workers counted: chosen experts, and the share of launches in the time of steps.
+
+    Raises BenchError if `even_routing` is not what happened: floors assume it.
+    """
 
     def measure_and_check(served: SuiteServer) -> Measurement:
-        hit_before, even_before = served.experts()
+        before = served.counters()
         found = measure(served)
         time.sleep(METRICS_S)
-        hit, even = served.experts()
-        if even <= even_before:
+        after = served.counters()
+        found = msgspec.structs.replace(found, launch_shares=after.launch_shares(before))
+        if after.experts_hit_if_even <= before.experts_hit_if_even:
             return found
-        share = (hit - hit_before) / (even - even_before)
+        share = (after.experts_hit - before.experts_hit) / (after.experts_hit_if_even - before.experts_hit_if_even)
         if even_routing and not EVEN[0] <= share <= EVEN[1]:
             raise BenchError(f"steps chose {share:.2f} times as many experts as with even routing")
         return msgspec.structs.replace(found, experts=share)

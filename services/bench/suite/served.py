@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,25 @@ READY_S = 600.0  # longest start
 END_S = 60.0  # longest stop
 VOCAB = (100, 4000)  # token ids of prompts
 LOG_TAIL = 2000  # characters of a failed server's output that are shown
+KINDS = ("prefill", "decode")  # of steps, in /metrics
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounters:
+    """Sums over all workers of a server. Times are by kind of step."""
+
+    experts_hit: float = 0.0  # that sampled steps have chosen
+    experts_hit_if_even: float = 0.0  # that they would have chosen on average with even routing
+    step_s: dict[str, float] = field(default_factory=dict)
+    launch_s: dict[str, float] = field(default_factory=dict)  # the part of it in which the host launched kernels
+
+    def launch_shares(self, before: "WorkerCounters") -> dict[str, float]:
+        """The share of step time that launches took since `before`, by kind of step. Empty where the host computes."""
+        return {
+            kind: (launch_s - before.launch_s[kind]) / (self.step_s[kind] - before.step_s[kind])
+            for kind, launch_s in self.launch_s.items()
+            if launch_s > before.launch_s[kind]
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +66,22 @@ class SuiteServer:
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
-    def experts(self) -> tuple[float, float]:
-        """Returns how many experts its sampled steps have chosen, and how many even routing would have."""
+    def counters(self) -> "WorkerCounters":
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
-        hit, even = (
-            sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"blockyard:{name}_total{{"))
-            for name in ("experts_hit", "experts_hit_if_even")
-        )
-        return hit, even
+
+        def total(name: str, label: str = "") -> float:
+            return sum(
+                float(line.rsplit(" ", 1)[1])
+                for line in lines
+                if line.startswith(f"blockyard:{name}{{") and label in line
+            )
+
+        def seconds(what: str) -> dict[str, float]:
+            return {kind: total(f"worker_{what}_seconds_sum", f'kind="{kind}"') for kind in KINDS}
+
+        experts = total("experts_hit_total"), total("experts_hit_if_even_total")
+        return WorkerCounters(*experts, seconds("step"), seconds("launch"))
 
     def stream(
         self, requests: Sequence[SampleRequest], each_token: bool = True, due_s: Sequence[float] | None = None

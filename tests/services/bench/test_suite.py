@@ -14,7 +14,7 @@ from blockyard.services.bench.load.results import BenchError, RequestResult
 from blockyard.services.bench.suite import command, measures, served, shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
-from blockyard.services.bench.suite.served import SuiteServer, random_requests
+from blockyard.services.bench.suite.served import SuiteServer, WorkerCounters, random_requests
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.text_part import text_part
@@ -159,12 +159,12 @@ def test_a_models_items_share_one_server() -> None:
 def test_runs_that_chose_few_experts_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     class Server:
         def __init__(self, *counts: tuple[float, float]) -> None:
-            self.experts = iter(counts).__next__
+            self.counters = iter([WorkerCounters(*one) for one in counts]).__next__
 
     monkeypatch.setattr(measures, "METRICS_S", 0)
 
     def check(even_routing: bool, *counts: tuple[float, float]) -> float | None:
-        return measures.checking_experts(lambda served: Measurement(1.0, [1.0]), even_routing)(Server(*counts)).experts
+        return measures.with_counters(lambda served: Measurement(1.0, [1.0]), even_routing)(Server(*counts)).experts
 
     assert check(True, (100, 200), (195, 300)) == 0.95
     assert check(True, (0, 0), (0, 0)) is None
@@ -185,8 +185,17 @@ def test_samples_of_a_start_pass_before_the_first_item(monkeypatch: pytest.Monke
     assert done == ["steps", "1.5 s"] * 2
 
 
-def test_experts_are_read_from_metrics(server: SuiteServer) -> None:
-    assert server.experts() == (0, 0)
+def test_counters_are_read_from_metrics(server: SuiteServer) -> None:
+    found = server.counters()
+    assert (found.experts_hit, found.experts_hit_if_even) == (0, 0)
+    assert found.step_s["prefill"] > 0 and found.step_s["decode"] > 0, "the mock worker says how long its steps took"
+    assert found.launch_s == {"prefill": 0, "decode": 0}
+
+
+def test_the_share_of_launches_is_that_of_the_steps_between_two_readings() -> None:
+    before = WorkerCounters(0, 0, {"prefill": 1.0, "decode": 2.0}, {"prefill": 0.5, "decode": 0.0})
+    after = WorkerCounters(0, 0, {"prefill": 3.0, "decode": 4.0}, {"prefill": 2.0, "decode": 0.0})
+    assert after.launch_shares(before) == {"prefill": 0.75}
 
 
 def test_items_of_an_unknown_architecture_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
