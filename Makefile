@@ -58,7 +58,7 @@ PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/
 	services/scheduler/transfers/test_transfer_properties.py
 test-long: test-ready
 	$(RUN) -m pytest -q -n 2 --dist loadfile --hypothesis-profile=long -o timeout=7200 $(PROPERTIES:%=tests/%)
-	$(RUN) tests/bench/bench_properties.py
+	$(RUN) tests/bench/scheduling/bench_properties.py
 
 # Builds the compose stack in a real engine: needs root on Debian or Ubuntu, 4 GB and some minutes.
 test-compose:

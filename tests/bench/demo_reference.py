@@ -1,6 +1,7 @@
 """Whether rounding explains an answer of the demo model: a float64 reference scores every token of it.
 
-Without `--batch-invariant` two right answers can part where two tokens score the same up to rounding (tests/ties.py).
+Without `--batch-invariant` two right answers can part where two tokens score the same up to rounding: see
+tests/support/ties.py.
 """
 
 import torch

@@ -5,10 +5,10 @@ import platform
 from pathlib import Path
 
 import torch
-from bench_demo import demo_rows
-from bench_prefix import prefix_rows
-from bench_ring import ring_rows
 from rig import table
+from serving.bench_demo import demo_rows
+from serving.bench_prefix import prefix_rows
+from serving.bench_ring import ring_rows
 
 
 def machine() -> str:

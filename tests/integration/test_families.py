@@ -1,6 +1,6 @@
 """Families other than the demo model's, whose tiny checkpoints are random, through the processes of a server.
 
-tests/bench/every_architecture.py does the first test with every architecture of the table, which takes minutes.
+tests/bench/worker/every_architecture.py does the first test with every architecture of the table, which takes minutes.
 """
 
 from pathlib import Path
@@ -8,10 +8,9 @@ from pathlib import Path
 import openai
 import pytest
 import torch
-from every_architecture import PROMPTS, TOKENIZER, check
 from rig import serve
 from ties import Ties
-from tiny_models import BY_NAME, greedy_score
+from worker.every_architecture import BY_NAME, PROMPTS, TOKENIZER, check, greedy_score
 
 
 @pytest.mark.parametrize(("name", "model_impl"), [("deepseek-v2", "auto"), ("llama", "transformers")])

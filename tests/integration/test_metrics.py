@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Server, completion, serve, stream
-from vllm_dashboards import PANELS
+from serving.vllm_dashboards import PANELS
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 NUM_STREAMS = 5

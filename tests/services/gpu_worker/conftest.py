@@ -27,7 +27,6 @@ def _module(name: str, path: Path) -> None:
 
 
 _HERE = Path(__file__).parent
-_module("ties", _HERE.parents[1] / "ties.py")
 _module("plan_driver", _HERE / "plan_driver.py")
 _module("tiny_checkpoint", _HERE / "tiny_checkpoint.py")
 _module("tiny_dense", _HERE / "tiny_dense.py")

@@ -1,7 +1,7 @@
 """Random and chosen JSON schemas: what an engine takes it enforces, and what it does not enforce it names.
 
 Random allowed tokens write values, which jsonschema validates with its formats. The other half of this is
-`tests/bench/bench_schemas.py`, where a model writes them through all services.
+`tests/bench/structured_output/bench_schemas.py`, where a model writes them through all services.
 """
 
 import json

@@ -1,0 +1,220 @@
+"""One gateway process alone: events a second of its CPU, 256 streams, one event a token.
+
+Answers are plain text, or text that a reader of tool calls, or of reasoning and tool calls, makes into parts. The ring
+behind the gateway is one process that plays tokenizer, scheduler and detokenizer over real links and sends one batch a
+step at a set pace; clients are raw sockets in this process. The gateway cannot tell the difference.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+sys.path.append(str(Path(__file__).parents[2] / "support"))
+
+from fake_ring import CARD, tokenized
+from rig import ROOT, Row, cpu_seconds, rss_mib, table
+
+from blockyard.shared.bus.links import Links
+from blockyard.shared.config.services.gateway import GatewayConfig, ToolDefaults
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.registry import RegistryConfig
+from blockyard.shared.messages import (
+    Accepted,
+    DetokenizerIn,
+    FinishReason,
+    Generate,
+    QueueCapacity,
+    Role,
+    SchedulerIn,
+    TextBatch,
+    TextDelta,
+    Tokenize,
+    TokenizerIn,
+)
+
+STREAMS, TOKENS, PORT = 256, 400, 18231
+FASTEST = 80_000.0  # events a second that are offered: more are queued
+PATIENCE_S = 40.0
+WORDS = [f" word{i % 97}" for i in range(TOKENS)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked and answered, one token each text, and how the gateway reads it."""
+
+    name: str
+    bar: str
+    path: str
+    body: dict[str, Any]
+    words: list[str]
+    tools: ToolDefaults
+
+
+def _call(count: int) -> list[str]:
+    """A call of about `count` tokens."""
+    start = ["<tool_call>", "\n", '{"name":', ' "search",', ' "arguments":', ' {"query":', ' "']
+    return [*start, *WORDS[: count - 10], '"}}', "\n", "</tool_call>"]
+
+
+def loads() -> list[Load]:
+    fields: dict[str, Any] = {"max_tokens": 200, "stream": True, "ignore_eos": True}
+    tool = {"type": "function", "function": {"name": "search"}}
+    chat = fields | {"messages": [{"role": "user", "content": "hello there"}], "tools": [tool]}
+    part = TOKENS // 4
+    calls = ToolDefaults(auto_choice=True, parser="hermes")
+    both = ToolDefaults(auto_choice=True, parser="hermes", reasoning_parser="qwen3", reasoning_end="</think>")
+    thought = ["<think>", *WORDS[: part - 2], "</think>"]
+    return [
+        Load("plain", "100,000", "/v1/completions", fields | {"prompt": "hello there"}, WORDS, ToolDefaults()),
+        Load("a reader of calls", "45,000", "/v1/chat/completions", chat, WORDS[: 2 * part] + _call(2 * part), calls),
+        Load(
+            "a reader of reasoning and calls",
+            "40,000",
+            "/v1/chat/completions",
+            chat,
+            thought + WORDS[:part] + _call(2 * part),
+            both,
+        ),
+    ]
+
+
+def bus(folder: str) -> BusConfig:
+    return BusConfig(registry=f"ipc://{folder}/message-bus", bind=f"ipc://{folder}")
+
+
+class Ring:
+    """Plays all other roles in one thread. `pace` is in events a second."""
+
+    def __init__(self, folder: str, pace: float, words: list[str]) -> None:
+        self.words = words
+        self.tokenizer: Links[TokenizerIn] = Links("tokenizer_pool", Role.TOKENIZER_POOL, bus(folder), TokenizerIn)
+        self.scheduler: Links[SchedulerIn] = Links("scheduler", Role.SCHEDULER, bus(folder), SchedulerIn)
+        self.detokenizer: Links[DetokenizerIn] = Links("detokenizer", Role.DETOKENIZER, bus(folder), DetokenizerIn)
+        self.step_s = STREAMS / pace
+        self.requests: list[str] = []
+        self.gateway = 0
+        self.scheduler.update(card=CARD)
+        for links in (self.tokenizer, self.scheduler, self.detokenizer):
+            links.update(ready=True)
+
+    def run(self) -> None:
+        while True:
+            for peer, frame in self.tokenizer.poll(0.001):
+                if isinstance(frame, Tokenize):
+                    self.tokenizer.answer(peer, tokenized(frame))
+            for peer, frame in self.scheduler.poll(0.001):
+                if isinstance(frame, Generate):
+                    accepted = Accepted(
+                        frame.request_id, frame.attempt, self.detokenizer.me.incarnation, QueueCapacity(9999, 10**9)
+                    )
+                    self.scheduler.answer(peer, accepted)
+                    self.requests.append(frame.request_id)
+                    self.gateway = peer
+            self.detokenizer.poll(0.0)
+            if len(self.requests) == STREAMS:
+                self.play()
+                self.requests = []
+
+    def play(self) -> None:
+        time.sleep(0.3)  # all clients have their headers
+        due = time.perf_counter()
+        for i in range(TOKENS):
+            finish = FinishReason.LENGTH if i == TOKENS - 1 else None
+            deltas = [TextDelta(r, 0, 0, i, [i], self.words[i], finish) for r in self.requests]
+            assert self.detokenizer.send(self.gateway, TextBatch(deltas, time.time()))
+            for links in (self.tokenizer, self.scheduler, self.detokenizer):
+                links.poll(0.0)
+            due += self.step_s
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+async def client(load: Load) -> int:
+    """One streamed answer over a raw socket; the number of events."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    body = msgspec.json.encode(load.body)
+    head = f"POST {load.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    events = 0
+    while data := await reader.read(1 << 16):
+        events += data.count(b"data: {")
+        if data.endswith(b"0\r\n\r\n"):
+            break
+    writer.close()
+    return events
+
+
+async def clients(load: Load) -> int:
+    async with asyncio.timeout(PATIENCE_S):  # a ring that does not keep up is taken for dead, and never answers
+        return sum(await asyncio.gather(*(client(load) for _ in range(STREAMS))))
+
+
+def spawn(folder: str, service: str, config: msgspec.Struct) -> subprocess.Popen[bytes]:
+    path = Path(folder) / f"{service}.json"
+    path.write_bytes(msgspec.json.encode(config))
+    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    return subprocess.Popen([sys.executable, "-m", f"blockyard.services.{service}", str(path)], env=env)
+
+
+def measure(load: Load, pace: float) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        process = ProcessConfig(name="bench", bus=bus(folder), log_level="warning")
+        registry = spawn(folder, "message_bus", RegistryConfig(process=process))
+        ring = subprocess.Popen([sys.executable, __file__, "ring", folder, str(pace), load.name])
+        config = GatewayConfig(process=process, host="127.0.0.1", port=PORT, tools=load.tools)
+        gateway = spawn(folder, "api_gateway", config)
+        try:
+            wait_ready()
+            idle = rss_mib(gateway.pid)
+            asyncio.run(clients(load))
+            before, start = cpu_seconds(gateway.pid), time.perf_counter()
+            events = asyncio.run(clients(load))
+            cpu, wall = cpu_seconds(gateway.pid) - before, time.perf_counter() - start
+            loaded = rss_mib(gateway.pid)
+        finally:
+            for child in (gateway, ring, registry):
+                child.send_signal(signal.SIGTERM)
+            for child in (gateway, ring, registry):
+                child.wait()
+    text = (
+        f"{events / cpu:,.0f} events/s ({events:,} events, {cpu:.2f} s of CPU in {wall:.1f} s; "
+        f"{idle:.0f} MiB idle, {loaded:.0f} after)"
+    )
+    name = f"gateway alone, {load.name}, {STREAMS} streams, one event a token, {pace:,.0f} a second offered"
+    return (name, text, load.bar)
+
+
+def wait_ready() -> None:
+    import urllib.error
+    import urllib.request
+
+    for _ in range(400):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v1/models/tiny", timeout=1):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.05)
+    raise RuntimeError("the gateway was not ready in time")
+
+
+def main() -> list[Row]:
+    plain, *readers = loads()
+    rows = [measure(plain, pace) for pace in (12_800.0, 40_000.0, FASTEST)]
+    return rows + [measure(load, FASTEST / 2) for load in readers]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ring"]:
+        [chosen] = [load for load in loads() if load.name == sys.argv[4]]
+        Ring(sys.argv[2], float(sys.argv[3]), chosen.words).run()
+    else:
+        print(table(main()))

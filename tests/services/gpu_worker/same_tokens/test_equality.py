@@ -1,0 +1,50 @@
+"""Greedy and seeded outputs do not depend on scheduling: up to ties, or exactly if batch-invariant.
+
+tests/bench/scheduling/bench_equality.py does the same with many more tokens.
+"""
+
+import pytest
+import torch
+from equality import CONDITIONS, Bench, Request, requests
+from ties import Ties
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Request]:
+    return requests(8, max_tokens=20)
+
+
+FALLBACK = "llama by transformers"  # with windows in all layers, nothing would be preempted
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch-invariant"])
+def batch_invariant(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+# qwen3-moe: layers with experts and one without; gemma3: windows and other rotations in some layers; gemma4: other
+# heads in them, and experts beside the MLP; deepseek-v3: latent attention, in groups of experts
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "gemma3", "gemma4-sees", "deepseek-v3", FALLBACK])
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def it(
+    request: pytest.FixtureRequest, batch_invariant: bool, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Bench:
+    name, _, model_impl = model.partition(" by ")
+    return Bench(tmp_path_factory.mktemp("tiny"), batch_invariant, request.param, name, model_impl or "auto")
+
+
+def test_every_way_of_scheduling_gives_the_output_of_each_choice_alone(
+    it: Bench, batch_invariant: bool, model: str, asked: list[Request], capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, ties = it.alone(asked), Ties()
+    for name, condition in CONDITIONS.items():
+        it.compare(name, asked, expected, condition(it, asked), ties)
+    if batch_invariant:
+        assert not ties.ties
+    with capsys.disabled():
+        print(f"\nequality of {model}{', batch-invariant' if batch_invariant else ''}: {ties.check()}", end="")
