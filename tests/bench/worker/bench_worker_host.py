@@ -50,6 +50,7 @@ def measure(rows: int) -> Row:
     batch: Any = SimpleNamespace(slots=slots, complete=lambda plan, done: None, transfers=transfers)
     loop = DeviceLoop.__new__(DeviceLoop)
     loop._batch, loop._done_s = batch, 0.0
+    loop._host_sampling = SimpleNamespace(take_results=lambda plan, done: [])
     plan = StepPlan(1, 1, [], [], [], [SlotRun(slot, 1) for slot in range(rows)])
     entry: Any = SimpleNamespace(results=results, scores=None)
     everyone = np.arange(rows)
