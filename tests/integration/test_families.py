@@ -10,7 +10,8 @@ import pytest
 import torch
 from rig import serve
 from ties import Ties
-from worker.every_architecture import BY_NAME, PROMPTS, TOKENIZER, check, greedy_score
+from tiny_models import BY_NAME, greedy_score
+from worker.every_architecture import PROMPTS, TOKENIZER, check
 
 
 @pytest.mark.parametrize(("name", "model_impl"), [("deepseek-v2", "auto"), ("llama", "transformers")])

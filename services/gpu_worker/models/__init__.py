@@ -18,6 +18,6 @@ How to add a model family:
 3. Otherwise make the parts in `layers/` with the family's own names and pass them to `Decoder` (gpt2.py, falcon.py).
    A family that needs something new passes another layer or norm: shared code has no `if` for a family.
 4. Add one line to the table in `shared/architectures.py`; `blockyard models --write` updates FAMILIES.md.
-5. Add a tiny checkpoint to tests/services/gpu_worker/tiny_dense.py or tiny_models.py: `test_parity` compares it with
+5. Add a tiny checkpoint to tests/support/models/tiny_dense.py or tiny_models.py: `test_parity` compares it with
    transformers.
 """

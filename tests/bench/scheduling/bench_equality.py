@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parents[2]
-sys.path += [str(TESTS / "support"), str(TESTS / "bench"), str(TESTS / "services" / "gpu_worker")]
+sys.path += [str(TESTS / "support"), str(TESTS / "bench"), str(TESTS / "support" / "models")]
 
 from equality import CONDITIONS, Bench, requests  # noqa: E402 -- found by the line above
 from rig import Row  # noqa: E402

@@ -30,7 +30,7 @@ GB = 1e9
 
 
 def core_loop() -> Any:
-    folder = Path(__file__).parents[2] / "services/gpu_worker"
+    folder = Path(__file__).parents[2] / "support/models"
     for name in ("plan_driver", "core_loop"):
         spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
         assert spec is not None and spec.loader is not None

@@ -105,7 +105,7 @@ class Bare:
 
 def driver_class() -> type:
     """The tests' small scheduler; its folder is not on sys.path."""
-    path = ROOT / "tests/services/gpu_worker/plan_driver.py"
+    path = ROOT / "tests/support/models/plan_driver.py"
     spec = importlib.util.spec_from_file_location("plan_driver", path)
     assert spec is not None
     assert spec.loader is not None

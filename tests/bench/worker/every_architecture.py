@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parents[2]
-sys.path += [str(TESTS / "support"), str(TESTS / "services" / "gpu_worker")]
+sys.path += [str(TESTS / "support"), str(TESTS / "support" / "models")]
 
 from ties import Ties  # noqa: E402 -- found by the line above
 from tiny_models import BY_NAME, MODELS, Tiny, greedy_score  # noqa: E402
