@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from .program import BYTES_PER_STEP, SHAPES, Program
-from .world import Shape
+from .surroundings.program import BYTES_PER_STEP, SHAPES, Program
+from .surroundings.world import Shape
 
 EVENTS = 420  # steps of one history
 HISTORIES = 1000 if settings.get_current_profile_name() == "long" else 75

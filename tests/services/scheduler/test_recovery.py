@@ -18,8 +18,8 @@ from blockyard.shared.messages import (
 )
 
 from .conftest import Ring
-from .fakes import ids_bytes
-from .world import World
+from .surroundings.fakes import ids_bytes
+from .surroundings.world import World
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 

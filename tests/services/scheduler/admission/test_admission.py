@@ -5,7 +5,7 @@ import pytest
 from blockyard.shared.messages import Accepted, ChoiceState, FinishReason, Generate, QueueCapacityChanged, Refused
 
 from ..conftest import Ring
-from ..world import World
+from ..surroundings.world import World
 
 
 @pytest.mark.parametrize(

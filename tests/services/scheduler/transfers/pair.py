@@ -3,9 +3,9 @@
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.shared.messages import KVRole, KVSend, SlotStart, StepPlan
 
-from ..fake_worker import FakeWorker
-from ..fakes import Output
-from ..world import Shape, World
+from ..surroundings.fake_worker import FakeWorker
+from ..surroundings.fakes import Output
+from ..surroundings.world import Shape, World
 
 P, D = KVRole.PREFILL, KVRole.DECODE
 

@@ -24,7 +24,7 @@ from blockyard.shared.messages import (
     TokenBatch,
 )
 
-from ..fake_worker import FakeWorker
+from ..surroundings.fake_worker import FakeWorker
 from .pair import Pair, first_token
 
 P, D = KVRole.PREFILL, KVRole.DECODE

@@ -5,8 +5,8 @@ from itertools import product
 
 from blockyard.shared.messages import KVAudit, KVLanded, KVRole
 
-from ..program import SHAPES, Program, pick
-from ..world import Shape
+from ..surroundings.program import SHAPES, Program, pick
+from ..surroundings.world import Shape
 
 ROLES: list[object] = [
     (KVRole.PREFILL, KVRole.DECODE, *more) for num in range(5) for more in product(KVRole, repeat=num)

@@ -7,7 +7,7 @@ import pytest
 from blockyard.shared.messages import Cancel, FinishReason
 
 from ..conftest import Ring
-from ..world import World
+from ..surroundings.world import World
 
 LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
 
