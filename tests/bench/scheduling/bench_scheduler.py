@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3] / ".src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 
 import msgspec
 from rig import Row, table

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / ".src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 
 from rig import Row, table
 

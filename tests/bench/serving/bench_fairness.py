@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / ".src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 
 import uvloop
 from raw_client import RawLog, raw_streams

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+sys.path.append(str(Path(__file__).parents[1]))  # for rig
 sys.path.append(str(Path(__file__).parents[2] / "support"))
 
 from fake_ring import CARD, tokenized

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3] / ".src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 
 from raw_client import raw_streams
 from rig import Row, Server, completion, median, serve, table

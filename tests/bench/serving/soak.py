@@ -26,6 +26,7 @@ from pathlib import Path
 
 import aiohttp
 
+sys.path.append(str(Path(__file__).parents[1]))  # for rig
 sys.path.append(str(Path(__file__).parents[2] / "support"))  # ties.py
 
 from demo_reference import Reference

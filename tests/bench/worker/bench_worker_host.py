@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3] / ".src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for rig
 
 import msgspec
 import numpy as np
