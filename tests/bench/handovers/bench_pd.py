@@ -4,8 +4,8 @@
 
 Every request is greedy or seeded, and every prompt is handed over. Answers must be equal; without `--batch-invariant`
 up to ties, which are counted. After the last answer no transfer may be open and no block held, on either side.
-The rates of connectors are printed by bench_kv_transfer.py, `schedule()` and placement by bench_scheduler.py, and the
-simulator by `blockyard simulate`.
+The rates of connectors are printed by bench_kv_transfer.py, `schedule()` and placement by
+scheduling/bench_scheduler.py, and the simulator by `blockyard simulate`.
 """
 
 import argparse
