@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for token_rows, which the fakes use
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))  # for fake_links
 
-from tests.services.scheduler.surroundings.program import BYTES_PER_STEP, SHAPES, Program
-from tests.services.scheduler.surroundings.world import Shape
+from tests.services.scheduler.harness.program import BYTES_PER_STEP, SHAPES, Program
+from tests.services.scheduler.harness.world import Shape
 from tests.services.scheduler.transfers.transfer_program import TRANSFER_SHAPES, WORKERS, TransferProgram
 
 EVENTS = 420

@@ -5,8 +5,8 @@ import pytest
 
 from blockyard.services.gpu_worker.loading import sleep
 
-from .surroundings.fakes import FakeDetokenizer, FakeGateway, Journal, Output
-from .surroundings.world import FakeWorker, Shape, World
+from .harness.fakes import FakeDetokenizer, FakeGateway, Journal, Output
+from .harness.world import FakeWorker, Shape, World
 
 
 @pytest.fixture(autouse=True, scope="module")

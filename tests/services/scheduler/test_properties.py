@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from .surroundings.program import BYTES_PER_STEP, SHAPES, Program
-from .surroundings.world import Shape
+from .harness.program import BYTES_PER_STEP, SHAPES, Program
+from .harness.world import Shape
 
 EVENTS = 420  # steps of one history
 HISTORIES = 1000 if settings.get_current_profile_name() == "long" else 75

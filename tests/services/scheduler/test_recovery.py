@@ -18,8 +18,8 @@ from blockyard.shared.messages import (
 )
 
 from .conftest import Ring
-from .surroundings.fakes import ids_bytes
-from .surroundings.world import World
+from .harness.fakes import ids_bytes
+from .harness.world import World
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 

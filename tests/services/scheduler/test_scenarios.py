@@ -12,7 +12,7 @@ from blockyard.shared.messages import (
 )
 
 from .conftest import Ring
-from .surroundings.world import World
+from .harness.world import World
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 

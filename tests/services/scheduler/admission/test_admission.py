@@ -5,7 +5,7 @@ import pytest
 from blockyard.shared.messages import Accepted, ChoiceState, FinishReason, Generate, QueueCapacityChanged, Refused
 
 from ..conftest import Ring
-from ..surroundings.world import World
+from ..harness.world import World
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.shared.messages import NO_LOGPROBS, NO_TOKEN, Cancel, Frame, StepPlan, StepResult, TokenBatch
 
 from ..conftest import Ring
-from ..surroundings.fakes import ids_list
+from ..harness.fakes import ids_list
 
 
 def group_of(it: Ring) -> WorkerGroup:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from blockyard.shared.messages import BlockCopy, FinishReason, StepPlan, Stop, StreamRef, TokenStep
 
 from ..conftest import Ring
-from ..surroundings.program import BYTES_PER_STEP, SHAPES, Program
-from ..surroundings.world import Shape, World
+from ..harness.program import BYTES_PER_STEP, SHAPES, Program
+from ..harness.world import Shape, World
 
 PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # a prompt that ends within a block of 4
 EVENTS = 160  # steps of one history

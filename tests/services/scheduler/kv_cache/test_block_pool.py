@@ -8,7 +8,7 @@ from blockyard.services.scheduler.kv_cache import block_pool
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.plan_pacer import PlanClock
 
-from ..surroundings.invariants import blocks_in_order
+from ..harness.invariants import blocks_in_order
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from blockyard.services.scheduler.kv_cache.free_block_queue import FreeBlockQueue
 from blockyard.services.scheduler.plan_pacer import PlanClock
 
-from ..surroundings.invariants import blocks_in_order, check_free_queue
+from ..harness.invariants import blocks_in_order, check_free_queue
 
 NUM_BLOCKS = 24
 deeds = st.lists(st.tuples(st.sampled_from(["put", "take", "oldest", "one", "send", "done"]), st.binary(max_size=12)))

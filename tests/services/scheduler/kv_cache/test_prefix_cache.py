@@ -17,8 +17,8 @@ from blockyard.shared.messages import (
 )
 
 from ..conftest import Ring
-from ..surroundings.fakes import ids_bytes
-from ..surroundings.world import SCOPE
+from ..harness.fakes import ids_bytes
+from ..harness.world import SCOPE
 
 PROMPT = list(range(100, 122))  # 5 blocks of 4 tokens, and 2 tokens
 

@@ -3,9 +3,9 @@
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.shared.messages import KVRole, KVSend, SlotStart, StepPlan
 
-from ..surroundings.fake_worker import FakeWorker
-from ..surroundings.fakes import Output
-from ..surroundings.world import Shape, World
+from ..harness.fake_worker import FakeWorker
+from ..harness.fakes import Output
+from ..harness.world import Shape, World
 
 P, D = KVRole.PREFILL, KVRole.DECODE
 

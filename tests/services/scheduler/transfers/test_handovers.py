@@ -24,7 +24,7 @@ from blockyard.shared.messages import (
     TokenBatch,
 )
 
-from ..surroundings.fake_worker import FakeWorker
+from ..harness.fake_worker import FakeWorker
 from .pair import Pair, first_token
 
 P, D = KVRole.PREFILL, KVRole.DECODE

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ..surroundings.program import BYTES_PER_STEP
-from ..surroundings.world import Shape
+from ..harness.program import BYTES_PER_STEP
+from ..harness.world import Shape
 from .transfer_program import COUNTED, TRANSFER_SHAPES, WORKERS, TransferProgram
 
 EVENTS = 420  # of one history

@@ -5,8 +5,8 @@ from itertools import product
 
 from blockyard.shared.messages import KVAudit, KVLanded, KVRole
 
-from ..surroundings.program import SHAPES, Program, pick
-from ..surroundings.world import Shape
+from ..harness.program import SHAPES, Program, pick
+from ..harness.world import Shape
 
 ROLES: list[object] = [
     (KVRole.PREFILL, KVRole.DECODE, *more) for num in range(5) for more in product(KVRole, repeat=num)

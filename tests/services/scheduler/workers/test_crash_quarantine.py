@@ -7,7 +7,7 @@ import pytest
 from blockyard.shared.messages import Cancel, FinishReason
 
 from ..conftest import Ring
-from ..surroundings.world import World
+from ..harness.world import World
 
 LENGTH, FAILED = FinishReason.LENGTH, FinishReason.FAILED
 

@@ -11,7 +11,7 @@ from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.simulation import CostModel, SimulationConfig
 
-from ..surroundings.world import Shape, World
+from ..harness.world import Shape, World
 
 
 def simulate(num_workers: int, requests: list[TraceRequest], num_blocks: int = 4000, **scheduler: object) -> Simulation:
