@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import WITH_TOKEN, SlotOutcome
 from blockyard.services.gpu_worker.arrays import Bools, Ints
+from blockyard.services.gpu_worker.attention.choice import fused_max_len
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution import decode_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import (
@@ -466,8 +467,8 @@ def start(
         logits_edits=config.run_ahead_penalties,
         masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
     )
-    fused = config.fused_steps and not pool.batch_invariant and not pool.shape.has_latent
-    ops = DeviceOps(fused, pool.batch_invariant)
+    is_fused = config.fused_steps and not pool.batch_invariant
+    ops = DeviceOps(fused_max_len(pool.shape.has_latent) if is_fused else 0, pool.batch_invariant)
     steps = DecodeSteps(model, pool, settings, ops)
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)

@@ -13,7 +13,7 @@ from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
 from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
+from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_ROWS
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -28,14 +28,17 @@ class DeviceOps:
     Tests on the CPU override them by the kernels' references.
     """
 
-    def __init__(self, fused: bool = False, batch_invariant: bool = False) -> None:
-        """fused: attention of few rows is one kernel. batch_invariant: a row's token depends on that row alone."""
-        self._fused, self._batch_invariant = fused, batch_invariant
+    def __init__(self, fused_max_len: int = 0, batch_invariant: bool = False) -> None:
+        """fused_max_len: up to so many keys, attention of few rows is one kernel, see `choice.fused_max_len`.
+
+        batch_invariant: a row's token depends on that row alone.
+        """
+        self._fused_max_len, self._batch_invariant = fused_max_len, batch_invariant
         self._semaphores: SplitSemaphores | None = None
 
     def fused_decode_max_len(self, rows: int) -> int:
         """Longest sequence that the fused decode attention supports at this number of rows; 0: not supported."""
-        return FUSED_DECODE_MAX_LEN if self._fused and 0 < rows <= FUSED_DECODE_MAX_ROWS else 0
+        return self._fused_max_len if 0 < rows <= FUSED_DECODE_MAX_ROWS else 0
 
     def scatter(self, arena: Tensor, pairs: Tensor, count: int) -> None:
         scatter_words(arena, pairs, count)
@@ -48,7 +51,7 @@ class DeviceOps:
 
     def attend(self, pool: KVPool, metadata: AttentionMetadata) -> Attend:
         """The attention of a step, for all layers."""
-        if self._fused and self._semaphores is None:
+        if self._fused_max_len and self._semaphores is None:
             self._semaphores = SplitSemaphores(FUSED_DECODE_MAX_ROWS * pool.shape.num_heads, pool.device)
         return build_attention(pool, metadata, self._semaphores)
 

@@ -18,7 +18,8 @@ from tiny_models import BY_NAME, VOCAB, settings, start
 from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
-from blockyard.services.gpu_worker.execution import device_ops
+from blockyard.services.gpu_worker.attention import choice
+from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN
 from blockyard.services.gpu_worker.execution.decode_graphs import (
     DecodeSettings,
     DecodeSize,
@@ -106,7 +107,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     fast = start(tmp_path, device=DEVICE)
     for linear in fast.model.linears():
         take_in(linear)
-    loop = loop_of(fast, 3, DeviceOps(fused=True))
+    loop = loop_of(fast, 3, DeviceOps(FUSED_DECODE_MAX_LEN))
     fast.run_ahead(loop)
     ran = []
     launch = loop.launch
@@ -149,12 +150,9 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
         one.batch.matchers.close()
 
 
-def test_fused_decode_is_not_used_for_a_sequence_that_is_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_decode_is_not_used_for_a_sequence_that_is_too_long(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
-    monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
-    steps = loop_of(start(tmp_path, device=DEVICE), 2, DeviceOps(fused=True)).steps
+    steps = loop_of(start(tmp_path, device=DEVICE), 2, DeviceOps(8)).steps
     assert steps.padded(1, 8) == DecodeSize(1, short_context=True)
     assert steps.padded(1, 9) == DecodeSize(1, short_context=False)
     assert steps.padded(2, 1) == DecodeSize(2, short_context=False)
@@ -165,7 +163,7 @@ def test_fused_decode_is_not_used_for_a_sequence_that_is_too_long(
 def test_a_stream_that_outgrows_fused_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME["qwen3"].save(tmp_path)
     want = alone(start(tmp_path, device="cpu"))
-    monkeypatch.setattr(device_ops, "FUSED_DECODE_MAX_LEN", 8)
+    monkeypatch.setattr(choice, "FUSED_DECODE_MAX_LEN", 8)
     runner = start(tmp_path, device="cuda")
     replayed: list[tuple[bool, bool]] = []
     forward = runner.ahead.steps.forward
