@@ -103,15 +103,32 @@ def test_steps_with_cached_context_take_no_graph(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("name", LATENT)
+def test_a_single_stream_in_graphs_of_the_fused_kernel(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first tokens are from the fused kernel, later ones from the other kernels."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    monkeypatch.setattr(choice, "FUSED_LATENT_MAX_LEN", 48)
+    compare_with_the_cpu(name, 1, tmp_path, (1,), (33,), (45,))
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("name", LATENT)
 def test_tokens_on_a_gpu_are_those_of_the_cpu(name: str, depth: int, tmp_path: Path) -> None:
     """In graphs and without, whole prompts and chunks beside decodes, up to ties."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
+    compare_with_the_cpu(name, depth, tmp_path, (1, 9, 33, 64, 100, 17, 45))
+
+
+def compare_with_the_cpu(name: str, depth: int, tmp_path: Path, *batches: tuple[int, ...]) -> None:
+    """batches: lengths of the prompts that run at a time."""
     score = greedy_score(BY_NAME[name].save(tmp_path))
-    lengths, ties = (1, 9, 33, 64, 100, 17, 45), Ties()
-    want = outputs(start(tmp_path), lengths, 40)
+    ties, host = Ties(), start(tmp_path)
+    want = [one for lengths in batches for one in outputs(host, lengths, 40)]
     for eager in (False, True):
         runner = start(tmp_path, device="cuda", enforce_eager=eager)
         loop = runner.ahead
@@ -120,7 +137,7 @@ def test_tokens_on_a_gpu_are_those_of_the_cpu(name: str, depth: int, tmp_path: P
             pass
         assert eager or (loop._graphs._problem, loop.steps.capture_error) == ("", "")
         for chunk in (10**6, 24):
-            got = outputs(runner, lengths, 40, depth=depth, chunk=chunk)
+            got = [one for lengths in batches for one in outputs(runner, lengths, 40, depth=depth, chunk=chunk)]
             for i, ((prompt, expected), (_, tokens)) in enumerate(zip(want, got, strict=True)):
                 ties.compare(f"{name} {i}, chunks of {chunk}", prompt, expected, tokens, score)
     ties.check()
