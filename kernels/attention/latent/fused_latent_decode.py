@@ -126,44 +126,66 @@ def _absorb(
 
 
 @triton.jit
-def _new_row(
-    row_ptr, weight_ptr, angle_ptr, eps, row_scale,
-    dtype: tl.constexpr, FP8_MAX: tl.constexpr, LATENT: tl.constexpr, ROTATED: tl.constexpr, ROTATE: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """A row of the cache as a step writes it, in the dtype of the cache: PARTS of [1, PART]."""
-    squares = 0.0
-    raw = ()
-    for part in tl.static_range(PARTS):
-        dims = part * PART + tl.arange(0, PART)
-        x = tl.load(row_ptr + dims, mask=dims < LATENT + ROTATED, other=0.0).to(tl.float32)
-        squares += tl.sum(tl.where(dims < LATENT, x * x, 0.0), 0)
-        raw += (x,)  # type: ignore[assignment]
-    factor = tl.rsqrt(squares / LATENT + eps)
-    parts = ()
-    for part in tl.static_range(PARTS):
-        dims = part * PART + tl.arange(0, PART)
-        weight = tl.load(weight_ptr + dims, mask=dims < LATENT, other=0.0).to(tl.float32)
-        x = tl.where(dims < LATENT, raw[part] * factor * weight, raw[part])[None, :]
-        x = _rotate_part(x, angle_ptr, part, LATENT, ROTATED, ROTATE, PART)
-        x = x.to(row_ptr.dtype.element_ty).to(tl.float32)  # as prefills read it that decompress this row
-        parts += (quantize(x, row_scale, dtype, FP8_MAX),)  # type: ignore[assignment]
-    return parts
+def _load_part(ptr, dims, inside, LANES: tl.constexpr, PART: tl.constexpr):
+    """Numbers `dims` of a vector in float32, [LANES, PART], the same in each lane: warps then exchange nothing."""
+    places = tl.broadcast_to(ptr + dims[None, :], [LANES, PART])
+    return tl.load(places, mask=tl.broadcast_to(inside[None, :], [LANES, PART]), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rotate_part(
-    x, angle_ptr, part: tl.constexpr, LATENT: tl.constexpr, ROTATED: tl.constexpr, ROTATE: tl.constexpr,
-    PART: tl.constexpr,
+    x, angle_ptr, part: tl.constexpr,
+    LATENT: tl.constexpr, ROTATED: tl.constexpr, ROTATE: tl.constexpr, LANES: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the numbers of a part [1, PART] of a row that are behind the latent."""
+    """Rotates the numbers of a part [LANES, PART] of a row that are behind the latent."""
     if ROTATE and (part + 1) * PART > LATENT:
         dims = part * PART + tl.arange(0, PART)
         inside = (dims >= LATENT) & (dims < LATENT + ROTATED)
-        angle = tl.load(angle_ptr + dims - LATENT, mask=inside, other=(1 - dims % 2).to(tl.float32))
-        cos, sin = tl.split(tl.reshape(angle, [1, PART // 2, 2]))
+        angle = _load_part(angle_ptr - LATENT, dims, inside, LANES, PART)
+        angle = tl.where(inside[None, :], angle, (1 - dims % 2).to(tl.float32)[None, :])  # others stay as they are
+        cos, sin = tl.split(tl.reshape(angle, [LANES, PART // 2, 2]))
         x = norm_and_rotate(x, 1.0, cos, sin, 0.0, PART, True, False)
     return x
+
+
+@triton.jit
+def _rotated_query(
+    ptr, angle_ptr, part: tl.constexpr,
+    LATENT: tl.constexpr, ROTATED: tl.constexpr, ROTATE: tl.constexpr, LANES: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """What a part [LANES, PART] of a row has of the query's rotated numbers, which are behind the latent; else 0."""
+    x = tl.zeros([LANES, PART], tl.float32)
+    if (part + 1) * PART > LATENT:
+        dims = part * PART + tl.arange(0, PART)
+        x = _load_part(ptr, dims, (dims >= LATENT) & (dims < LATENT + ROTATED), LANES, PART)
+        x = _rotate_part(x, angle_ptr, part, LATENT, ROTATED, ROTATE, LANES, PART)
+    return x
+
+
+@triton.jit
+def _new_row(
+    row_ptr, weight_ptr, angle_ptr, eps, row_scale,
+    dtype: tl.constexpr, FP8_MAX: tl.constexpr, LATENT: tl.constexpr, ROTATED: tl.constexpr, ROTATE: tl.constexpr,
+    LANES: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """A row of the cache as a step writes it, in the dtype of the cache: PARTS of [LANES, PART], alike in each lane."""
+    squares = tl.zeros([LANES], tl.float32)
+    raw = ()
+    for part in tl.static_range(PARTS):
+        dims = part * PART + tl.arange(0, PART)
+        x = _load_part(row_ptr, dims, dims < LATENT + ROTATED, LANES, PART)
+        squares += tl.sum(tl.where((dims < LATENT)[None, :], x * x, 0.0), 1)
+        raw += (x,)  # type: ignore[assignment]
+    factor = tl.rsqrt(squares / LATENT + eps)[:, None]
+    parts = ()
+    for part in tl.static_range(PARTS):
+        dims = part * PART + tl.arange(0, PART)
+        weight = _load_part(weight_ptr, dims, dims < LATENT, LANES, PART)
+        x = tl.where((dims < LATENT)[None, :], raw[part] * factor * weight, raw[part])
+        x = _rotate_part(x, angle_ptr, part, LATENT, ROTATED, ROTATE, LANES, PART)
+        x = x.to(row_ptr.dtype.element_ty).to(tl.float32)  # as prefills read it that decompress this row
+        parts += (quantize(x, row_scale, dtype, FP8_MAX),)  # type: ignore[assignment]
+    return parts
 
 
 @triton.jit
@@ -252,28 +274,27 @@ def _fused_latent_decode_kernel(
     angle_ptr = rotation_ptr + row * ROTATED
     new = _new_row(
         rows_ptr + row * row_stride, weight_ptr, angle_ptr, eps, row_scale, layer_ptr.dtype.element_ty, FP8_MAX, LATENT,
-        ROTATED, ROTATE, PARTS, PART,
+        ROTATED, ROTATE, LANES, PARTS, PART,
     )  # fmt: skip
     source = query_ptr + row * query_stride + head * (PLAIN + ROTATED)
     absorbed = _absorb(source, up_ptr, up, PLAIN, LATENT, LATENT_PARTS, PART, UP_ROWS)
     place = layer_ptr + (new_block * BLOCK_SIZE + position % BLOCK_SIZE) * (LATENT + ROTATED)
     # the new row belongs to the last split, to its first lane
     here = tl.where(is_last, tl.arange(0, LANES), 1) == 0
-    new_score = tl.zeros([1], tl.float32)
+    new_score = tl.zeros([LANES], tl.float32)
     q, acc = (), ()
     for part in tl.static_range(PARTS):
         dims = part * PART + tl.arange(0, PART)
-        in_rotated = (dims >= LATENT) & (dims < LATENT + ROTATED)
-        x = tl.load(source + PLAIN - LATENT + dims, mask=in_rotated, other=0.0).to(tl.float32)
+        x = _rotated_query(source + PLAIN - LATENT, angle_ptr, part, LATENT, ROTATED, ROTATE, LANES, PART)
         if part < LATENT_PARTS:
-            x += absorbed[part]
-        x = _rotate_part(x[None, :], angle_ptr, part, LATENT, ROTATED, ROTATE, PART)
+            x += absorbed[part][None, :]
         x = x.to(query_ptr.dtype.element_ty).to(tl.float32)  # as kernels of their own round it
         if writes:
-            tl.store(place + dims[None, :], new[part], mask=(dims < LATENT + ROTATED)[None, :])
+            places = tl.broadcast_to(place + dims[None, :], [LANES, PART])
+            tl.store(places, new[part], mask=here[:, None] & (dims < LATENT + ROTATED)[None, :])
         y = new[part].to(tl.float32)
         new_score += tl.sum(x * y, 1)
-        q += (tl.broadcast_to(x, [LANES, PART]),)  # type: ignore[assignment]
+        q += (x,)  # type: ignore[assignment]
         if part < LATENT_PARTS:
             acc += (tl.where(here[:, None], y, 0.0),)  # type: ignore[assignment]
     m_i = tl.where(here, new_score * scale, float("-inf"))
