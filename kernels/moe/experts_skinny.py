@@ -23,6 +23,7 @@ from blockyard.kernels.moe.combine_experts import combine_experts_reference
 from blockyard.kernels.moe.few_rows import store_loads
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import gate_values, grouped_linear_reference
+from blockyard.kernels.moe.operand_checks import check_loads, check_operands
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 
@@ -212,8 +213,7 @@ def gate_up_skinny(
     if gate is Gate.NONE or outs % 2:
         raise ValueError(f"{outs} outputs are not gate and up, or there is no gate")
     _check(x, weight, experts, rows, bias, scale)
-    if loads is not None and (loads.shape != (num_experts,) or loads.dtype != torch.int32 or not loads.is_contiguous()):
-        raise ValueError(f"loads must be [{num_experts}] contiguous int32, got {list(loads.shape)} {loads.dtype}")
+    check_loads(loads, num_experts)
     if norm is not None and (norm.weight.shape != (size,) or norm.weight.dtype not in (x.dtype, torch.float32)):
         raise ValueError(f"the norm's {list(norm.weight.shape)} {norm.weight.dtype} does not fit {size} {x.dtype}")
     num_pairs, inner, pdl = experts.numel(), outs // 2, supports_pdl(x.device)
@@ -271,14 +271,8 @@ def _check(
     x: Tensor, weight: Tensor, experts: Tensor, rows: int, bias: Tensor | None, scale: Tensor | None
 ) -> None:  # fmt: skip
     """Checks what both products have; rows: of x, one a row or one a pair. Raises ValueError."""
-    num_experts, outs, size = weight.shape
-    if x.shape[1] != size or rows not in (len(experts), experts.numel()):
+    if x.shape[1] != weight.shape[2] or rows not in (len(experts), experts.numel()):
         raise ValueError(f"rows {list(x.shape)} of experts {list(experts.shape)} do not fit {list(weight.shape)}")
-    if x.dtype != weight.dtype or (bias is not None and (bias.dtype != x.dtype or bias.shape != (num_experts, outs))):
-        raise ValueError(f"dtypes differ, or a bias does not fit: {x.dtype}, {weight.dtype}")
-    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != experts.numel()):
-        raise ValueError(f"scale must be {experts.numel()} float32, got {list(scale.shape)} {scale.dtype}")
-    if experts.dtype != torch.int32:
-        raise ValueError(f"experts must be int32, got {experts.dtype}")
-    if not all(one.is_contiguous() for one in (x, weight, experts, bias, scale) if one is not None):
-        raise ValueError("operands must be contiguous")
+    check_operands(x, weight, experts.numel(), bias, scale)
+    if experts.dtype != torch.int32 or not experts.is_contiguous():
+        raise ValueError(f"experts must be contiguous int32, got {experts.dtype} with strides {experts.stride()}")

@@ -18,6 +18,7 @@ from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.moe.few_rows import MAX_ROWS, store_loads, tile_pairs
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.map_experts import ExpertMap
+from blockyard.kernels.moe.operand_checks import check_operands
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 
@@ -155,12 +156,7 @@ def grouped_linear(
     num_experts, outs, in_features = weight.shape
     if in_features != size or (rows and num_pairs % rows) or (gate and outs % 2):
         raise ValueError(f"{num_pairs} pairs of rows {list(x.shape)} do not fit weights {list(weight.shape)}")
-    if x.dtype != weight.dtype or (bias is not None and (bias.dtype != x.dtype or bias.shape != (num_experts, outs))):
-        raise ValueError(f"dtypes differ, or a bias does not fit: {x.dtype}, {weight.dtype}")
-    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != num_pairs):
-        raise ValueError(f"scale must be {num_pairs} float32, got {list(scale.shape)} {scale.dtype}")
-    if not all(one.is_contiguous() for one in (x, weight, bias, scale) if one is not None):
-        raise ValueError("operands must be contiguous")
+    check_operands(x, weight, num_pairs, bias, scale)
     inner = outs // 2 if gate else outs
     out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel():

@@ -19,6 +19,7 @@ from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.grouped_linear import gate_values, grouped_linear_reference, load_bias
 from blockyard.kernels.moe.map_experts import ExpertMap
+from blockyard.kernels.moe.operand_checks import check_operands
 
 ALIGNMENT = 16  # bytes, of each row that a tensor descriptor copies
 PIECES = (128, 64, 32)  # pairs that are multiplied at once
@@ -226,16 +227,11 @@ def grouped_linear_prefill(
     other shapes, dtypes and layouts.
     """
     rows, size = x.shape
-    num_experts, outs, in_features = weight.shape
+    _, outs, in_features = weight.shape
     wrong_rows = rows != len(mapped.pairs) if sorted_in else bool(rows) and num_pairs % rows != 0
     if in_features != size or wrong_rows or (gate and outs % 2):
         raise ValueError(f"{num_pairs} pairs of rows {list(x.shape)} do not fit weights {list(weight.shape)}")
-    if x.dtype != weight.dtype or (bias is not None and (bias.dtype != x.dtype or bias.shape != (num_experts, outs))):
-        raise ValueError(f"dtypes differ, or a bias does not fit: {x.dtype}, {weight.dtype}")
-    if scale is not None and (scale.dtype != torch.float32 or scale.numel() != num_pairs):
-        raise ValueError(f"scale must be {num_pairs} float32, got {list(scale.shape)} {scale.dtype}")
-    if not all(one.is_contiguous() for one in (x, weight, bias, scale) if one is not None):
-        raise ValueError("operands must be contiguous")
+    check_operands(x, weight, num_pairs, bias, scale)
     if not (fits(weight) and fits(x[None])):
         raise ValueError(f"rows of {size} {weight.dtype} must be 16-bit numbers, aligned to {ALIGNMENT} bytes")
     if mapped.tile != TILE:

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _CHUNK = 2048  # pairs that a program of the one kernel looks at together
@@ -152,8 +153,7 @@ def map_experts(experts: Tensor, num_experts: int, tile: int, loads: Tensor | No
     loads [num_experts] int32, contiguous, gets the number of pairs of each expert, if there are rows. The number of
     tiles follows from the shape of `experts` alone. Raises ValueError for another dtype or layout.
     """
-    if loads is not None and (loads.shape != (num_experts,) or loads.dtype != torch.int32 or not loads.is_contiguous()):
-        raise ValueError(f"loads must be [{num_experts}] contiguous int32, got {list(loads.shape)} {loads.dtype}")
+    check_loads(loads, num_experts)
     if experts.dtype != torch.int32 or not experts.is_contiguous():
         raise ValueError(f"experts must be contiguous int32, got {experts.dtype} with strides {experts.stride()}")
     num_pairs = experts.numel()

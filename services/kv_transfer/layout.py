@@ -50,6 +50,11 @@ class BlockLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         """Bytes of a block in all layers."""
         return sum(len(section.layers) * section.piece_bytes for section in self.sections)
 
+    @property
+    def largest_piece_bytes(self) -> int:
+        """Bytes of a block in one layer, at most."""
+        return max(section.piece_bytes for section in self.sections)
+
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
         """One for each run."""

@@ -21,19 +21,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.attention.attention_tiles import LOG2E
-from blockyard.kernels.attention.combine import is_last_split
 from blockyard.kernels.attention.fused_decode import SplitSemaphores
 from blockyard.kernels.attention.fused_decode_lanes import (
-    combine_head_splits,
+    combine_head_if_last,
     norm_and_rotate,
     quantize,
     split_key_range,
 )
 from blockyard.kernels.attention.latent.head_products import head_products_reference
 from blockyard.kernels.attention.latent.latent_decode import latent_decode_reference
-from blockyard.kernels.attention.latent.write_latent import write_latent_reference
+from blockyard.kernels.attention.latent.write_latent import check_new_rows, write_latent_reference
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
-from blockyard.kernels.kv_cache.kv_types import FP8_MAX, check_kv_dtype
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
@@ -305,20 +304,16 @@ def _fused_latent_decode_kernel(
         acc, l_i, m_i = _attend_tile(q, keys, start, stop, scale, acc, l_i, m_i, PARTS, LATENT_PARTS, KEYS, LANES)
     out_head = row * HEADS + head
     first_split = out_head * tl.num_programs(1)
-    target = out_ptr + out_head * VALUE
     _store_values(
-        acc, l_i, m_i, tl.where(slot >= 0, row_scale, 0.0), up_ptr, target,
+        acc, l_i, m_i, tl.where(slot >= 0, row_scale, 0.0), up_ptr, out_ptr + out_head * VALUE,
         partial_out_ptr + (first_split + split) * VALUE, lse_ptr + first_split + split, num_splits, PLAIN, VALUE,
         LATENT, LATENT_PARTS, PART, UP_ROWS,
     )  # fmt: skip
-    if num_splits > 1:  # noqa: SIM102, with `and` a single split would count, too
-        if is_last_split(semaphores_ptr + out_head, num_splits):
-            tl.debug_barrier()
-            combine_head_splits(
-                target, partial_out_ptr + first_split * VALUE, lse_ptr + first_split, num_splits, None, head, HEADS,
-                VALUE, VALUE_DIM, SPLITS_AT_ONCE,
-            )  # fmt: skip
-            tl.store(semaphores_ptr + out_head, 0)
+    if num_splits > 1:
+        combine_head_if_last(
+            out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, None, HEADS, VALUE, VALUE_DIM,
+            SPLITS_AT_ONCE,
+        )  # fmt: skip
 
 
 def fused_latent_decode(
@@ -350,24 +345,11 @@ def fused_latent_decode(
     rotated = row_dim - latent
     plain = query_dim - rotated
     value = up.shape[1] - plain
-    metadata.check(count)
-    check_kv_dtype(query, layer, scales)
-    if (
-        rows.shape != (count, row_dim)
-        or rows.dtype != query.dtype
-        or min(plain, rotated, value) < 1
-        or rotated % 2
-        or latent % 2
-    ):
-        raise ValueError(f"query {list(query.shape)} {query.dtype}, rows {list(rows.shape)} {rows.dtype}")
-    if up.shape != (heads, plain + value, latent) or up.dtype != query.dtype or not up.is_contiguous():
+    check_new_rows(query, rows, layer, metadata, rotation, weight, scales)
+    if latent % 2:
+        raise ValueError(f"rows {list(rows.shape)} have a latent of {latent}, which is odd")
+    if value < 1 or up.shape != (heads, plain + value, latent) or up.dtype != query.dtype or not up.is_contiguous():
         raise ValueError(f"up {list(up.shape)} {up.dtype} does not fit query {list(query.shape)} {query.dtype}")
-    if layer.ndim != 5 or layer.shape[1:3] != (1, 1) or layer.shape[4] != row_dim or not layer.is_contiguous():
-        raise ValueError(f"rows {list(rows.shape)} do not fit a layer {list(layer.shape)}, or that is not contiguous")
-    if query.stride()[1:] != (query_dim, 1) or rows.stride(1) != 1 or weight.stride(0) != 1:
-        raise ValueError(f"a token must be contiguous, got strides {query.stride()}, {rows.stride()}")
-    if rotation is not None and (rotation.shape != (count, 1, rotated // 2) or rotation.dtype != torch.complex64):
-        raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {count} rows of {rotated}")
     if len(semaphores.counts) < count * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {count} rows of {heads} heads")
     out = query.new_empty((count, heads * value))

@@ -192,7 +192,7 @@ def _queue_gauges(schedulers: list[tuple[MemberTotals, list[str]]]) -> Iterator[
 
 
 def _step_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
-    """Times of steps with prefill and without. A worker whose launches take as long as its steps waits for its host."""
+    """Times of steps with prefill and without. Where launches take as long as steps, the worker waits for its host."""
     workers = [(one, [model_name, one.name]) for one in members if one.role is Role.GPU_WORKER]
     for name, text, what in _STEP_TIMES:
         times = SummaryMetricFamily(f"blockyard:{name}", text, labels=[*_QUEUE, "kind"])

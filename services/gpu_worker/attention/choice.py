@@ -70,14 +70,17 @@ def _is_batch_invariant(case: AttentionCase) -> bool:
     return case.batch_invariant
 
 
+def _may_fuse(case: AttentionCase) -> bool:
+    is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= fused_max_len(case.is_latent)
+    return case.decodes_only and is_short and not case.batch_invariant
+
+
 def _fits_fused_decode(case: AttentionCase) -> bool:
-    is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= FUSED_DECODE_MAX_LEN
-    return case.decodes_only and is_short and not case.batch_invariant and not case.is_latent
+    return _may_fuse(case) and not case.is_latent
 
 
 def _fits_fused_latent_decode(case: AttentionCase) -> bool:
-    is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= FUSED_LATENT_MAX_LEN
-    return case.decodes_only and is_short and not case.batch_invariant and case.is_latent
+    return _may_fuse(case) and case.is_latent
 
 
 def _is_latent(case: AttentionCase) -> bool:

@@ -113,12 +113,14 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
     table_len = metadata.rows.tables.shape[1] * pool.block_size
     max_seq_len, num_rows = min(metadata.max_seq_len or table_len, table_len), len(metadata.rows.slots)
     decodes_only, has_latent = metadata.query_start_loc is None, pool.shape.has_latent
+    if not decodes_only or metadata.logits_indices is not None:
+        semaphores = None
     case = AttentionCase(
         device="cuda",
         kind=RowKind.DECODE,
         kv_dtype=pool.dtype,
         batch_invariant=pool.batch_invariant,
-        decodes_only=decodes_only and metadata.logits_indices is None and semaphores is not None and not has_latent,
+        decodes_only=semaphores is not None and not has_latent,
         num_rows=num_rows,
         max_seq_len=max_seq_len,
     )

@@ -31,7 +31,10 @@ class LatentLayers:
     """Computes the latent layers of one step. Arguments and result of a call are those of `step.Attend`."""
 
     def __init__(self, pool: KVPool, metadata: AttentionMetadata, semaphores: SplitSemaphores | None = None) -> None:
-        """metadata: with a bound of sequence lengths, and the number of decodes. semaphores: see `build_attention`."""
+        """metadata: with a bound of sequence lengths, and the number of decodes.
+
+        semaphores: of a step whose rows are all decodes and need logits, see `build_attention`.
+        """
         assert metadata.max_seq_len is not None
         self._pool, self._metadata, self._rows = pool, metadata, metadata.rows
         self._num_decodes, self._max_seq_len = metadata.num_decodes, metadata.max_seq_len
@@ -46,11 +49,10 @@ class LatentLayers:
             is_latent=True,
         )
         self._absorbs_prefills = choose(case) is AttentionKernel.LATENT_BATCH_INVARIANT
-        decodes_only = metadata.query_start_loc is None and metadata.logits_indices is None
         decode = replace(
             case,
             kind=RowKind.DECODE,
-            decodes_only=decodes_only and semaphores is not None,
+            decodes_only=semaphores is not None,
             num_rows=len(metadata.rows.slots),
             max_seq_len=self._max_seq_len,
         )

@@ -13,7 +13,6 @@ import torch
 import triton
 
 from blockyard import kernels
-from blockyard.services.gpu_worker.attention.choice import fused_max_len
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution import prefill_kernels
@@ -24,7 +23,7 @@ from blockyard.services.gpu_worker.execution.decode_graphs import (
     num_mask_slots,
 )
 from blockyard.services.gpu_worker.execution.device_masks import SlotMasks
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, write_padding
 from blockyard.services.gpu_worker.execution.prompt_logprobs import DevicePromptLogprobs, ScoredPrompt
@@ -80,8 +79,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
     """Launches each kind of step, the slowest to compile first."""
     device, most = model.table.device, min(need.max_step_tokens, need.max_model_len)
     pool = KVPool(model.shape, 1, need.block_size, kv_dtype, device, need.batch_invariant)
-    is_fused = config.fused_steps and not need.batch_invariant
-    ops = DeviceOps(fused_max_len(model.shape.has_latent) if is_fused else 0, need.batch_invariant)
+    ops = make_device_ops(pool, config.fused_steps)
     settings = DecodeSettings(
         capacity=need.max_num_seqs,
         max_model_len=need.max_model_len,

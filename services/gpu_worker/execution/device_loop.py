@@ -12,7 +12,6 @@ from torch import Tensor
 
 from blockyard.kernels.slots.advance_slots import WITH_TOKEN, SlotOutcome
 from blockyard.services.gpu_worker.arrays import Bools, Ints
-from blockyard.services.gpu_worker.attention.choice import fused_max_len
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution import decode_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import (
@@ -23,7 +22,7 @@ from blockyard.services.gpu_worker.execution.decode_graphs import (
 )
 from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_masks import share_masks
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.host_sampling import HostSampling
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import CudaGraphRecorder, PrefillGraphs
@@ -467,9 +466,7 @@ def start(
         logits_edits=config.run_ahead_penalties,
         masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
     )
-    is_fused = config.fused_steps and not pool.batch_invariant
-    ops = DeviceOps(fused_max_len(pool.shape.has_latent) if is_fused else 0, pool.batch_invariant)
-    steps = DecodeSteps(model, pool, settings, ops)
+    steps = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps))
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
     most_tokens = min(geometry.max_num_batched_tokens, geometry.max_model_len)

@@ -13,7 +13,7 @@ from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
 from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_ROWS
+from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_ROWS, fused_max_len
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -99,3 +99,9 @@ class DeviceOps:
         counts: Tensor | None,
     ) -> None:
         advance_slots(state, inputs, tokens, best, ready, eos, results, counts)
+
+
+def make_device_ops(pool: KVPool, fused_steps: bool) -> DeviceOps:
+    """The operations of a worker's steps, which are also what it compiles. fused_steps: see `WorkerConfig`."""
+    is_fused = fused_steps and not pool.batch_invariant
+    return DeviceOps(fused_max_len(pool.shape.has_latent) if is_fused else 0, pool.batch_invariant)

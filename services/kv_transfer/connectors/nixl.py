@@ -85,7 +85,7 @@ class NixlWriter:
                 "share one, or use the KV connector tcp"
             )
         self._own, self._layout, self._staging = own, layout, staging
-        least = max(section.piece_bytes for section in layout.sections)
+        least = layout.largest_piece_bytes
         if target.buffer_bytes < least or target.num_buffers < 1:
             raise ConfigError(f"KV connector nixl: the receiver's buffers of {target.buffer_bytes} bytes are too small")
         self._buffers: StagingBuffers | None = staging.take(NUM_BUFFERS, least)
@@ -135,7 +135,7 @@ class NixlWriter:
 
     def close(self) -> None:
         self._is_closed = True
-        self._thread.submit(lambda: self._copies.close(self._closed))
+        self._thread.submit(lambda: self._copies.close(self._release_if_idle))
         self._thread.stop()
 
     def join(self) -> None:
@@ -147,9 +147,6 @@ class NixlWriter:
     def _submit(self, packed: Tensor, ended: "_Ended") -> None:
         offset = packed.data_ptr() - self._region.address
         self._thread.submit(lambda: self._copies.send(offset, packed.numel(), ended))
-
-    def _closed(self) -> None:
-        self._release_if_idle()
 
     def _release_if_idle(self) -> None:
         """Gives the buffers back once the agent is destroyed and nothing is packed any more."""

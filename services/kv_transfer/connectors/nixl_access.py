@@ -147,7 +147,7 @@ class NixlAccesses:
         Calls `failed` at once if there is no memory for buffers.
         """
         try:
-            buffers = self._staging.take(NUM_BUFFERS, max(section.piece_bytes for section in self._layout.sections))
+            buffers = self._staging.take(NUM_BUFFERS, self._layout.largest_piece_bytes)
         except ConfigError as e:
             failed(str(e))
             return

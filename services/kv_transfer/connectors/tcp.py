@@ -44,7 +44,7 @@ class TcpWriter:
     maps_memory = False
 
     def __init__(self, own: BlockMemory, layout: BlockLayout) -> None:
-        self.chunk_bytes = max(CHUNK_BYTES, *(section.piece_bytes for section in layout.sections))
+        self.chunk_bytes = max(CHUNK_BYTES, layout.largest_piece_bytes)
         self._own, self._layout = own, layout
         self._free: list[Words] = []
         self._sending: list[tuple[Words, zmq.MessageTracker]] = []

@@ -2,9 +2,8 @@
 of their own.
 
 `bench_fused_latent.py [keys ...]` prints a line for each shape of heads and number of keys (KEYS if none is given).
-`bench_fused_latent.py configs [keys ...]` prints the fastest configs of the kernel with V2-Lite's heads. The products
-run before and after attention as in a decode step, because with PDL a kernel begins while the one before it ends. The
-time of the products alone is subtracted.
+`bench_fused_latent.py configs [keys ...]` prints the fastest configs of the kernel with V2-Lite's heads. `one_row` says
+what is timed.
 """
 
 import itertools
@@ -13,6 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from gpu_kernels.one_row import (
+    BLOCK_SIZE,
+    DEVICE,
+    HEADER,
+    KEYS,
+    LONGEST,
+    layer_us,
+    num_blocks,
+    num_layers,
+    one_sequence,
+    product,
+    random_rotation,
+    random_weights,
+)
 from torch import Tensor
 from triton.errors import TritonError
 
@@ -21,14 +34,8 @@ from blockyard.kernels.attention.latent.fused_latent_decode import FusedLatentCo
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode, schedule_latent_decode
 from blockyard.kernels.attention.latent.write_latent import write_latent
-from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.layers.linear_skinny import linear_skinny
-from blockyard.services.gpu_worker.bench.timing import CACHE_BYTES, graph_seconds
 
-BLOCK_SIZE, LATENT, ROTATED = 16, 512, 64
-LONGEST = 8192
-KEYS = (200, 1000, 2000, 4000)
-DEVICE = "cuda"
+LATENT, ROTATED = 512, 64
 CONFIGS = [
     FusedLatentConfig(min_keys, keys, warps, up_rows)
     for min_keys, keys, warps, up_rows in itertools.product((32, 64, 128), (2, 4), (4, 8, 16), (32, 64, 128))
@@ -57,22 +64,17 @@ class Chain:
         heads, hidden, self.shape = shape.heads, shape.hidden, shape
         width = heads * (shape.plain + ROTATED) + LATENT + ROTATED
         weights = hidden * (width + heads * shape.value) + heads * (shape.plain + shape.value) * LATENT
-        num = max(CACHE_BYTES // (2 * weights), 1) + 1
-        blocks = -(-keys // BLOCK_SIZE)
-        tables = torch.zeros(1, LONGEST // BLOCK_SIZE, dtype=torch.int32, device=DEVICE)
-        tables[0, :blocks] = torch.randperm(blocks, device=DEVICE)
-        slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        self.seqs = PagedKVMetadata(slots, slots + keys - 1, tables)
-        self.layers = [_random(blocks, 1, 1, BLOCK_SIZE, LATENT + ROTATED) for _ in range(num)]
-        self.first = [_random(width, hidden) * hidden**-0.5 for _ in range(num)]
-        self.ups = [_random(heads, shape.plain + shape.value, LATENT) * LATENT**-0.5 for _ in range(num)]
-        self.out = [_random(hidden, heads * shape.value) * (heads * shape.value) ** -0.5 for _ in range(num)]
-        angles = torch.rand(1, 1, ROTATED // 2, device=DEVICE) * 6
-        self.rotation = torch.polar(torch.ones_like(angles), angles)
-        self.norm = _random(LATENT).abs() + 0.5
-        self.x, self.mixed = _random(1, hidden), _random(1, heads * shape.value)
-        self.semaphores = SplitSemaphores(heads, torch.device(DEVICE))
-        q_latent = _random(1, heads, LATENT)
+        num = num_layers(weights)
+        self.seqs = one_sequence(keys)
+        self.layers = [random_weights(num_blocks(keys), 1, 1, BLOCK_SIZE, LATENT + ROTATED) for _ in range(num)]
+        self.first = [random_weights(width, hidden) * hidden**-0.5 for _ in range(num)]
+        self.ups = [random_weights(heads, shape.plain + shape.value, LATENT) * LATENT**-0.5 for _ in range(num)]
+        self.out = [random_weights(hidden, heads * shape.value) * (heads * shape.value) ** -0.5 for _ in range(num)]
+        self.rotation = random_rotation(ROTATED)
+        self.norm = random_weights(LATENT).abs() + 0.5
+        self.x, self.mixed = random_weights(1, hidden), random_weights(1, heads * shape.value)
+        self.semaphores = SplitSemaphores(heads, DEVICE)
+        q_latent = random_weights(1, heads, LATENT)
         self.schedule = schedule_latent_decode(q_latent, self.layers[0], self.seqs, LONGEST)
         self.config = FusedLatentConfig()
 
@@ -96,19 +98,11 @@ class Chain:
     def run(self, way: str) -> Tensor:
         x = self.x
         for first, up, out, layer in zip(self.first, self.ups, self.out, self.layers, strict=True):
-            x = _product(self.attend(way, _product(x, first), up, layer), out)
+            x = product(self.attend(way, product(x, first), up, layer), out)
         return x
 
     def layer_us(self, way: str) -> float:
-        return 1e6 * graph_seconds([partial(self.run, way)]) / len(self.layers)
-
-
-def _random(*size: int) -> Tensor:
-    return torch.randn(size, device=DEVICE, dtype=torch.bfloat16)
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return linear_skinny(x, weight, None, out_tile=8, tile=512, warps=4, early=2, pdl=True)
+        return layer_us(partial(self.run, way), len(self.layers))
 
 
 def try_configs(numbers: list[int]) -> None:
@@ -131,7 +125,7 @@ def main(arguments: list[str]) -> None:
     if "configs" in arguments:
         try_configs(numbers)
         return
-    print("| heads | keys | fused, us | kernels of their own, us |\n|---|---|---|---|")
+    print(HEADER)
     for shape in SHAPES:
         for keys in numbers:
             chain = Chain(shape, keys)
