@@ -6,20 +6,15 @@ because the next kernel takes its end for the end of everything before it. A ker
 own wait instead: then everything before it has ended when the next one begins.
 """
 
-import functools
-
 import torch
+
+from blockyard.kernels.gpu_facts import compute_capability
 
 
 def supports_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and _capability(device.index or 0) >= (9, 0)
+    return device.type == "cuda" and compute_capability(device) >= (9, 0)
 
 
 def pdl_options(pdl: bool) -> dict[str, bool]:
     """Launch options of a kernel, beside its own PDL argument."""
     return {"launch_pdl": True} if pdl else {}
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)

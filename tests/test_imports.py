@@ -205,7 +205,16 @@ LAYERS["services/gpu_worker"] += (
 )
 LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "transfers")
 LAYERS["services/gpu_worker"] += ("counters", "session", "service", "__main__")
-LAYERS["kernels"] = ("int_math", "programmatic_launch", "tensor_checks", "slots", "sampling", "layers", "kv_cache")
+LAYERS["kernels"] = (
+    "int_math",
+    "gpu_facts",
+    "programmatic_launch",
+    "tensor_checks",
+    "slots",
+    "sampling",
+    "layers",
+    "kv_cache",
+)
 LAYERS["kernels"] += ("attention", "moe")
 
 LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "transfers")

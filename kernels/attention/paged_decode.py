@@ -5,8 +5,6 @@ programs share, and the splits of a sequence are combined (`combine`). Query hea
 of one tile.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,7 @@ from blockyard.kernels.attention.attention_tiles import LOG2E, add_sinks, apply_
 from blockyard.kernels.attention.combine import combine_if_last, combine_splits_kernel, splits_at_once
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
 from blockyard.kernels.attention.split_kv import BLOCK_N, SplitKVSchedule, schedule_split_kv
+from blockyard.kernels.gpu_facts import num_multiprocessors
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
@@ -207,9 +206,4 @@ def _tile(dim: int, item_bytes: int) -> int:
 
 def _num_programs(layer: Tensor) -> int:
     """As many programs as run at a time."""
-    return _multiprocessors(layer.device) * _PROGRAMS
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+    return num_multiprocessors(layer.device) * _PROGRAMS

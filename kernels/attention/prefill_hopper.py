@@ -6,7 +6,6 @@ tile, the matrix products of the tile before run. Blocks behind a sequence's end
 block is, and is multiplied by 0: it must be finite.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.hopper_consumer import add_sinks, attend_item
 from blockyard.kernels.attention.hopper_producer import count_tiles, next_item, produce, warp_uniform
+from blockyard.kernels.gpu_facts import num_multiprocessors
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 BLOCK_M = 128  # rows of a query tile, half of them for each warpgroup
@@ -196,11 +196,6 @@ def _prefill_hopper_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def fits(q: Tensor, layer: Tensor, num_keys: int) -> bool:
     """Whether `prefill_hopper` supports these tensors on this GPU, compiles with the installed Triton, and is the
     quicker kernel for tokens that attend to `num_keys` keys at most.
@@ -252,8 +247,8 @@ def prefill_hopper(
     blocks = TensorDescriptor.from_tensor(layer.view(-1, head_dim), [block_size, 64], _BLOCK_LAYOUT)
     # further sequences add tiles too, but in a padded graph most of these are empty
     items = (len(out) * group // BLOCK_M + min(num_seqs, 2)) * kv_heads * num_splits
-    num_multiprocessors = _num_multiprocessors(q.device)
-    _prefill_hopper_kernel[(items if items < _ROUNDS * num_multiprocessors else num_multiprocessors,)](
+    programs = num_multiprocessors(q.device)
+    _prefill_hopper_kernel[(items if items < _ROUNDS * programs else programs,)](
         blocks, q, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, lse, q.stride(0),
         metadata.tables.stride(0), num_seqs, num_splits, scale * LOG2E, lse if sinks is None else sinks,
         WINDOW=window or 0, CAP=soft_cap or 0.0, SINKS=sinks is not None, GROUP=group, KV_HEADS=kv_heads,

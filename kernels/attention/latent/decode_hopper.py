@@ -8,8 +8,6 @@ rotated numbers, and the two halves of the latent. The rest of a sequence's last
 must be finite.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -26,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
+from blockyard.kernels.gpu_facts import compute_capability
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.programmatic_launch import pdl_options
@@ -364,17 +363,12 @@ def _latent_hopper_kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def fits(q_latent: Tensor, layer: Tensor) -> bool:
     """Whether `latent_decode_hopper` supports these tensors on this GPU, and compiles with the installed Triton."""
     return (
         _GLUON_HAS_NAMES
         and q_latent.device.type == "cuda"
-        and _capability(q_latent.device) == (9, 0)
+        and compute_capability(q_latent.device) == (9, 0)
         and q_latent.dtype == layer.dtype == torch.bfloat16
         and q_latent.shape[2] == _LATENT
         and layer.shape[4] == _LATENT + _ROTATED

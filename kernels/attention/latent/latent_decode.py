@@ -6,7 +6,6 @@ L2 cache. The query already has the up-projection of K in it (https://arxiv.org/
 `decode_hopper` does the same for the sizes of DeepSeek's models, except for the combination of splits.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.combine import combine_splits_kernel
 from blockyard.kernels.attention.latent.decode_hopper import HEADS_OF_TILE, fits, latent_decode_hopper
 from blockyard.kernels.attention.split_kv import SplitKVSchedule, schedule_split_kv
+from blockyard.kernels.gpu_facts import num_multiprocessors
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.kv_types import check_kv_dtype
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
@@ -181,7 +181,7 @@ def schedule_latent_decode(
 ) -> SplitKVSchedule:
     """The schedule of a step for `latent_decode`, for all layers of this shape and dtype."""
     _, heads, latent_dim = q_latent.shape
-    programs, of_tile = _multiprocessors(q_latent.device), HEADS_OF_TILE
+    programs, of_tile = num_multiprocessors(q_latent.device), HEADS_OF_TILE
     if not _is_for_hopper(q_latent, layer):
         config = choose_config(heads, q_latent.dtype)
         programs, of_tile = programs * config.programs, config.heads
@@ -275,8 +275,3 @@ def check_latent_inputs(
     check_kv_dtype(q_latent, layer, scales)
     if q_latent.stride(2) != 1 or q_rotated.stride(2) != 1:
         raise ValueError(f"a head must be contiguous, got strides {q_latent.stride()}, {q_rotated.stride()}")
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

@@ -85,7 +85,7 @@ def test_latent_decode(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "_multiprocessors", lambda device: 8)
+    monkeypatch.setattr(file, "num_multiprocessors", lambda device: 8)
     seqs, q = sequences([260, 0, 70], 16, 60), queries(3, 20, 24, 8, dtype)
     layer = layer_of(seqs, 60, 16, 32).to(dtype)
     schedule = schedule_latent_decode(q[0], layer, seqs, 300)
@@ -98,7 +98,7 @@ def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.
 
 @pytest.mark.parametrize("dims", [8, 32])
 def test_splits_of_few_rows_are_combined_in_parts(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file, "_multiprocessors", lambda device: 8)
+    monkeypatch.setattr(file, "num_multiprocessors", lambda device: 8)
     monkeypatch.setattr(file, "_FEW_ROWS_SPLITS", 4)
     monkeypatch.setattr(file, "_FEW_ROWS_DIMS", dims)
     torch.manual_seed(1)
@@ -130,7 +130,7 @@ def test_the_hopper_kernel_is_for_triton_versions_that_compile_it(monkeypatch: p
     q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(3, 16, 512))
     layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 1, 1, 16, 576))
     in_8_bits = SimpleNamespace(dtype=torch.float8_e4m3fn, shape=(2, 1, 1, 16, 576))
-    monkeypatch.setattr(decode_hopper, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(decode_hopper, "compute_capability", lambda device: (9, 0))
     assert decode_hopper.fits(q, layer) == hasattr(gl, "thread_barrier")
     monkeypatch.setattr(decode_hopper, "_GLUON_HAS_NAMES", False)
     assert not decode_hopper.fits(q, layer)
