@@ -255,10 +255,15 @@ def _latent_decode(
         metadata.tables.stride(0), schedule.work.shape[1], scale * LOG2E,
         SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, TILES=tiles, LATENT=latent_dim,
         DIM=max(next_power_of_2(latent_dim), 16), ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
-        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=scales is not None and q_latent.is_cuda,
+        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=_converts_once(q_latent, scales),
         PDL=pdl, num_warps=config.warps, num_stages=config.stages,
         **pdl_options(pdl),
     )  # fmt: skip
+
+
+def _converts_once(q_latent: Tensor, scales: Tensor | None) -> bool:
+    """Whether rows in 8 bits pass the assembly that keeps their conversion in front: it takes pairs of 16 bits."""
+    return scales is not None and q_latent.is_cuda and q_latent.dtype.itemsize == 2
 
 
 def check_latent_inputs(

@@ -149,6 +149,14 @@ def test_rows_in_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         assert_close(latent_invariant(*q, layer, seqs, 0.3, 200, is_decode, scales), want, dtype)
 
 
+def test_only_queries_of_16_bits_pass_the_assembly_for_8_bit_rows() -> None:
+    """Another size does not compile, and the compiler ends its process."""
+    scales = torch.ones(1)
+    sizes = {dtype: SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in DTYPES}
+    assert [file._converts_once(q, scales) for q in sizes.values()] == [dtype.itemsize == 2 for dtype in sizes]
+    assert not any(file._converts_once(q, None) for q in sizes.values())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes, prefills, alone and among others."""
