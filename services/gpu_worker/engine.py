@@ -269,6 +269,7 @@ def run_ahead(runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, r
             loop.capture()
         step_s = loop.steps.measure()
     runner.run_ahead(loop, step_s)
+    runner.forget_trial_steps()
     step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"
 
     def report_ready() -> None:

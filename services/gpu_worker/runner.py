@@ -95,7 +95,16 @@ class Runner:
 
     def idle(self) -> bool:
         """Does one piece of background work. Returns False if no work is left."""
-        return self.ahead is not None and (bool(self.batch.slots.live.any()) or self.ahead.idle())
+        if self.ahead is None or self.batch.slots.live.any():
+            return self.ahead is not None
+        is_left = self.ahead.idle()
+        self.forget_trial_steps()
+        return is_left
+
+    def forget_trial_steps(self) -> None:
+        """Keeps steps that served no request out of the loads of experts."""
+        if self.model.table.expert_loads is not None:
+            self.model.table.expert_loads.clear()
 
     def reset(self, num_slots: int) -> None:
         """Waits for steps in flight, then drops their results and all slots. Keeps KV and block hashes."""

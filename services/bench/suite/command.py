@@ -136,7 +136,6 @@ def _on_one_server(items: Sequence[SuiteItem], context: SuiteContext) -> Iterato
         except BenchError as e:
             yield from (_failed(item, e) for item in items)
             return
-        measures.pass_first_samples(served)
         for item in items:
             assert item.measure_server is not None, "chosen so"
             even = "dummy-skewed" not in context.flags

@@ -18,7 +18,6 @@ from blockyard.shared.percentiles import Percentiles, percentile, percentiles_of
 
 RUNS = 3
 METRICS_S = 1.5  # until counters of the last steps are in the metrics
-STALE_SAMPLES = 2  # of experts: one is being copied while the one before it is published
 EVEN = (0.85, 1.1)  # experts that steps choose, of those that even routing would choose on average
 MIN_EVENTS_A_TOKEN = 0.95  # least events per token: special tokens and parts of characters have no event
 
@@ -55,17 +54,6 @@ def with_counters(
         return msgspec.structs.replace(found, experts=share)
 
     return measure_and_check
-
-
-def pass_first_samples(served: SuiteServer) -> None:
-    """Runs a few steps until samples of experts no longer show what a worker ran at its start.
-
-    A sample is published with the one after it, so the first one of an item may be of graphs that were captured: their
-    rows are equal, and so are the experts that they choose.
-    """
-    for _ in range(STALE_SAMPLES):
-        warm_up(served)
-        time.sleep(METRICS_S)
 
 
 class SuiteContext(msgspec.Struct, frozen=True):

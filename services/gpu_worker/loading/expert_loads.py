@@ -52,6 +52,12 @@ class ExpertLoads:
         self._layers.append(LayerLoad(self._counts[len(self._layers)]))
         return self._layers[-1]
 
+    def clear(self) -> None:
+        """Forgets the last step. Called after trial steps, such as those before a graph is captured: their rows are
+        equal, and so are the experts that they choose."""
+        if self._counts is not None:
+            self._counts.zero_()
+
     def count(self, stats: Stats) -> Stats:
         """Returns the worker's counters with these. Takes a sample if there were steps since the last one."""
         if self._counts is None or not self._layers:

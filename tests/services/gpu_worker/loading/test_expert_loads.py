@@ -60,6 +60,39 @@ def test_loads_are_of_several_samples() -> None:
     assert (found.experts_hit_total, found.expert_samples_total) == (2, 2)
 
 
+def test_trial_steps_are_not_sampled() -> None:
+    loads = ExpertLoads(CPU)
+    loads.clear()
+    layer = loads.add_layer(4)
+    assert layer is not None
+    layer.watch(1).copy_(torch.tensor([9, 0, 0, 0]))  # equal rows
+    loads.clear()
+    assert loads.count(Stats(steps_total=1)).expert_samples_total == 0
+    layer.watch(1).copy_(torch.tensor([1, 1, 1, 1]))
+    assert loads.count(Stats(steps_total=2)).experts_hit_total == 4
+
+
+def test_a_runner_forgets_what_its_background_work_computed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    runner = start(tmp_path, load_format="dummy", max_model_len=64)
+    driver = Driver(runner, num_slots=3)
+    driver.add([5, 9, 20], Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
+    driver.run()
+
+    class Ahead:
+        in_flight = 0
+
+        def idle(self) -> bool:
+            return True
+
+        def collect(self) -> None:
+            return None
+
+    runner.ahead = Ahead()
+    assert runner.idle(), "work is left"
+    assert runner.count(Stats(steps_total=2)) == Stats(steps_total=2)
+
+
 def test_layers_that_are_not_counted() -> None:
     loads = ExpertLoads(CPU)
     assert all(loads.add_layer(8) is not None for _ in range(MOST_LAYERS))
