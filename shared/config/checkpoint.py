@@ -20,6 +20,8 @@ UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Olmo3ForCausalLM": 4096,
 }
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TOP_K_KEYS = ("num_experts_per_tok", "top_k_experts")
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +47,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def model_length(config: dict[str, Any]) -> int | None:
     """Returns the context length in config.json."""
-    return next((config[key] for key in _LENGTH_KEYS if isinstance(config.get(key), int)), None)
+    return _first_int(config, _LENGTH_KEYS)
+
+
+def tokens_of_an_expert(config: dict[str, Any], num_tokens: int) -> float | None:
+    """Returns how many of `num_tokens` an expert gets with even routing. None: the model has no experts."""
+    text = config.get("text_config")
+    config = config | text if isinstance(text, dict) else config
+    experts, top_k = _first_int(config, _EXPERTS_KEYS), _first_int(config, _TOP_K_KEYS)
+    return num_tokens * top_k / experts if experts and top_k else None
+
+
+def _first_int(config: dict[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
 
 
 def config_overrides(values: Values) -> dict[str, Any]:

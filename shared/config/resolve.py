@@ -21,6 +21,7 @@ from blockyard.shared.config.checkpoint import (
     context_limit,
     model_length,
     sampling_defaults,
+    tokens_of_an_expert,
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
@@ -38,6 +39,9 @@ ServiceStruct = RegistryConfig | GatewayConfig | TokenizerConfig | DetokenizerCo
 S = TypeVar("S", bound=msgspec.Struct)
 
 GPU_STEP_TOKENS = 2048
+# A step with prompts reads all experts. Where each gets fewer tokens than this, reading them takes longer than their
+# products, and a step of twice as many tokens takes much less than twice as long.
+FEW_TOKENS_OF_AN_EXPERT = 256
 MOCK_LENGTH = 32768  # context length of a mock worker, if the model has none
 DEPTH_FLAGS = ("run-ahead", "disable-async-output-proc", "num-scheduler-steps", "num-lookahead-slots")
 CPU_STEP_TOKENS = 512  # a longer prefill chunk would delay decodes in the same step
@@ -279,7 +283,11 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
                 "is needed"
             )
         return asked
-    usual = GPU_STEP_TOKENS if worker_fields.on_gpu(values) else CPU_STEP_TOKENS
+    usual = CPU_STEP_TOKENS
+    if worker_fields.on_gpu(values):
+        of_an_expert = tokens_of_an_expert(model.config, GPU_STEP_TOKENS)
+        has_few = of_an_expert is not None and of_an_expert < FEW_TOKENS_OF_AN_EXPERT
+        usual = 2 * GPU_STEP_TOKENS if has_few else GPU_STEP_TOKENS
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
     # a full batch must leave tokens for prompts, or new requests would wait until others end

@@ -130,7 +130,8 @@ SCHEDULER = (
         "max-num-batched-tokens",
         FlagKind.SIZE,
         None,
-        "Most tokens per step; unset: 2048 on a GPU, 512 on CPU, but at least twice --max-num-seqs.",
+        "Most tokens per step; unset: 2048 on a GPU, 4096 if 2048 would give an expert of a mixture fewer than 256, "
+        "512 on CPU, but at least twice --max-num-seqs.",
         ge=1,
     ),
     Flag(

@@ -290,6 +290,26 @@ def test_a_full_batch_leaves_room_for_prompts() -> None:
     assert asked.scheduler.max_num_batched_tokens == 1500
 
 
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({}, 2048),
+        ({"num_local_experts": 8, "num_experts_per_tok": 2}, 2048),  # Mixtral: 512 tokens an expert
+        ({"num_local_experts": 32, "num_experts_per_tok": 4}, 2048),  # gpt-oss-20b: 256
+        ({"num_experts": 128, "num_experts_per_tok": 8}, 4096),  # Qwen3-30B-A3B: 128
+        ({"n_routed_experts": 64, "num_experts_per_tok": 6}, 4096),  # DeepSeek-V2-Lite: 192
+        ({"text_config": {"num_experts": 128, "top_k_experts": 8}}, 4096),  # Gemma 4
+        ({"num_experts": None, "num_experts_per_tok": 8}, 2048),
+    ],
+)
+def test_steps_are_larger_where_an_expert_would_get_few_tokens(config: dict[str, object], tokens: int) -> None:
+    ring = deploy("--device", "cuda", config=config)
+    assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == tokens
+    assert deploy("--device", "cpu", config=config).scheduler.max_num_batched_tokens == 512
+    asked = deploy("--device", "cuda", "--max-num-batched-tokens", "1024", config=config)
+    assert asked.scheduler.max_num_batched_tokens == 1024
+
+
 def test_chat_template_is_a_file_or_the_text(tmp_path: Path) -> None:
     path = tmp_path / "t.jinja"
     path.write_text("{{ messages[0].content }}")
