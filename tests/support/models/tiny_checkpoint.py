@@ -37,6 +37,7 @@ class Tiny:
     rope: dict[str, Any] | None = None
     old_spelling: bool = False  # rope_scaling with "type", rope_theta beside it
     rewrite: dict[str, Any] = field(default_factory=dict)  # fields of config.json as released; None: it lacks them
+    seed: int = 11
 
     @property
     def architecture(self) -> str:
@@ -59,7 +60,7 @@ class Tiny:
         """Writes the checkpoint and returns transformers' model, float32."""
         config = self._make_config()
         config._attn_implementation = config._experts_implementation = "eager"
-        torch.manual_seed(11)
+        torch.manual_seed(self.seed)
         model = self.model(config).eval()
         with torch.no_grad():  # norms and biases start as ones and zeros, which would hide mistakes
             for name, value in model.named_parameters():

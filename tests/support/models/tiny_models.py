@@ -99,6 +99,7 @@ MODELS = [
         Qwen3MoeForCausalLM,
         LLAMA | EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [1]},
         {"rope_type": "default"},
+        seed=12,  # with 11 two experts are tied up to rounding at a token of the parity test
     ),
     Tiny(
         "granite-moe",

@@ -110,12 +110,13 @@ def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     bias = torch.tensor([0.0, 9.0, 0.0, 0.0, 8.0, 0.0], device=DEVICE)
     layer = RoutedExperts(router, weights, routing, choice_bias=bias)
     residual, norm = torch.randn(3, HIDDEN, device=DEVICE), RMSNorm(torch.ones(HIDDEN, device=DEVICE), 1e-6)
+    before, x = residual.clone(), norm(residual)
     got = layer.forward(TorchOps(), residual, None, norm)
-    x = norm(residual)
     scores = router(x).sigmoid()[:, [1, 4]]
     factors = scores / scores.sum(-1, keepdim=True) * 2.5
     expected = plain(x, torch.tensor([[1, 4]] * 3), factors, weights, Gate.SILU, False)
-    assert got is not None and torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+    added = residual if got is None else residual + summed(got)
+    assert torch.allclose(added, before + expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
