@@ -7,7 +7,6 @@ its V of the latent. Decodes move them to the query and behind the attention (ab
 - `head_products`: products with a matrix for each head, for absorption.
 - `latent_decode`: one new token a sequence; all heads read the same rows. Split-KV as in `paged_decode`. Its kernel for
   Hopper GPUs and DeepSeek's sizes is in `decode_hopper`.
-- `fused_latent_decode`: all of the three in one kernel, for few rows and short contexts.
 - `latent_prefill`: several new tokens a sequence, over K and V of one piece of its keys; pieces are joined by their
   log-sum-exps.
 - `prefill_in_pieces`: the whole attention of prefills: gathers cached rows and decompresses them piece by piece.

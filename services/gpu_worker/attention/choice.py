@@ -11,8 +11,6 @@ from blockyard.shared.errors import LoadError
 
 FUSED_DECODE_MAX_ROWS = 1  # larger batches were not measured
 FUSED_DECODE_MAX_LEN = 8192  # keys; at 16,384 separate kernels for rotation, attention and combining are faster
-# keys of one row of latent layers; 0: `fused_latent_decode` is not taken, because it was not timed on a GPU yet
-FUSED_LATENT_MAX_LEN = 0
 TRITON_MAX_HEAD_DIM = 512
 TRITON_MAX_LATENT = 512
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -31,7 +29,6 @@ class AttentionKernel(Enum):
     TRITON_BATCH_INVARIANT = "triton_batch_invariant"
     SPLIT_KV_DECODE = "split_kv_decode"
     PAGED_PREFILL = "paged_prefill"  # on compute capability 9.0 the Hopper version runs if it supports the case
-    FUSED_LATENT_DECODE = "fused_latent_decode"  # the same of latent layers, with the absorbed up-projections
     LATENT_DECODE = "latent_decode"  # latent layers: absorbed up-projections, split-KV
     LATENT_PREFILL = "latent_prefill"  # latent layers: decompressed K and V, piece by piece
     LATENT_BATCH_INVARIANT = "latent_batch_invariant"
@@ -70,17 +67,9 @@ def _is_batch_invariant(case: AttentionCase) -> bool:
     return case.batch_invariant
 
 
-def _may_fuse(case: AttentionCase) -> bool:
-    is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= fused_max_len(case.is_latent)
-    return case.decodes_only and is_short and not case.batch_invariant
-
-
 def _fits_fused_decode(case: AttentionCase) -> bool:
-    return _may_fuse(case) and not case.is_latent
-
-
-def _fits_fused_latent_decode(case: AttentionCase) -> bool:
-    return _may_fuse(case) and case.is_latent
+    is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= FUSED_DECODE_MAX_LEN
+    return case.decodes_only and is_short and not case.batch_invariant and not case.is_latent
 
 
 def _is_latent(case: AttentionCase) -> bool:
@@ -101,18 +90,12 @@ TABLE = (
     Entry(AttentionKernel.TORCH, "cpu", BOTH, FLOATS, _always),
     Entry(AttentionKernel.FUSED_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _fits_fused_decode),
     Entry(AttentionKernel.LATENT_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_latent_and_invariant),
-    Entry(AttentionKernel.FUSED_LATENT_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _fits_fused_latent_decode),
     Entry(AttentionKernel.LATENT_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _is_latent),
     Entry(AttentionKernel.LATENT_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _is_latent),
     Entry(AttentionKernel.TRITON_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_batch_invariant),
     Entry(AttentionKernel.SPLIT_KV_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _always),
     Entry(AttentionKernel.PAGED_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _always),
 )
-
-
-def fused_max_len(has_latent: bool) -> int:
-    """Longest sequence of the fused decode kernel of a model's layers; 0: none takes it."""
-    return FUSED_LATENT_MAX_LEN if has_latent else FUSED_DECODE_MAX_LEN
 
 
 def choose(case: AttentionCase) -> AttentionKernel:

@@ -109,18 +109,16 @@ KERNELS: dict[AttentionKernel, TritonKernel] = {
 
 
 def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: SplitSemaphores | None = None) -> Attend:
-    """Builds the attention of a step. semaphores: state of the fused decode kernels; None: none may run."""
+    """Builds the attention of a step. semaphores: state of the fused decode kernel; None: it must not run."""
     table_len = metadata.rows.tables.shape[1] * pool.block_size
     max_seq_len, num_rows = min(metadata.max_seq_len or table_len, table_len), len(metadata.rows.slots)
     decodes_only, has_latent = metadata.query_start_loc is None, pool.shape.has_latent
-    if not decodes_only or metadata.logits_indices is not None:
-        semaphores = None
     case = AttentionCase(
         device="cuda",
         kind=RowKind.DECODE,
         kv_dtype=pool.dtype,
         batch_invariant=pool.batch_invariant,
-        decodes_only=semaphores is not None and not has_latent,
+        decodes_only=decodes_only and metadata.logits_indices is None and semaphores is not None and not has_latent,
         num_rows=num_rows,
         max_seq_len=max_seq_len,
     )
@@ -135,7 +133,7 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
         max_seq_len=max_seq_len,
         prefill_max_seq_len=metadata.prefill_max_seq_len or max_seq_len,
     )
-    latent = LatentLayers(pool, bounded, semaphores) if has_latent else None
+    latent = LatentLayers(pool, bounded) if has_latent else None
     return TritonAttention(pool, bounded, KERNELS[decode], KERNELS[prefill], latent)
 
 
@@ -153,7 +151,7 @@ class FusedDecodeAttention:
         norm: RMSNorm | None = None,
         latent: LatentRows | None = None,
     ) -> Tensor:
-        assert latent is None, "latent layers have a kernel of their own"
+        assert latent is None, "no step of a model with latent layers is fused"
         pool, shape = self._pool, self._pool.shape.attention[layer]
         scales = None if pool.scales is None else pool.scales[layer]
         return fused_decode(

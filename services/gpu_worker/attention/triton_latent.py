@@ -1,18 +1,13 @@
 """The attention of latent layers in a step on a GPU, with Triton kernels. Imported only on a GPU.
 
 Decodes absorb the up-projections: the matrix of K is moved into the query, and that of V behind the attention, which
-reads each cached row once for all heads. One row with few keys takes one kernel for all of that. Prefills decompress
-rows, which takes fewer operations where rows serve many queries. Batch-invariant steps absorb in prefills too, so that
-both have the same bits.
+reads each cached row once for all heads. Prefills decompress rows, which takes fewer operations where rows serve many
+queries. Batch-invariant steps absorb in prefills too, so that both have the same bits.
 """
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from blockyard.kernels.attention.fused_decode import SplitSemaphores
-from blockyard.kernels.attention.latent.fused_latent_decode import fused_latent_decode
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode, schedule_latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
@@ -30,11 +25,8 @@ from blockyard.services.gpu_worker.step import LatentRows
 class LatentLayers:
     """Computes the latent layers of one step. Arguments and result of a call are those of `step.Attend`."""
 
-    def __init__(self, pool: KVPool, metadata: AttentionMetadata, semaphores: SplitSemaphores | None = None) -> None:
-        """metadata: with a bound of sequence lengths, and the number of decodes.
-
-        semaphores: of a step whose rows are all decodes and need logits, see `build_attention`.
-        """
+    def __init__(self, pool: KVPool, metadata: AttentionMetadata) -> None:
+        """metadata: with a bound of sequence lengths, and the number of decodes."""
         assert metadata.max_seq_len is not None
         self._pool, self._metadata, self._rows = pool, metadata, metadata.rows
         self._num_decodes, self._max_seq_len = metadata.num_decodes, metadata.max_seq_len
@@ -49,15 +41,6 @@ class LatentLayers:
             is_latent=True,
         )
         self._absorbs_prefills = choose(case) is AttentionKernel.LATENT_BATCH_INVARIANT
-        decode = replace(
-            case,
-            kind=RowKind.DECODE,
-            decodes_only=semaphores is not None,
-            num_rows=len(metadata.rows.slots),
-            max_seq_len=self._max_seq_len,
-        )
-        # None: decodes take several kernels
-        self._semaphores = semaphores if choose(decode) is AttentionKernel.FUSED_LATENT_DECODE else None
         self._schedules: dict[tuple[int, int], SplitKVSchedule] = {}  # by heads and size of the latent
 
     def __call__(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
@@ -65,11 +48,6 @@ class LatentLayers:
         scales, starts = self._scales(layer, rotation, latent), metadata.query_start_loc
         memory, scale = self._pool.layers[layer], self._pool.shape.attention[layer].scale
         norm, rows = latent.norm, latent.rows
-        if self._semaphores is not None:
-            return fused_latent_decode(
-                query, rows, memory, self._rows, rotation, norm.weight, norm.eps, latent.up, scale, self._max_seq_len,
-                self._semaphores, scales,
-            )  # fmt: skip
         write_latent(query, rows, memory, self._rows, rotation, norm.weight, norm.eps, scales)
         indices = metadata.logits_indices
         if indices is not None and layer == self._pool.shape.num_layers - 1:

@@ -9,8 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.attention.fused_decode import SplitSemaphores
-from blockyard.kernels.attention.latent.fused_latent_decode import fused_latent_decode
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode, schedule_latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
@@ -32,14 +30,12 @@ PREFILLS = ((0, 8192, 16), (0, 2048, 16), (0, 2048, 128))  # tokens in the cache
 PIECES = ((0, 8192, 16), (8192, 2048, 16), (30000, 128, 16), (8192, 2048, 128))
 PRODUCT_ROWS = (1, 64, 2048)
 ROWS = (1, 64, 2048)
-FUSED = ((200, 16), (1000, 16), (200, 128))  # keys of one row, heads
 
 
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
         rows = [_decode(*case) for case in DECODES]
         rows += [_decode(*DECODES[0], torch.float8_e4m3fn), _invariant(*DECODES[0])]
-        rows += [_fused(*case) for case in FUSED]
         rows += [_prefill(*case) for case in PREFILLS]
         rows += [_pieces(*case) for case in PIECES]
         rows += [_products(num, heads) for heads in (16, 128) for num in PRODUCT_ROWS]
@@ -73,22 +69,6 @@ def _decode(num_seqs: int, length: int, heads: int, dtype: torch.dtype | None = 
     name = "latent decode" + (", KV in 8 bits" if dtype is not None else "")
     operations = 2.0 * num_seqs * heads * length * (2 * LATENT + ROTATED)
     return row(name, f"{num_seqs} x {length:,}, {heads} heads", graph_seconds(calls), num_bytes, operations)
-
-
-def _fused(length: int, heads: int) -> Row:
-    """From the query to values; up-projections count, too."""
-    seqs, semaphores = sequences(1, length - 1, 1), SplitSemaphores(heads, torch.device(DEVICE))
-    query, new = torch.randn(1, heads, PLAIN + ROTATED).to(DTYPE), torch.randn(1, LATENT + ROTATED).to(DTYPE)
-    angles, weight = torch.randn(1, 1, ROTATED // 2), torch.randn(LATENT).to(DTYPE)
-    rotation = torch.polar(torch.ones_like(angles), angles)
-    num_bytes = (length * (LATENT + ROTATED) + heads * (PLAIN + VALUE) * LATENT) * DTYPE.itemsize
-    layers = _layers(seqs, num_bytes, DTYPE)
-    ups = [torch.randn(heads, PLAIN + VALUE, LATENT).to(DTYPE) for _ in layers]
-    calls = [
-        partial(fused_latent_decode, query, new, layer, seqs, rotation, weight, 1e-6, up, SCALE, LONGEST, semaphores)
-        for layer, up in zip(layers, ups, strict=True)
-    ]
-    return row("fused latent decode", f"1 x {length:,}, {heads} heads", graph_seconds(calls), num_bytes)
 
 
 def _invariant(num_seqs: int, length: int, heads: int) -> Row:

@@ -13,7 +13,7 @@ from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
 from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
 from blockyard.kernels.slots.slot_state import SlotState
-from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_ROWS, fused_max_len
+from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -29,7 +29,7 @@ class DeviceOps:
     """
 
     def __init__(self, fused_max_len: int = 0, batch_invariant: bool = False) -> None:
-        """fused_max_len: up to so many keys, attention of few rows is one kernel, see `choice.fused_max_len`.
+        """fused_max_len: up to so many keys, attention of few rows is one kernel; 0: never.
 
         batch_invariant: a row's token depends on that row alone.
         """
@@ -103,5 +103,5 @@ class DeviceOps:
 
 def make_device_ops(pool: KVPool, fused_steps: bool) -> DeviceOps:
     """The operations of a worker's steps, which are also what it compiles. fused_steps: see `WorkerConfig`."""
-    is_fused = fused_steps and not pool.batch_invariant
-    return DeviceOps(fused_max_len(pool.shape.has_latent) if is_fused else 0, pool.batch_invariant)
+    is_fused = fused_steps and not pool.batch_invariant and not pool.shape.has_latent
+    return DeviceOps(FUSED_DECODE_MAX_LEN if is_fused else 0, pool.batch_invariant)

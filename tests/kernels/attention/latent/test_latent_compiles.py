@@ -5,8 +5,6 @@ from pathlib import Path
 from compile_for_hopper import SHARED, shared_bytes
 
 LAUNCHES = """
-from blockyard.kernels.attention.fused_decode import SplitSemaphores
-from blockyard.kernels.attention.latent.fused_latent_decode import fused_latent_decode
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
@@ -23,8 +21,6 @@ for heads, plain, value in ((16, 128, 128), (128, 128, 128), (20, 192, 256)):  #
     latent_decode(q_latent, query[..., plain:], layer, seqs, 0.1, 64)
     if heads == 16:
         latent_invariant(q_latent, query[..., plain:], layer, seqs, 0.1, 64, False)
-    weight, semaphores = torch.ones(512).bfloat16(), SplitSemaphores(2 * heads, torch.device("cpu"))
-    fused_latent_decode(query, rows, layer, seqs, rotation, weight, 1e-6, up, 0.1, 64, semaphores)
     if heads != 128:
         prefill_in_pieces(query, rows, layer, seqs, starts, 0.1, up, 64 if heads == 16 else 0, out)
     if heads == 16:

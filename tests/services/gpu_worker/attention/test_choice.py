@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.attention import choice
 from blockyard.services.gpu_worker.attention.choice import (
     AttentionCase,
     AttentionKernel,
@@ -45,27 +44,6 @@ SHORT = replace(GPU, decodes_only=True, num_rows=1)
 )
 def test_kernel_of_a_case(case: AttentionCase, kernel: AttentionKernel) -> None:
     assert choose(case) is kernel
-
-
-@pytest.mark.parametrize(
-    ("case", "is_fused"),
-    [
-        (replace(SHORT, max_seq_len=100), True),
-        (replace(SHORT, max_seq_len=101), False),
-        (replace(SHORT, max_seq_len=100, num_rows=2), False),
-        (replace(SHORT, max_seq_len=100, decodes_only=False), False),
-        (replace(SHORT, max_seq_len=100, kv_dtype=torch.float8_e4m3fn), True),
-    ],
-)
-def test_latent_layers_take_one_kernel_for_a_short_row(
-    case: AttentionCase, is_fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(choice, "FUSED_LATENT_MAX_LEN", 100)
-    kernel = AttentionKernel.FUSED_LATENT_DECODE if is_fused else AttentionKernel.LATENT_DECODE
-    assert choose(replace(case, is_latent=True)) is kernel
-    assert (choice.fused_max_len(True), choice.fused_max_len(False)) == (100, 8192)
-    invariant = choose(replace(case, is_latent=True, batch_invariant=True))
-    assert invariant is AttentionKernel.LATENT_BATCH_INVARIANT
 
 
 SHAPE = AttentionShape(num_heads=4, kv_heads=1, head_dim=576, scale=1.0, latent_dim=512)

@@ -1,7 +1,6 @@
 """Models with latent attention through the steps of a GPU: kernels, graphs of prefills, run-ahead."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.kernels.attention.latent import prefill_in_pieces
-from blockyard.services.gpu_worker.attention import choice, triton_latent
 from blockyard.services.gpu_worker.execution import device_loop, prefill_graphs
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSteps
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
@@ -55,34 +53,6 @@ def test_the_kernels_give_the_tokens_of_the_plain_path(tmp_path: Path, monkeypat
     assert outputs(fast, (5, 3, 80), 3, num_slots=3, depth=1, chunk=70) == want
 
 
-@pytest.mark.parametrize("name", ["deepseek-v2-lite", "glm4-moe-lite"])
-def test_a_single_stream_takes_the_fused_kernel_until_it_is_too_long(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    fused = triton_latent.fused_latent_decode
-
-    def counted(*args: Any) -> torch.Tensor:
-        lengths.append(int(args[3].positions[0]))
-        return fused(*args)
-
-    monkeypatch.setattr(choice, "FUSED_LATENT_MAX_LEN", 12)
-    monkeypatch.setattr(triton_latent, "fused_latent_decode", counted)
-    BY_NAME[name].save(tmp_path)
-    plain = start(tmp_path, device=DEVICE, enforce_eager=True)
-    plain.ahead = plain.host.device = None
-    want = outputs(plain, (9,), 6)
-    assert not lengths
-    monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
-    runner = start(tmp_path, device=DEVICE, enforce_eager=True)
-    shape = runner.geometry
-    settings = DecodeSettings(capacity=2, max_model_len=shape.max_model_len, eos_token_ids=shape.eos_token_ids)
-    steps = DecodeSteps(runner.model, runner.pool, settings, DeviceOps(12))
-    runner.run_ahead(device_loop.DeviceLoop(steps, runner.batch, 70))
-    assert outputs(runner, (9,), 6, num_slots=2, depth=1) == want
-    assert sorted(set(lengths)) == [9, 10, 11], "a row of 12 keys and more takes the other kernels"
-
-
 def test_steps_with_cached_context_take_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number of pieces differs; prompts of one step may take one."""
     asked: list[BatchDescriptor] = []
@@ -100,18 +70,6 @@ def test_steps_with_cached_context_take_no_graph(tmp_path: Path, monkeypatch: py
         asked.clear()
         assert outputs(runner, (9, 20), 4, depth=1, chunk=chunk) == want
         assert len(asked) == num_asked
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", LATENT)
-def test_a_single_stream_in_graphs_of_the_fused_kernel(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its first tokens are from the fused kernel, later ones from the other kernels."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    monkeypatch.setattr(choice, "FUSED_LATENT_MAX_LEN", 48)
-    compare_with_the_cpu(name, 1, tmp_path, (1,), (33,), (45,))
 
 
 @pytest.mark.cuda
