@@ -51,7 +51,8 @@ endif
 
 # What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3).
 test-gpu: test-ready
-	$(RUN) -m pytest -q -p no:benchmark -n 8 --dist loadfile tests/kernels tests/services/gpu_worker tests/services/kv_transfer
+	$(RUN) -m pytest -q -p no:benchmark -n 16 --dist worksteal -m "not cpu" \
+		tests/kernels tests/services/gpu_worker tests/services/kv_transfer
 
 # The scheduler's property tests with many more histories than in `make test`: about an hour.
 PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/test_block_copies.py \

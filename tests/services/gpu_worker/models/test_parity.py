@@ -34,7 +34,9 @@ def prompts() -> list[list[int]]:
     return [rng.integers(2, VOCAB, n).tolist() for n in PROMPT_LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
