@@ -19,7 +19,9 @@ from blockyard.services.gpu_worker.attention.triton_attention import build_atten
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import Attend
 
-MASK_POLLS = 40  # reads of the tags of missing masks: about 0.2 ms on an H200, where one takes 4 us or more
+# Reads of the tags of missing masks: about 0.2 ms or more on an H200, where one takes 4 us or more. A step of few rows
+# reads longer: a row without its mask loses a whole step, and few others are held up.
+MASK_POLLS, MORE_MASK_POLLS = 40, 160
 
 
 class DeviceOps:
@@ -56,7 +58,8 @@ class DeviceOps:
         return build_attention(pool, metadata, self._semaphores)
 
     def wait_for_masks(self, inputs: StepInputs, rows: RowMasks) -> None:
-        wait_for_masks(inputs.sampled_slots, inputs.index, rows.masks, rows.states, rows.words, MASK_POLLS)
+        polls = mask_polls(len(inputs.sampled_slots))
+        wait_for_masks(inputs.sampled_slots, inputs.index, rows.masks, rows.states, rows.words, polls)
 
     def publish_sampled(self, tokens: Tensor, best: Tensor, inputs: StepInputs, rows: RowMasks) -> None:
         publish_sampled(tokens, best, inputs.sampled_slots, inputs.index, rows.masks, rows.states)
@@ -99,6 +102,11 @@ class DeviceOps:
         counts: Tensor | None,
     ) -> None:
         advance_slots(state, inputs, tokens, best, ready, eos, results, counts)
+
+
+def mask_polls(rows: int) -> int:
+    """How often a step of so many rows reads the tags of missing masks."""
+    return MASK_POLLS + MORE_MASK_POLLS // max(rows, 1)
 
 
 def make_device_ops(pool: KVPool, fused_steps: bool) -> DeviceOps:

@@ -19,6 +19,7 @@ from torch import Tensor
 from blockyard.kernels.sampling.penalize_logits import RowMasks
 from blockyard.kernels.slots.gather_inputs import StepInputs
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
+from blockyard.services.gpu_worker.execution.device_ops import mask_polls
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output import matcher_processes
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -299,3 +300,7 @@ def test_a_row_that_waited_does_not_make_rows_of_plain_steps_wait(
     plain.run()
     assert plain.num_waits == 0
     assert bool((device[1].steps.ready == 1).all())
+
+
+def test_steps_of_few_rows_wait_longer_for_masks() -> None:
+    assert [mask_polls(rows) for rows in (0, 1, 4, 64, 256)] == [200, 200, 80, 42, 40]
