@@ -89,7 +89,7 @@ def rows(connectors: list[str], count: int, flags: list[str]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    installed = ["shm", "tcp"] + ["nixl"] * (find_spec("nixl") is not None)
+    installed = ["shm", "tcp"] + ["nixl"] * any(find_spec(name) for name in ("nixl", "nixl_cu13"))
     parser.add_argument("--connectors", nargs="+", default=installed)
     parser.add_argument("--requests", type=int, default=200)
     args, flags = parser.parse_known_args()
