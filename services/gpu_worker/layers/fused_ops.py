@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockyard.kernels.layers.apply_rope import rotate_halves_reference
 from blockyard.services.gpu_worker.layers.activations import gate
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
@@ -51,6 +52,12 @@ class FusedOps(Protocol):
         May write to x.
         """
 
+    def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        """Rotates q and k [1, heads, tokens, head_dim] by cos and sin [1, tokens, rotary_dim], whose dtype is theirs.
+
+        The two halves of the first rotary_dim numbers of a head are paired. Returns q and k themselves if `in_place`.
+        """
+
 
 class TorchOps:
     """Implements `FusedOps` with torch operations, for the CPU."""
@@ -88,6 +95,10 @@ class TorchOps:
         self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
     ) -> Tensor | None:
         return linear(x if gate_activation is None else gate(x, gate_activation))
+
+    def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        turned_q, turned_k = rotate_halves_reference(q, cos, sin), rotate_halves_reference(k, cos, sin)
+        return (q.copy_(turned_q), k.copy_(turned_k)) if in_place else (turned_q, turned_k)
 
 
 def find_ops(device: torch.device) -> FusedOps:

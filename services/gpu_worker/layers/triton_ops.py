@@ -8,6 +8,7 @@ from blockyard.kernels.layers.act_mul import act_mul
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.layers.rotate_halves import rotate_halves
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
 
@@ -80,6 +81,9 @@ class TritonOps:
             return linear(x)
         fused(x, gated=is_gated, add_to=residual)
         return None
+
+    def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        return rotate_halves(q, k, cos, sin, in_place)
 
 
 def _alike(norms: Sequence[Norm]) -> list[RMSNorm] | None:
