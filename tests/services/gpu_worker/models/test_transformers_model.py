@@ -20,7 +20,9 @@ from transformers import (
 
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models import registry
-from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build
+from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
+from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
+from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build, trace_layers
 from blockyard.shared.architectures import find_architecture
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Sampling
@@ -34,6 +36,9 @@ CLASSES = [
         "exaone4", Exaone4Config, Exaone4ForCausalLM, LLAMA | {"sliding_window": 12, "sliding_window_pattern": 2}, ROPE
     ),
     BY_NAME["mistral-window"],
+    BY_NAME["llama"],
+    BY_NAME["gemma"],
+    BY_NAME["qwen2"],
 ]
 
 
@@ -54,6 +59,38 @@ def test_tokens_alone_batched_chunked_and_preempted(tiny: Tiny, tmp_path: Path) 
             expected = logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
             ties.compare(tiny.name, stream.prompt, expected, stream.output, score)
     ties.check()
+
+
+def test_places_and_order_of_a_class_with_our_modules() -> None:
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    table = WeightTable(torch.float32, torch.device("meta"))
+    model = build(config, table)
+    assert [linear.shape for linear in model.linears()] == [(64, 128), (64, 64), (64, 192), (96, 64)] * 3 + [(64, 211)]
+    own = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo")]
+    own += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    expected = {f"model.layers.{i}.{name}.weight" for i in range(3) for name in own}
+    assert table.places.keys() == expected | {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_a_class_that_does_not_run_with_our_modules_runs_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example a class that reads the weight of a norm itself."""
+
+    def fail(self: Any, *args: Any) -> None:
+        raise AttributeError("no weight")
+
+    monkeypatch.setattr(NormModule, "forward", fail)
+    theirs = BY_NAME["llama"].save(tmp_path)
+    layers = trace_layers(BY_NAME["llama"].config_json(), torch.float32)
+    assert layers.fusions == Fusions() and "runs with its own modules" in caplog.text
+    runner = start(tmp_path, device="cpu", model_impl="transformers")
+    driver = Driver(runner, seed=3)
+    stream = driver.add([5, 9, 11], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
+    driver.run()
+    with torch.no_grad():
+        logits = theirs(torch.tensor([stream.prompt + stream.output])).logits[0]
+    assert stream.output == logits.argmax(-1)[2:-1].tolist()
 
 
 def test_auto_takes_transformers_for_what_the_table_lacks() -> None:

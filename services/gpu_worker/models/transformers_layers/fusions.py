@@ -1,0 +1,45 @@
+"""What our kernels can compute of a transformers class, by the names of its modules."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from blockyard.services.gpu_worker.models.transformers_layers.gates import GATE, UP, find_activation
+from blockyard.services.gpu_worker.models.transformers_layers.joint_products import LinearCall, find_joint
+from blockyard.services.gpu_worker.models.transformers_layers.norms import NormKind, find_norm
+from blockyard.services.gpu_worker.models.transformers_layers.rotations import rotates_halves
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """The modules of a model that are replaced, all by name."""
+
+    joint: tuple[tuple[str, ...], ...] = ()  # linear layers with the same input, in the order of their calls
+    norms: Mapping[str, NormKind] = field(default_factory=dict)
+    gates: Mapping[str, str] = field(default_factory=dict)  # MLPs, and the keys of their activations in `ACTIVATIONS`
+    rotations: Mapping[str, bool] = field(default_factory=dict)  # attentions, and whether they may rotate in place
+
+
+def find_fusions(causal: nn.Module, calls: Sequence[LinearCall]) -> Fusions:
+    """Looks at all modules of a class on the meta device. calls: of its linear layers in a forward pass.
+
+    Rotations are taken for in place where a joint product may have q and k; `LaterReads` says whether they can be.
+    """
+    places = Counter(id(module) for _, module in causal.named_modules(remove_duplicate=False))
+    joint = find_joint(causal, calls)
+    norms, gates, rotations = dict[str, NormKind](), dict[str, str](), dict[str, bool]()
+    for name, module in causal.named_modules():
+        if not name or places[id(module)] > 1:
+            continue
+        kind = find_norm(module)
+        if kind is not None:
+            norms[name] = kind
+        elif (f"{name}.{GATE}", f"{name}.{UP}") in joint or (f"{name}.{UP}", f"{name}.{GATE}") in joint:
+            activation = find_activation(module)
+            if activation is not None:
+                gates[name] = activation
+        elif rotates_halves(module):
+            rotations[name] = any(group[0].rpartition(".")[0] == name for group in joint)
+    return Fusions(tuple(joint), norms, gates, rotations)
