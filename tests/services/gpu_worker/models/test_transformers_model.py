@@ -18,8 +18,10 @@ from transformers import (
     HeliumForCausalLM,
 )
 
+from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
+from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models import registry
+from blockyard.services.gpu_worker.models import registry, transformers_model
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
 from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build, trace_layers
@@ -91,6 +93,22 @@ def test_a_class_that_does_not_run_with_our_modules_runs_with_its_own(
     with torch.no_grad():
         logits = theirs(torch.tensor([stream.prompt + stream.output])).logits[0]
     assert stream.output == logits.argmax(-1)[2:-1].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "exaone4"])
+def test_tokens_by_the_kernels_of_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, but for attention and matrix products."""
+    tiny = next(one for one in CLASSES if one.name == name)
+    theirs = tiny.save(tmp_path).to(DEVICE)
+    monkeypatch.setattr(transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps())
+    driver = Driver(start(tmp_path, device=DEVICE, model_impl="transformers"), seed=3)
+    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    streams = [driver.add(prompt, sampling) for prompt in ([5, 9, 11, 30], [7])]
+    driver.run()
+    for stream in streams:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([stream.prompt + stream.output], device=DEVICE)).logits[0]
+        assert stream.output == logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
 
 
 def test_auto_takes_transformers_for_what_the_table_lacks() -> None:
