@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.apply_rope import rotate_halves_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.activations import gate
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
@@ -20,6 +21,9 @@ class FusedOps(Protocol):
 
         delta is [rows, hidden], or of experts [rows, top_k, hidden], of which the sum is added.
         """
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Computes residual + delta, both [rows, hidden], in a new tensor, and its norm."""
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Computes linear(add_norm(residual, delta, norm))."""
@@ -66,6 +70,10 @@ class TorchOps:
         if delta is not None:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        total = residual + delta
+        return total, norm(total)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         return linear(self.add_norm(residual, delta, norm))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.act_mul import act_mul
@@ -22,6 +23,10 @@ class TritonOps:
         if delta is not None:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        total = torch.empty_like(residual)
+        return total, add_rms_norm(residual, delta, norm.weight, norm.eps, total)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         if delta is None and isinstance(norm, RMSNorm):

@@ -25,8 +25,8 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.models.transformers_layers.attention_input import join_qkv
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions, find_fusions
-from blockyard.services.gpu_worker.models.transformers_layers.joint_products import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
+from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.placement import Placed, place_modules
 from blockyard.services.gpu_worker.models.transformers_layers.probes import PROBLEMS
 from blockyard.services.gpu_worker.step import Step
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 NAME = "blockyard"  # of our attention among those of transformers
 PROBE_TOKENS = 3
+LONGROPE = "longrope"
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
@@ -77,8 +78,8 @@ class TransformersModel:
 
     def forward(self, step: Step) -> Tensor:
         hidden = _run(self._base, step.token_ids, step.positions, self._no_mask, _StepAttention(self.shape, step))
-        for product in self._placed.products:
-            product.forget()
+        for owner in self._placed.transient:
+            owner.forget()
         return hidden if step.logits_indices is None else hidden.index_select(0, step.logits_indices)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -214,6 +215,8 @@ def make_on_meta(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
         names = config["architectures"]
         known = find_architecture(names) is not None
         raise ConfigError(cause if known else f"{describe_unsupported(names)}; {cause}") from e
+    if LONGROPE in _rope_types(causal.config):  # chosen by the longest sequence of a batch, for all of them
+        raise ConfigError(f"--model-impl transformers: rotations of rope_type {LONGROPE} are not supported")
     if CHUNKED in (getattr(causal.config, "layer_types", None) or ()):
         raise ConfigError(f"--model-impl transformers: layers with {CHUNKED} are not supported")
     if not hasattr(causal, causal.base_model_prefix):
@@ -230,12 +233,18 @@ class TracedLayers:
     fusions: Fusions
 
 
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers, which may differ."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return {one["rope_type"] for one in (found, *found.values()) if isinstance(one, dict) and "rope_type" in one}
+
+
 def trace_layers(config: dict[str, Any], dtype: torch.dtype) -> TracedLayers:
     """Runs the layers on the meta device, and once more with what can be replaced. Raises ConfigError."""
     causal, _ = make_on_meta(config, dtype)
     with recorded_calls(causal) as recorded:
         attention = trace_attention(causal)
-    calls, fusions = [call.name for call in recorded], find_fusions(causal, recorded)
+    calls, fusions = [call.name for call in recorded.linears], find_fusions(causal, recorded)
     reads, table = LaterReads(), WeightTable(dtype, torch.device("meta"))
     ops = find_ops(table.device)
     try:

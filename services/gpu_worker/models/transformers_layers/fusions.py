@@ -1,14 +1,16 @@
 """What our kernels can compute of a transformers class, by the names of its modules."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from blockyard.services.gpu_worker.models.transformers_layers.gates import GATE, UP, find_activation
-from blockyard.services.gpu_worker.models.transformers_layers.joint_products import LinearCall, find_joint
+from blockyard.services.gpu_worker.models.transformers_layers.joint_products import find_joint
+from blockyard.services.gpu_worker.models.transformers_layers.module_calls import ForwardCalls
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormKind, find_norm
+from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import find_sums
 from blockyard.services.gpu_worker.models.transformers_layers.rotations import rotates_halves
 
 
@@ -20,15 +22,16 @@ class Fusions:
     norms: Mapping[str, NormKind] = field(default_factory=dict)
     gates: Mapping[str, str] = field(default_factory=dict)  # MLPs, and the keys of their activations in `ACTIVATIONS`
     rotations: Mapping[str, bool] = field(default_factory=dict)  # attentions, and whether they may rotate in place
+    sums: Mapping[str, str] = field(default_factory=dict)  # linear layers, and the norms behind sums of their outputs
 
 
-def find_fusions(causal: nn.Module, calls: Sequence[LinearCall]) -> Fusions:
-    """Looks at all modules of a class on the meta device. calls: of its linear layers in a forward pass.
+def find_fusions(causal: nn.Module, calls: ForwardCalls) -> Fusions:
+    """Looks at all modules of a class on the meta device. calls: of a forward pass.
 
     Rotations are taken for in place where a joint product may have q and k; `LaterReads` says whether they can be.
     """
     places = Counter(id(module) for _, module in causal.named_modules(remove_duplicate=False))
-    joint = find_joint(causal, calls)
+    joint = find_joint(causal, calls.linears)
     norms, gates, rotations = dict[str, NormKind](), dict[str, str](), dict[str, bool]()
     for name, module in causal.named_modules():
         if not name or places[id(module)] > 1:
@@ -42,4 +45,4 @@ def find_fusions(causal: nn.Module, calls: Sequence[LinearCall]) -> Fusions:
                 gates[name] = activation
         elif rotates_halves(module):
             rotations[name] = any(group[0].rpartition(".")[0] == name for group in joint)
-    return Fusions(tuple(joint), norms, gates, rotations)
+    return Fusions(tuple(joint), norms, gates, rotations, find_sums(calls, norms))

@@ -14,6 +14,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.probes import (
     holds,
     is_plain,
 )
+from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SublayerOutput, SumNorm
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 
@@ -81,8 +82,10 @@ class GatedModule(nn.Module):
     def __init__(self, mlp: GatedMLP, ops: FusedOps) -> None:
         super().__init__()
         self._mlp, self._ops = mlp, ops
+        self.behind: SumNorm | None = None  # of the norm behind the sum with the output
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
         """Takes one tensor [..., hidden], under the name that the class in transformers has for it."""
         x: Tensor = next(iter((*args, *kwargs.values())))
-        return self._mlp.apply(self._ops, x.reshape(-1, x.shape[-1])).view(x.shape)
+        out = self._mlp.apply(self._ops, x.reshape(-1, x.shape[-1])).view(x.shape)
+        return out if self.behind is None else SublayerOutput.of(out, self.behind)

@@ -1,65 +1,32 @@
 """Linear layers of transformers' classes as ours, those with the same input as one matrix product."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.models.transformers_layers.module_calls import ModuleCall
+from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SublayerOutput, SumNorm
 
 
-@dataclass(frozen=True, slots=True)
-class LinearCall:
-    """A call of a linear layer in a forward pass."""
-
-    name: str  # of the layer in the model
-    layer: nn.Linear
-    x: Tensor  # kept, so that no other tensor takes its identity
-    version: int  # how often x was written to in place
-
-
-@contextmanager
-def recorded_calls(causal: nn.Module) -> Iterator[list[LinearCall]]:
-    """Records the calls of all linear layers in a forward pass with grad mode off, not in inference mode."""
-    calls: list[LinearCall] = []
-
-    def record(name: str, layer: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        (x,) = (*args, *kwargs.values())
-        calls.append(LinearCall(name, layer, x, x._version))
-
-    hooks = [
-        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
-        for name, module in causal.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def find_joint(causal: nn.Module, calls: Sequence[LinearCall]) -> list[tuple[str, ...]]:
+def find_joint(causal: nn.Module, calls: Sequence[ModuleCall]) -> list[tuple[str, ...]]:
     """The names of linear layers that one product can compute, in the order of their calls.
 
     They have the same parent, multiply the very same tensor, once each, and all or none of them has a bias.
     """
     times, shared = Counter(call.name for call in calls), _shared_parameters(causal)
-    groups: dict[tuple[str, int, int], list[LinearCall]] = {}
+    groups: dict[tuple[str, int, int], list[str]] = {}
+    has_bias: dict[str, bool] = {}
     for call in calls:
-        known = type(call.layer) is nn.Linear and times[call.name] == 1 and id(call.layer.weight) not in shared
-        if known:
-            groups.setdefault((call.name.rpartition(".")[0], id(call.x), call.version), []).append(call)
+        layer = causal.get_submodule(call.name)
+        if type(layer) is nn.Linear and times[call.name] == 1 and id(layer.weight) not in shared:
+            groups.setdefault((call.name.rpartition(".")[0], id(call.x), call.version), []).append(call.name)
+            has_bias[call.name] = layer.bias is not None
     return [
-        tuple(call.name for call in group)
-        for group in groups.values()
-        if len(group) > 1 and len({call.layer.bias is None for call in group}) == 1
+        tuple(names) for names in groups.values() if len(names) > 1 and len({has_bias[name] for name in names}) == 1
     ]
 
 
@@ -120,9 +87,11 @@ class LinearModule(nn.Module):
         super().__init__()
         self.in_features, self.out_features = replaced.in_features, replaced.out_features
         self._linear = linear
+        self.behind: SumNorm | None = None  # of the norm behind the sum with the output
 
     def forward(self, input: Tensor) -> Tensor:
-        return self._linear(input.reshape(-1, self.in_features)).view(*input.shape[:-1], self.out_features)
+        out = self._linear(input.reshape(-1, self.in_features)).view(*input.shape[:-1], self.out_features)
+        return out if self.behind is None else SublayerOutput.of(out, self.behind)
 
 
 class JointModule(nn.Module):

@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.probes import (
     holds,
     is_plain,
 )
+from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SumNorm
 
 EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -62,10 +63,14 @@ class NormModule(nn.Module):
     def __init__(self, norm: RMSNorm, size: int, ops: FusedOps) -> None:
         super().__init__()
         self._norm, self._size, self._ops = norm, size, ops
+        self.sums = SumNorm(norm, ops)
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
         """Takes one tensor [..., size], under the name that the class in transformers has for it."""
         x: Tensor = next(iter((*args, *kwargs.values())))
+        normed = self.sums.take(x)
+        if normed is not None:
+            return normed
         has_rows = x.is_contiguous() or (x.dim() == 3 and x.shape[0] == 1 and x.stride(2) == 1)
         if not has_rows or self._norm.weight.dtype not in (x.dtype, torch.float32):
             return self._norm(x)

@@ -19,6 +19,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.joint_products imp
     LinearModule,
 )
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
+from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SumNorm
 from blockyard.services.gpu_worker.models.transformers_layers.rotations import Rotate, install
 
 
@@ -28,7 +29,7 @@ class Placed:
 
     linears: list[Linear] = field(default_factory=list)  # in the order in which a step uses them
     norms: list[RMSNorm] = field(default_factory=list)
-    products: list[JointProduct] = field(default_factory=list)
+    transient: list[JointProduct | SumNorm] = field(default_factory=list)  # forget their tensors behind a step
 
 
 class _Placement:
@@ -36,7 +37,7 @@ class _Placement:
 
     def __init__(self, causal: Any, layers: LinearLayers, fusions: Fusions, ops: FusedOps) -> None:
         self._causal, self._layers, self._fusions, self._ops = causal, layers, fusions, ops
-        self.norms = list[RMSNorm]()
+        self.norms, self.sums = list[RMSNorm](), list[SumNorm]()
         self.products = dict[tuple[str, ...], JointProduct]()  # by the names of their layers
         self.linears = list[tuple[str, Linear]]()  # with the name of the first of its layers that a step calls
         self._tied = dict[int, Tensor]()
@@ -72,8 +73,10 @@ class _Placement:
     def _norm(self, name: str) -> NormModule:
         kind = self._fusions.norms[name]
         norm = make_rms_norm(self._layers.table, name, kind.size, kind.eps, kind.unit_offset)
+        module = NormModule(norm, kind.size, self._ops)
         self.norms.append(norm)
-        return NormModule(norm, kind.size, self._ops)
+        self.sums.append(module.sums)
+        return module
 
     def _gated(self, name: str, module: nn.Module) -> GatedModule:
         gate = module.get_submodule(GATE)
@@ -110,6 +113,14 @@ class _Placement:
             return dense_linear(embedding)
         return self._layers.make({name: module.out_features}, module.in_features, bias=module.bias is not None)
 
+    def connect_sums(self) -> None:
+        """Lets linear layers, or the MLPs that they are in, know the norm behind the sum with their output."""
+        for name, norm in self._fusions.sums.items():
+            owner = name.rpartition(".")[0] if name.rpartition(".")[0] in self._fusions.gates else name
+            module, behind = self._causal.get_submodule(owner), self._causal.get_submodule(norm)
+            if isinstance(module, GatedModule | LinearModule) and isinstance(behind, NormModule):
+                module.behind = behind.sums
+
     def install_rotations(self, rotate_of: Callable[[str], Rotate]) -> None:
         """rotate_of: the rotation for an attention module, by its name."""
         for name, in_place in self._fusions.rotations.items():
@@ -132,11 +143,13 @@ def place_modules(
     placement = _Placement(causal, layers, fusions, ops)
     placement.place_parameters()
     placement.place_modules()
+    placement.connect_sums()
     placement.install_rotations(rotate_of or (lambda name: ops.rotate_halves))
     layers.table.ignore_suffix(".rotary_emb.inv_freq")
     place = {name: i for i, name in reversed(list(enumerate(calls)))}
     linears = sorted(placement.linears, key=lambda named: place.get(named[0], len(calls)))  # the head is not in calls
-    return Placed([linear for _, linear in linears], placement.norms, list(placement.products.values()))
+    transient: list[JointProduct | SumNorm] = [*placement.products.values(), *placement.sums]
+    return Placed([linear for _, linear in linears], placement.norms, transient)
 
 
 def _parameters(causal: Any) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

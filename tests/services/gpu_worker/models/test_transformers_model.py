@@ -100,7 +100,9 @@ def test_tokens_by_the_kernels_of_a_gpu(name: str, tmp_path: Path, monkeypatch: 
     """In Triton's interpreter, but for attention and matrix products."""
     tiny = next(one for one in CLASSES if one.name == name)
     theirs = tiny.save(tmp_path).to(DEVICE)
-    monkeypatch.setattr(transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps())
+    monkeypatch.setattr(
+        transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps()
+    )
     driver = Driver(start(tmp_path, device=DEVICE, model_impl="transformers"), seed=3)
     sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
     streams = [driver.add(prompt, sampling) for prompt in ([5, 9, 11, 30], [7])]
@@ -124,6 +126,8 @@ def test_auto_takes_transformers_for_what_the_table_lacks() -> None:
 
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LONG_ROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 5000.0, "factor": 4.0}
+LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,10 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"} | SMALL, "attention|flat batch"),
         ({"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 16} | SMALL, "the head does not run"),
         ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"} | SMALL, "chunked_attention are not"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": LONG_ROPE} | SMALL,
+            "rope_type longrope are not",
+        ),
         (
             {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SMALL | {"num_attention_heads": 3},
             r"model_type llama: .*The hidden size \(16\) is not a multiple",

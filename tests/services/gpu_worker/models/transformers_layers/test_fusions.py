@@ -37,6 +37,9 @@ def test_all_that_llama_has_is_found() -> None:
     assert tuple(f"{own}.self_attn.{name}_proj" for name in "qkv") in found.joint
     assert found.gates == {f"model.layers.{i}.mlp": "silu" for i in range(count)}
     assert found.rotations == {f"model.layers.{i}.self_attn": True for i in range(count)}
+    behind = [*(f"model.layers.{i}.input_layernorm" for i in range(1, count)), "model.norm"]
+    after = {f"model.layers.{i}.self_attn.o_proj": f"model.layers.{i}.post_attention_layernorm" for i in range(count)}
+    assert found.sums == after | {f"model.layers.{i}.mlp.down_proj": behind[i] for i in range(count)}
     assert found.norms["model.norm"] == NormKind(LLAMA["hidden_size"], 1e-6, unit_offset=False)
     assert len(layers.calls) == 7 * count and layers.calls[-1] == f"model.layers.{count - 1}.mlp.down_proj"
 

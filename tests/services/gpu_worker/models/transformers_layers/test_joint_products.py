@@ -14,9 +14,9 @@ from blockyard.services.gpu_worker.models.transformers_layers.attention_input im
 from blockyard.services.gpu_worker.models.transformers_layers.joint_products import (
     JointProduct,
     find_joint,
-    recorded_calls,
 )
 from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
+from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.rotations import HalvesRotation
 
 Forward = Callable[["Block", Tensor], Tensor]
@@ -78,7 +78,7 @@ def test_layers_that_multiply_the_same_tensor(forward: Forward, expected: list[t
                 root["block"](torch.ones(1, 3, 8))
         with recorded_calls(root) as calls, torch.no_grad():
             root["block"](torch.ones(1, 3, 8))
-    assert find_joint(root, calls) == [tuple(f"block.{name}" for name in names) for names in expected]
+    assert find_joint(root, calls.linears) == [tuple(f"block.{name}" for name in names) for names in expected]
 
 
 def test_layers_of_two_modules_stay_apart() -> None:
@@ -88,7 +88,7 @@ def test_layers_of_two_modules_stay_apart() -> None:
         with recorded_calls(root) as calls:
             root["a"](x)
             root["b"](x)
-    assert [call.name for call in calls] == ["a.q", "b.q"] and find_joint(root, calls) == []
+    assert [call.name for call in calls.linears] == ["a.q", "b.q"] and find_joint(root, calls.linears) == []
 
 
 class Counted:
