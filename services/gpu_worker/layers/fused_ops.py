@@ -25,6 +25,9 @@ class FusedOps(Protocol):
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Computes residual + delta, both [rows, hidden], in a new tensor, and its norm."""
 
+    def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Computes the norm of x [rows, heads, head_dim], whose rows and heads may be strided, in a new tensor."""
+
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Computes linear(add_norm(residual, delta, norm))."""
 
@@ -74,6 +77,9 @@ class TorchOps:
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = residual + delta
         return total, norm(total)
+
+    def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm(x)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         return linear(self.add_norm(residual, delta, norm))

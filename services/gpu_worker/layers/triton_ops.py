@@ -8,6 +8,7 @@ from torch import Tensor
 from blockyard.kernels.layers.act_mul import act_mul
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
+from blockyard.kernels.layers.norm_heads import norm_heads
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.rotate_halves import rotate_halves
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
@@ -27,6 +28,9 @@ class TritonOps:
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(residual)
         return total, add_rms_norm(residual, delta, norm.weight, norm.eps, total)
+
+    def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm_heads(x, norm.weight, norm.eps)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         if delta is None and isinstance(norm, RMSNorm):
