@@ -9,8 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-_TILE = 8  # heads a program
-_FEW = 16 * 132  # with fewer heads in all rows, a program has one head
+_TILE = 4  # heads a program, one for each warp: a head is rounded alike whatever the number of rows
 
 
 def norm_heads_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,10 +50,10 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError("the numbers of a head must be contiguous")
     out = torch.empty((rows, heads, head_dim), dtype=x.dtype, device=x.device)
     if out.numel():
-        tile, pdl = 1 if rows * heads <= _FEW else _TILE, supports_pdl(x.device)
-        _norm_heads_kernel[(rows, ceil_div(heads, tile))](
+        pdl = supports_pdl(x.device)
+        _norm_heads_kernel[(rows, ceil_div(heads, _TILE))](
             x, weight, out, x.stride(0), x.stride(1), eps,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim), TILE=tile, PDL=pdl,
-            num_warps=max(tile // 4, 1) * (2 if head_dim > 256 else 1), **pdl_options(pdl),
+            HEADS=heads, HEAD_DIM=head_dim, DIM=next_power_of_2(head_dim), TILE=_TILE, PDL=pdl,
+            num_warps=_TILE, **pdl_options(pdl),
         )  # fmt: skip
     return out

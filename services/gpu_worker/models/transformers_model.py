@@ -2,7 +2,8 @@
 
 The class is built on torch's meta device, without memory. Then its `nn.Linear`s become our linear layers, its other
 parameters get places in the `WeightTable`, and its attention, which is registered with transformers, calls the step's.
-So a flat batch without padding runs through it, in CUDA graphs and ahead of the host as with other models.
+Modules that our kernels can compute are replaced (`transformers_layers`). So a flat batch without padding runs through
+it, in CUDA graphs and ahead of the host as with other models.
 
 Code from model folders is never run. Imported only when such a model is wanted: `transformers` takes seconds to load.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from blockyard.services.gpu_worker.models.transformers_layers.gates import GATE, UP, find_activation
-from blockyard.services.gpu_worker.models.transformers_layers.joint_products import find_joint
+from blockyard.services.gpu_worker.models.transformers_layers.joint_products import find_joint, shared_parameters
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import ForwardCalls
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormKind, find_norm
 from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import find_sums
@@ -31,13 +31,13 @@ def find_fusions(causal: nn.Module, calls: ForwardCalls) -> Fusions:
     Rotations are taken for in place where a joint product may have q and k; `LaterReads` says whether they can be.
     """
     places = Counter(id(module) for _, module in causal.named_modules(remove_duplicate=False))
-    joint = find_joint(causal, calls.linears)
+    shared, joint = shared_parameters(causal), find_joint(causal, calls.linears)
     norms, gates, rotations = dict[str, NormKind](), dict[str, str](), dict[str, bool]()
     for name, module in causal.named_modules():
         if not name or places[id(module)] > 1:
             continue
         kind = find_norm(module)
-        if kind is not None:
+        if kind is not None and id(module.weight) not in shared:
             norms[name] = kind
         elif (f"{name}.{GATE}", f"{name}.{UP}") in joint or (f"{name}.{UP}", f"{name}.{GATE}") in joint:
             activation = find_activation(module)

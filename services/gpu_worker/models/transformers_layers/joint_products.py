@@ -17,7 +17,7 @@ def find_joint(causal: nn.Module, calls: Sequence[ModuleCall]) -> list[tuple[str
 
     They have the same parent, multiply the very same tensor, once each, and all or none of them has a bias.
     """
-    times, shared = Counter(call.name for call in calls), _shared_parameters(causal)
+    times, shared = Counter(call.name for call in calls), shared_parameters(causal)
     groups: dict[tuple[str, int, int], list[str]] = {}
     has_bias: dict[str, bool] = {}
     for call in calls:
@@ -30,7 +30,7 @@ def find_joint(causal: nn.Module, calls: Sequence[ModuleCall]) -> list[tuple[str
     ]
 
 
-def _shared_parameters(causal: nn.Module) -> set[int]:
+def shared_parameters(causal: nn.Module) -> set[int]:
     """Identities of parameters that are in two places, such as the table of an embedding and the head."""
     places = Counter(id(parameter) for _, parameter in causal.named_parameters(remove_duplicate=False))
     return {one for one, count in places.items() if count > 1}

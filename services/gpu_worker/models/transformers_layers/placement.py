@@ -138,7 +138,8 @@ def place_modules(
 ) -> Placed:
     """Gives all parameters places in the table, under transformers' names, and modules their replacements.
 
-    calls: names of linear layers in the order in which a step calls them. rotate_of: see `_Placement`; None: `ops`.
+    calls: names of linear layers in the order in which a step calls them. rotate_of: the rotation for an attention module,
+    by its name; None: that of `ops` for all.
     """
     placement = _Placement(causal, layers, fusions, ops)
     placement.place_parameters()
