@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from blockyard.services.gpu_worker.models.transformers_layers.gates import GATE, UP, find_activation
+from blockyard.services.gpu_worker.models.transformers_layers.gates import GATE, JOINED, UP, find_activation
 from blockyard.services.gpu_worker.models.transformers_layers.joint_products import find_joint, shared_parameters
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import ForwardCalls
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormKind, find_norm
@@ -28,7 +28,7 @@ class Fusions:
 def find_fusions(causal: nn.Module, calls: ForwardCalls) -> Fusions:
     """Looks at all modules of a class on the meta device. calls: of a forward pass.
 
-    Rotations are taken for in place where a joint product may have q and k; `LaterReads` says whether they can be.
+    Rotations are taken for in place; `LaterReads` says whether they can be.
     """
     places = Counter(id(module) for _, module in causal.named_modules(remove_duplicate=False))
     shared, joint = shared_parameters(causal), find_joint(causal, calls.linears)
@@ -39,10 +39,10 @@ def find_fusions(causal: nn.Module, calls: ForwardCalls) -> Fusions:
         kind = find_norm(module)
         if kind is not None and id(module.weight) not in shared:
             norms[name] = kind
-        elif (f"{name}.{GATE}", f"{name}.{UP}") in joint or (f"{name}.{UP}", f"{name}.{GATE}") in joint:
+        elif JOINED in module._modules or {f"{name}.{GATE}", f"{name}.{UP}"} in [set(group) for group in joint]:
             activation = find_activation(module)
-            if activation is not None:
+            if activation is not None and shared.isdisjoint(map(id, module.parameters())):
                 gates[name] = activation
         elif rotates_halves(module):
-            rotations[name] = any(group[0].rpartition(".")[0] == name for group in joint)
+            rotations[name] = True
     return Fusions(tuple(joint), norms, gates, rotations, find_sums(calls, norms))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
@@ -17,38 +18,42 @@ from blockyard.services.gpu_worker.models.transformers_layers.probes import (
 from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SublayerOutput, SumNorm
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
+JOINED = "gate_up_proj"  # gate and up as one linear layer
 
 
 def find_activation(module: nn.Module) -> str | None:
     """The key in `ACTIVATIONS` for which a module computes down(activation(gate(x)) * up(x)), or None.
 
-    gate and up are assumed to have the same input features.
+    gate and up may be one linear layer, with the rows of gate first.
     """
-    linears = [module._modules.get(name) for name in (GATE, UP, DOWN)]
-    if any(type(one) is not nn.Linear for one in linears) or not is_plain(module, num_arguments=1):
+    first = (JOINED,) if JOINED in module._modules else (GATE, UP)
+    linears = [one for name in (*first, DOWN) if isinstance(one := module._modules.get(name), nn.Linear)]
+    if len(linears) <= len(first) or any(type(one) is not nn.Linear for one in linears) or module._parameters:
         return None
-    gate, up, down = (one for one in linears if isinstance(one, nn.Linear))
-    fits = gate.in_features == up.in_features == down.out_features
-    if not fits or not gate.out_features == up.out_features == down.in_features or module._parameters:
+    down, inner = linears[-1], 2 * linears[-1].in_features // len(first)
+    if any((one.in_features, one.out_features) != (down.out_features, inner) for one in linears[:-1]):
         return None
-    if len({one.bias is None for one in (gate, up, down)}) > 1:
+    if len({one.bias is None for one in linears}) > 1 or not is_plain(module, num_arguments=1):
         return None
     for activation in ACTIVATIONS:
-        if holds(lambda numbers, name=activation: _is_gated_by(name, module, gate, numbers)):  # type: ignore[misc]
+        if holds(lambda numbers, name=activation: _is_gated_by(name, module, first, numbers)):  # type: ignore[misc]
             return activation
     return None
 
 
-def _is_gated_by(activation: str, module: nn.Module, gate: nn.Linear, numbers: Numbers) -> bool:
-    x = numbers(1, 3, gate.in_features)
+def _is_gated_by(activation: str, module: nn.Module, first: tuple[str, ...], numbers: Numbers) -> bool:
+    down = module.get_submodule(DOWN)
+    assert isinstance(down, nn.Linear)
+    x = numbers(1, 3, down.out_features)
     # small numbers tell activations apart, large ones limits of them
-    g, u = (numbers(1, 3, gate.out_features) * numbers(1, 3, 1, scale=10) for _ in range(2))
-    stand_ins = _Given(g), _Given(u), _Passed()
+    g, u = (numbers(1, 3, down.in_features) * numbers(1, 3, 1, scale=10) for _ in range(2))
+    given = [_Given(one) for one in ((g, u) if len(first) > 1 else (torch.cat((g, u), -1),))]
+    passed = _Passed()
     probe = copy_module(module)
-    probe._modules.update(zip((GATE, UP, DOWN), stand_ins, strict=True))
+    probe._modules.update(zip((*first, DOWN), (*given, passed), strict=True))
     out = probe(x)
-    got_x = all(len(one.inputs) == 1 and one.inputs[0] is x for one in stand_ins[:2])
-    return got_x and len(stand_ins[2].inputs) == 1 and agree(out, ACTIVATIONS[activation](g.clone()) * u)
+    got_x = all(len(one.inputs) == 1 and one.inputs[0] is x for one in given)
+    return got_x and len(passed.inputs) == 1 and agree(out, ACTIVATIONS[activation](g.clone()) * u)
 
 
 class _Given(nn.Module):

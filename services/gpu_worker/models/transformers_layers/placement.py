@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, de
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
-from blockyard.services.gpu_worker.models.transformers_layers.gates import DOWN, GATE, GatedModule
+from blockyard.services.gpu_worker.models.transformers_layers.gates import DOWN, GATE, JOINED, GatedModule
 from blockyard.services.gpu_worker.models.transformers_layers.joint_products import (
     JointModule,
     JointProduct,
@@ -79,17 +79,21 @@ class _Placement:
         return module
 
     def _gated(self, name: str, module: nn.Module) -> GatedModule:
-        gate = module.get_submodule(GATE)
-        assert isinstance(gate, nn.Linear)
-        sizes, activation = (gate.in_features, gate.out_features), self._fusions.gates[name]
-        mlp = GatedMLP(self._layers, name, *sizes, activation, bias=gate.bias is not None)
+        down = module.get_submodule(DOWN)
+        assert isinstance(down, nn.Linear)
+        sizes, activation = (down.out_features, down.in_features), self._fusions.gates[name]
+        joined = JOINED if JOINED in module._modules else None
+        mlp = GatedMLP(self._layers, name, *sizes, activation, bias=down.bias is not None, joined=joined)
         for linear in mlp.linears():
             linear.disable_fusion()  # the norm and the sum around are transformers'
-        self.linears += [(self._groups[f"{name}.{GATE}"][0], mlp.gate_up), (f"{name}.{DOWN}", mlp.down)]
+        first = f"{name}.{JOINED}" if joined else self._groups[f"{name}.{GATE}"][0]
+        self.linears += [(first, mlp.gate_up), (f"{name}.{DOWN}", mlp.down)]
         return GatedModule(mlp, self._ops)
 
     def _linear_module(self, name: str, module: nn.Linear) -> nn.Module:
         group = self._groups.get(name)
+        if group is None and name.rpartition(".")[0] in self._fusions.rotations and name not in self._fusions.sums:
+            group = (name,)  # may have all of q, k and v
         if group is None:
             linear = self._linear(name, module)
             self.linears.append((name, linear))
@@ -138,8 +142,8 @@ def place_modules(
 ) -> Placed:
     """Gives all parameters places in the table, under transformers' names, and modules their replacements.
 
-    calls: names of linear layers in the order in which a step calls them. rotate_of: the rotation for an attention module,
-    by its name; None: that of `ops` for all.
+    calls: names of linear layers in the order in which a step calls them. rotate_of: the rotation for an attention
+    module, by its name; None: that of `ops` for all.
     """
     placement = _Placement(causal, layers, fusions, ops)
     placement.place_parameters()

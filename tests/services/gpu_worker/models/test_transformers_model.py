@@ -41,6 +41,7 @@ CLASSES = [
     BY_NAME["llama"],
     BY_NAME["gemma"],
     BY_NAME["qwen2"],
+    BY_NAME["phi3"],
 ]
 
 

@@ -49,6 +49,7 @@ def test_all_that_llama_has_is_found() -> None:
     [
         ("gemma", {"head_dim": 16}, 7, [True] * 3),  # norms with unit offset
         ("helium", {"head_dim": 16}, 7, []),  # rotates pairs side by side
+        ("phi3", {"pad_token_id": 0}, 7, [True] * 3),  # one layer of q, k and v, and one of gate and up
         ("exaone4", {}, 13, [False] * 3),  # norms of q and k: rotated are new tensors
         ("arcee", {"head_dim": 16}, 7, [True] * 3),  # no gate
     ],
@@ -59,7 +60,7 @@ def test_what_other_classes_have_is_found(kind: str, fields: dict[str, Any], nor
     assert len(found.norms) == norms and list(found.rotations.values()) == rotations
     assert {one.unit_offset for one in found.norms.values()} == {kind == "gemma"}
     gates = {"gemma": {"gelu_tanh"}, "arcee": set()}.get(kind, {"silu"})
-    assert set(found.gates.values()) == gates and len(found.joint) == (3 if kind == "arcee" else 6)
+    assert set(found.gates.values()) == gates and len(found.joint) == {"arcee": 3, "phi3": 0}.get(kind, 6)
 
 
 class OtherEps(LlamaRMSNorm):
@@ -152,6 +153,16 @@ class Gated(nn.Module):
         return self.down_proj(self.middle(self.gate_proj(x), self.up_proj(x)))
 
 
+class Joined(nn.Module):
+    def __init__(self, middle: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(SIZE, 80), nn.Linear(40, SIZE)
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.middle(*self.gate_up_proj(x).chunk(2, -1)))
+
+
 class Scaled(Gated):
     def forward(self, x: Tensor) -> Tensor:
         return 0.5 * super().forward(x)
@@ -198,10 +209,16 @@ def test_gates_are_told_apart(activation: str) -> None:
         lambda: OtherInput(silu),
         lambda: Twice(silu),
         lambda: Weighted(silu),
+        lambda: Joined(lambda gate, up: silu(up, gate)),
+        lambda: Joined(lambda gate, up: silu(gate, up + 1)),
     ],
 )
 def test_other_gates_stay(make: Callable[[], nn.Module]) -> None:
-    assert find_activation(on_meta(lambda: Gated(silu, bias=True))) == "silu"
+    assert (
+        find_activation(on_meta(lambda: Gated(silu, bias=True)))
+        == find_activation(on_meta(lambda: Joined(silu)))
+        == "silu"
+    )
     assert find_activation(on_meta(make)) is None
 
 
