@@ -4,7 +4,8 @@
   measures both against cuBLAS and picks one for each shape and number of rows.
 - `add_rms_norm`: residual addition and RMSNorm. `rms_norm.RMSNorm`: RMSNorm in torch, and its weight.
 - `norm_add_norm`: for layers with norms behind sublayers: such a norm, residual addition and the next norms.
-- `act_mul`: gated activations. `apply_rope`: rotary embedding in torch.
+- `norm_heads`: RMSNorm of the heads of q or k.
+- `act_mul`: gated activations. `apply_rope`: rotary embedding in torch. `rotate_halves`: that of transformers' classes.
 
 The worker's `layers/` and `linear_tuning/` call these. No import of another folder.
 """

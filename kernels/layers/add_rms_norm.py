@@ -21,7 +21,8 @@ def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tenso
 
 @triton.jit
 def _add_rms_norm_kernel(
-    residual_ptr, delta_ptr, weight_ptr, out_ptr, residual_stride, delta_stride, addend_stride, size, eps,
+    residual_ptr, delta_ptr, weight_ptr, out_ptr, total_ptr, residual_stride, delta_stride, addend_stride,
+    total_stride, size, eps,
     ADDENDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: row i
@@ -33,8 +34,7 @@ def _add_rms_norm_kernel(
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    residual = residual_ptr + row * residual_stride + cols
-    x = tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(residual_ptr + row * residual_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if ADDENDS > 0:
         total = tl.zeros([TILE], tl.float32)
         for i in tl.static_range(ADDENDS):
@@ -42,15 +42,18 @@ def _add_rms_norm_kernel(
             total += tl.load(delta, mask=inside, other=0.0).to(tl.float32)
         x += total
         rounded = x.to(residual_ptr.dtype.element_ty)
-        tl.store(residual, rounded, mask=inside)
+        tl.store(total_ptr + row * total_stride + cols, rounded, mask=inside)
         x = rounded.to(tl.float32)  # normalised as the next layer reads it, rounded
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     tl.store(out_ptr + row * size + cols, x * scale * weight, mask=inside)
 
 
-def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: Tensor | None = None
+) -> Tensor:
     """residual [rows, size] += delta [rows, size], in place; returns its RMSNorm by weight [size], contiguous.
 
+    total: [rows, size] that gets the sum, and residual stays; only with a delta.
     delta may be [rows, addends, size], of which the sum is added, in this order and in float32. Rows may be strided.
     The weight may be float32 where the rows are not: a unit offset was added to it. Raises ValueError for other shapes,
     dtypes that differ and rows over LONGEST_ROW.
@@ -58,11 +61,16 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     rows, size = residual.shape
     addends = 0 if delta is None else delta.shape[1] if delta.dim() == 3 else 1
     delta = residual if delta is None else delta
+    total = residual if total is None else total
     if delta.shape not in (residual.shape, (rows, addends, size)) or weight.shape != (size,):
         raise ValueError(f"delta {list(delta.shape)} and weight {list(weight.shape)} do not fit {list(residual.shape)}")
+    if total.shape != residual.shape or total.dtype != residual.dtype:
+        raise ValueError(
+            f"total {list(total.shape)} {total.dtype} does not fit {list(residual.shape)} {residual.dtype}"
+        )
     if residual.dtype != delta.dtype or weight.dtype not in (residual.dtype, torch.float32):
         raise ValueError(f"dtypes differ: {residual.dtype}, {delta.dtype}, {weight.dtype}")
-    if residual.stride(1) != 1 or delta.stride(-1) != 1 or not weight.is_contiguous():
+    if residual.stride(1) != 1 or total.stride(1) != 1 or delta.stride(-1) != 1 or not weight.is_contiguous():
         raise ValueError("the elements of a row must be contiguous")
     if size > LONGEST_ROW:
         raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
@@ -70,7 +78,8 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     if out.numel():
         tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
         _add_rms_norm_kernel[(rows,)](
-            residual, delta, weight, out, residual.stride(0), delta.stride(0), delta.stride(-2), size, eps,
+            residual, delta, weight, out, total, residual.stride(0), delta.stride(0), delta.stride(-2),
+            total.stride(0), size, eps,
             ADDENDS=addends, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
         )  # fmt: skip
     return out

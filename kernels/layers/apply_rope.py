@@ -30,3 +30,16 @@ def apply_rope_reference(x: Tensor, rotation: Tensor) -> None:
         torch.view_as_complex(pairs).mul_(rotation)
     else:
         pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()).mul_(rotation)))
+
+
+def rotate_halves_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [1, heads, tokens, head_dim] rotated by cos and sin [1, tokens, rotary_dim], in a new tensor.
+
+    Element i of the first rotary_dim of a head is paired with i + rotary_dim/2, as transformers does. Types of 16 bits
+    are rotated in float32 and rounded once.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos[:, None].to(exact), sin[:, None].to(exact)
+    low, high = x[..., : cos.shape[-1]].to(exact).chunk(2, -1)
+    rotated = torch.cat((low, high), -1) * cos + torch.cat((-high, low), -1) * sin
+    return torch.cat((rotated.to(x.dtype), x[..., cos.shape[-1] :]), -1)

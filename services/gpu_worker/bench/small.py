@@ -9,6 +9,7 @@ from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.act_mul import act_mul
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.norm_add_norm import norm_add_norm
+from blockyard.kernels.layers.rotate_halves import rotate_halves
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 
@@ -20,7 +21,7 @@ ROWS = (1, 64, 256, 2048)
 
 def measure() -> list[Row]:
     with torch.inference_mode(), torch.device(DEVICE):
-        measured = (_norm, _norms_behind, _gate, partial(_rope, normed=False), partial(_rope, normed=True))
+        measured = (_norm, _norms_behind, _gate, partial(_rope, normed=False), partial(_rope, normed=True), _halves)
         return [measure_rows(rows) for rows in ROWS for measure_rows in measured]
 
 
@@ -61,3 +62,16 @@ def _rope(rows: int, normed: bool) -> Row:
     seconds = graph_seconds([partial(rope_write_kv, x, layer, seqs, rotation, weight, 1e-6) for x in given])
     name = "norm of q and k + rotation + KV write" if normed else "rotation + KV write"
     return row(name, f"{rows} x {width} x {HEAD_DIM}", seconds, num_bytes)
+
+
+def _halves(rows: int) -> Row:
+    """Times the rotation of q and k in the output of their product, as classes of transformers have it."""
+    width, rotated = HEADS + 2 * KV_HEADS, HEADS + KV_HEADS
+    num_bytes = rows * (2 * rotated + 2) * HEAD_DIM * 2  # q and k in and out, cos and sin in
+    angles = torch.randn(1, rows, HEAD_DIM)
+    cos, sin = angles.cos().to(DTYPE), angles.sin().to(DTYPE)
+    calls = []
+    for _ in range(copies(num_bytes)):
+        heads = torch.randn(1, rows, width, HEAD_DIM).to(DTYPE).transpose(1, 2)
+        calls.append(partial(rotate_halves, heads[:, :HEADS], heads[:, HEADS:rotated], cos, sin, in_place=True))
+    return row("rotation of halves", f"{rows} x {rotated} x {HEAD_DIM}", graph_seconds(calls), num_bytes)

@@ -66,7 +66,7 @@ def compile_kernels(
 
 def _key(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_eos: int, config: WorkerConfig) -> str:
     """A hash of everything that selects kernels of steps, except linear layers: their tuner compiles its own."""
-    flags = (config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
+    flags = (type(model).__name__, config.graph_sizes, config.run_ahead_penalties, config.fused_steps)
     weights = [(name, place.shape, place.target.dtype) for name, place in model.table.places.items()]
     facts = (triton.__version__, torch.__version__, model.shape, model.table.dtype, kv_dtype, need, num_eos, flags)
     digest = hashlib.sha256(repr((facts, weights)).encode())  # weights tell which norms and gates the layers have

@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockyard.kernels.layers.apply_rope import rotate_halves_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.activations import gate
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
@@ -19,6 +21,12 @@ class FusedOps(Protocol):
 
         delta is [rows, hidden], or of experts [rows, top_k, hidden], of which the sum is added.
         """
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Computes residual + delta, both [rows, hidden], in a new tensor, and its norm."""
+
+    def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Computes the norm of x [rows, heads, head_dim], whose rows and heads may be strided, in a new tensor."""
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Computes linear(add_norm(residual, delta, norm))."""
@@ -51,6 +59,12 @@ class FusedOps(Protocol):
         May write to x.
         """
 
+    def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        """Rotates q and k [1, heads, tokens, head_dim] by cos and sin [1, tokens, rotary_dim], whose dtype is theirs.
+
+        The two halves of the first rotary_dim numbers of a head are paired. Returns q and k themselves if `in_place`.
+        """
+
 
 class TorchOps:
     """Implements `FusedOps` with torch operations, for the CPU."""
@@ -59,6 +73,13 @@ class TorchOps:
         if delta is not None:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        total = residual + delta
+        return total, norm(total)
+
+    def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm(x)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         return linear(self.add_norm(residual, delta, norm))
@@ -88,6 +109,10 @@ class TorchOps:
         self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
     ) -> Tensor | None:
         return linear(x if gate_activation is None else gate(x, gate_activation))
+
+    def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        turned_q, turned_k = rotate_halves_reference(q, cos, sin), rotate_halves_reference(k, cos, sin)
+        return (q.copy_(turned_q), k.copy_(turned_k)) if in_place else (turned_q, turned_k)
 
 
 def find_ops(device: torch.device) -> FusedOps:

@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.act_mul import act_mul
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
+from blockyard.kernels.layers.norm_heads import norm_heads
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.layers.rotate_halves import rotate_halves
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
 
@@ -21,6 +24,13 @@ class TritonOps:
         if delta is not None:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        total = torch.empty_like(residual)
+        return total, add_rms_norm(residual, delta, norm.weight, norm.eps, total)
+
+    def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        return norm_heads(x, norm.weight, norm.eps)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         if delta is None and isinstance(norm, RMSNorm):
@@ -80,6 +90,9 @@ class TritonOps:
             return linear(x)
         fused(x, gated=is_gated, add_to=residual)
         return None
+
+    def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
+        return rotate_halves(q, k, cos, sin, in_place)
 
 
 def _alike(norms: Sequence[Norm]) -> list[RMSNorm] | None:

@@ -2,50 +2,57 @@
 
 The class is built on torch's meta device, without memory. Then its `nn.Linear`s become our linear layers, its other
 parameters get places in the `WeightTable`, and its attention, which is registered with transformers, calls the step's.
-So a flat batch without padding runs through it, in CUDA graphs and ahead of the host as with other models.
+Modules that our kernels can compute are replaced (`transformers_layers`). So a flat batch without padding runs through
+it, in CUDA graphs and ahead of the host as with other models.
 
 Code from model folders is never run. Imported only when such a model is wanted: `transformers` takes seconds to load.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
-from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
+from blockyard.services.gpu_worker.layers.fused_ops import find_ops
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.gpu_worker.models.transformers_layers.attention_input import join_qkv
+from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions, find_fusions
+from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
+from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
+from blockyard.services.gpu_worker.models.transformers_layers.placement import Placed, place_modules
+from blockyard.services.gpu_worker.models.transformers_layers.probes import PROBLEMS
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.architectures import describe_unsupported, find_architecture
 from blockyard.shared.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 NAME = "blockyard"  # of our attention among those of transformers
 PROBE_TOKENS = 3
-# what a module may raise that our way of running does not fit
-PROBLEMS = (
-    *(RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, ImportError),
-    StrictDataclassError,  # a config that contradicts itself
-)
+LONGROPE = "longrope"
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
     """Raises ConfigError for a model that transformers does not have, or whose attention is not ours to compute."""
+    layers = trace_layers(config, table.dtype)
     causal, hf_config = make_on_meta(config, table.dtype)
-    attention = trace_attention(causal)
     positions = getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(positions, int):
         raise ConfigError("config.json: max_position_embeddings is missing")
-    shape = ModelShape(vocab_size=hf_config.vocab_size, max_positions=positions, attention=attention)
+    shape = ModelShape(vocab_size=hf_config.vocab_size, max_positions=positions, attention=layers.attention)
     place_buffers(causal, table.device)
-    model = TransformersModel(causal, shape, table, place_weights(causal, LinearLayers(table, config)))
+    ops = find_ops(table.device)
+    placed = place_modules(causal, LinearLayers(table, config), layers.fusions, layers.calls, ops)
+    model = TransformersModel(causal, shape, table, placed)
     if table.device.type == "meta":
         trace_head(model, hf_config.hidden_size)
     return model
@@ -54,22 +61,26 @@ def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
 class TransformersModel:
     """Implements `Model`."""
 
-    def __init__(self, causal: Any, shape: ModelShape, table: WeightTable, linears: list[Linear]) -> None:
-        self.shape, self.table, self._linears = shape, table, linears
+    def __init__(self, causal: Any, shape: ModelShape, table: WeightTable, placed: Placed) -> None:
+        self.shape, self.table, self._placed = shape, table, placed
         self._base, self._head = getattr(causal, causal.base_model_prefix), _Head(causal)
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself
 
     def prepare(self, max_model_len: int) -> list[str]:
-        for linear in self._linears:
+        for linear in self._placed.linears:
             linear.prepare()
+        for norm in self._placed.norms:
+            norm.prepare()
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.table.device)
         return []
 
     def linears(self) -> list[Linear]:
-        return self._linears
+        return self._placed.linears
 
     def forward(self, step: Step) -> Tensor:
         hidden = _run(self._base, step.token_ids, step.positions, self._no_mask, _StepAttention(self.shape, step))
+        for owner in self._placed.transient:
+            owner.forget()
         return hidden if step.logits_indices is None else hidden.index_select(0, step.logits_indices)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -110,8 +121,7 @@ class _StepAttention:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **_: Any) -> Tensor:
         """query [1, heads, tokens, head_dim], rotated -> [1, tokens, heads, head_dim]."""
         tokens = query.shape[2]
-        qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).contiguous()
-        out = self.step.attend(layer, qkv).view(-1, query.shape[1], query.shape[3])
+        out = self.step.attend(layer, join_qkv(query, key, value)).view(-1, query.shape[1], query.shape[3])
         rows = self.step.logits_indices
         if rows is not None and layer == self.shape.num_layers - 1 and len(out) == len(rows):
             out = _at_their_rows(out, rows, tokens)  # the last layer computes only these rows
@@ -135,6 +145,7 @@ class _AttentionTrace:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **options: Any
     ) -> Tensor:
+        value.clone()  # for `LaterReads`: attention reads it
         wrong = _unsupported(key, value, options)
         if wrong:
             raise ConfigError(f"--model-impl transformers: the attention of layer {layer} has {wrong}")
@@ -205,6 +216,8 @@ def make_on_meta(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
         names = config["architectures"]
         known = find_architecture(names) is not None
         raise ConfigError(cause if known else f"{describe_unsupported(names)}; {cause}") from e
+    if LONGROPE in _rope_types(causal.config):  # chosen by the longest sequence of a batch, for all of them
+        raise ConfigError(f"--model-impl transformers: rotations of rope_type {LONGROPE} are not supported")
     if CHUNKED in (getattr(causal.config, "layer_types", None) or ()):
         raise ConfigError(f"--model-impl transformers: layers with {CHUNKED} are not supported")
     if not hasattr(causal, causal.base_model_prefix):
@@ -212,12 +225,48 @@ def make_on_meta(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     return causal.eval(), hf_config
 
 
+@dataclass(frozen=True, slots=True)
+class TracedLayers:
+    """What forward passes on the meta device show of a model's layers."""
+
+    attention: tuple[AttentionShape, ...]
+    calls: list[str]  # names of the linear layers, in the order in which a step calls them
+    fusions: Fusions
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers, which may differ."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return {one["rope_type"] for one in (found, *found.values()) if isinstance(one, dict) and "rope_type" in one}
+
+
+def trace_layers(config: dict[str, Any], dtype: torch.dtype) -> TracedLayers:
+    """Runs the layers on the meta device, and once more with what can be replaced. Raises ConfigError."""
+    causal, _ = make_on_meta(config, dtype)
+    with recorded_calls(causal) as recorded:
+        attention = trace_attention(causal)
+    calls, fusions = [call.name for call in recorded.linears], find_fusions(causal, recorded)
+    reads, table = LaterReads(), WeightTable(dtype, torch.device("meta"))
+    ops = find_ops(table.device)
+    try:
+        place_modules(causal, LinearLayers(table, config), fusions, calls, ops, reads.rotate_of)
+        with reads:
+            runs = trace_attention(causal) == attention
+    except ConfigError:  # for example a class that reads the weight of a norm, or views q as one row
+        runs = False
+    if not runs:
+        log.warning("%s runs with its own modules: it does not run with ours", type(causal).__name__)
+        return TracedLayers(attention, calls, Fusions())
+    in_place = {name: name in reads.rotated - reads.found for name in fusions.rotations}
+    return TracedLayers(attention, calls, replace(fusions, rotations=in_place))
+
+
 def trace_attention(causal: Any) -> tuple[AttentionShape, ...]:
     """The attention of each layer, found by running the layers on the meta device. Raises ConfigError."""
     trace = _AttentionTrace()
     ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their versions
             mask = torch.zeros(1, 1, 1, 1, device="meta")
             _run(getattr(causal, causal.base_model_prefix), ids, ids, mask, trace)
     except PROBLEMS as e:
@@ -255,52 +304,3 @@ def place_buffers(causal: Any, device: torch.device) -> None:
                 for name, one in buffers.items():
                     module._buffers[name] = torch.zeros_like(one, device=device)
                 causal._init_weights(module)  # parameters are on the meta device still: nothing is done to them
-
-
-def place_weights(causal: Any, layers: LinearLayers) -> list[Linear]:
-    """Gives all parameters places in the table, under transformers' names. Returns the linear layers, in order."""
-    table, linears, tied = layers.table, list[Linear](), dict[int, Tensor]()
-    for module_name, module, name, parameter in _parameters(causal):
-        path = f"{module_name}.{name}" if module_name else name
-        if isinstance(module, nn.Linear):
-            continue
-        if id(parameter) not in tied:
-            target = table.empty(*parameter.shape)
-            table.place(path, target, tuple(parameter.shape))
-            tied[id(parameter)] = target
-        setattr(module, name, nn.Parameter(tied[id(parameter)], requires_grad=False))
-    for module_name, module in list(causal.named_modules()):
-        if isinstance(module, nn.Linear):
-            linear = _linear(module_name, module, layers, tied)
-            linears.append(linear)
-            parent, _, own = module_name.rpartition(".")
-            setattr(causal.get_submodule(parent), own, _LinearModule(linear, module))
-    table.ignore_suffix(".rotary_emb.inv_freq")
-    return linears
-
-
-def _parameters(causal: Any) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    for module_name, module in causal.named_modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                yield module_name, module, name, parameter
-
-
-def _linear(name: str, module: nn.Linear, layers: LinearLayers, tied: dict[int, Tensor]) -> Linear:
-    embedding = tied.get(id(module.weight))
-    if embedding is not None:  # the head has the table of the embedding
-        layers.table.ignore(f"{name}.weight")
-        return dense_linear(embedding)
-    return layers.make({name: module.out_features}, module.in_features, bias=module.bias is not None)
-
-
-class _LinearModule(nn.Module):
-    """A linear layer of ours in the place of transformers'."""
-
-    def __init__(self, linear: Linear, replaced: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = replaced.in_features, replaced.out_features
-        self._product: Callable[[Tensor], Tensor] = linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

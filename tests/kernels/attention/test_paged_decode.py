@@ -70,6 +70,17 @@ def test_add_rms_norm(rows: int, size: int, add: bool, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 100), (0, 8)])
+def test_add_rms_norm_to_a_new_sum(rows: int, size: int, dtype: torch.dtype) -> None:
+    residual, delta = rows_of(rows, size, dtype), rows_of(rows, size, dtype, gap=5)
+    weight, total = torch.randn(size, device=DEVICE).to(dtype), rows_of(rows, size, dtype, gap=1)
+    before = residual.clone()
+    out = add_rms_norm(residual, delta, weight, 1e-5, total)
+    assert torch.equal(residual, before) and torch.equal(total, residual + delta)
+    assert_close(out, add_rms_norm_reference(total.double(), None, weight.double(), 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "addends", "size"), [(1, 8, 64), (3, 3, 100), (5, 1, 257), (0, 2, 8)])
 def test_add_rms_norm_of_a_sum(rows: int, addends: int, size: int, dtype: torch.dtype) -> None:
     residual, weight = rows_of(rows, size, dtype), torch.randn(size, device=DEVICE).to(dtype)
@@ -332,6 +343,9 @@ def test_what_does_not_fit_is_refused() -> None:
         add_rms_norm(x, None, x[0, :4], 1e-5)
     with pytest.raises(ValueError, match="dtypes differ"):
         add_rms_norm(x, x.half(), x[0], 1e-5)
+    for total, message in ((x[:1], "total"), (x.half(), "total"), (torch.zeros(8, 2, device=DEVICE).t(), "contiguous")):
+        with pytest.raises(ValueError, match=message):
+            add_rms_norm(x, x, x[0], 1e-5, total)
     with pytest.raises(ValueError, match="contiguous"):
         add_rms_norm(x.t(), None, x.t()[0].clone(), 1e-5)
     with pytest.raises(ValueError, match="longer than"):

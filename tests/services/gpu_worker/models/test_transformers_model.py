@@ -18,9 +18,13 @@ from transformers import (
     HeliumForCausalLM,
 )
 
+from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
+from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models import registry
-from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build
+from blockyard.services.gpu_worker.models import registry, transformers_model
+from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
+from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
+from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build, trace_layers
 from blockyard.shared.architectures import find_architecture
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Sampling
@@ -34,6 +38,10 @@ CLASSES = [
         "exaone4", Exaone4Config, Exaone4ForCausalLM, LLAMA | {"sliding_window": 12, "sliding_window_pattern": 2}, ROPE
     ),
     BY_NAME["mistral-window"],
+    BY_NAME["llama"],
+    BY_NAME["gemma"],
+    BY_NAME["qwen2"],
+    BY_NAME["phi3"],
 ]
 
 
@@ -56,6 +64,56 @@ def test_tokens_alone_batched_chunked_and_preempted(tiny: Tiny, tmp_path: Path) 
     ties.check()
 
 
+def test_places_and_order_of_a_class_with_our_modules() -> None:
+    config = LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    table = WeightTable(torch.float32, torch.device("meta"))
+    model = build(config, table)
+    assert [linear.shape for linear in model.linears()] == [(64, 128), (64, 64), (64, 192), (96, 64)] * 3 + [(64, 211)]
+    own = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{name}_proj" for name in "qkvo")]
+    own += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    expected = {f"model.layers.{i}.{name}.weight" for i in range(3) for name in own}
+    assert table.places.keys() == expected | {"model.embed_tokens.weight", "model.norm.weight"}
+
+
+def test_a_class_that_does_not_run_with_our_modules_runs_with_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example a class that reads the weight of a norm itself."""
+
+    def fail(self: Any, *args: Any) -> None:
+        raise AttributeError("no weight")
+
+    monkeypatch.setattr(NormModule, "forward", fail)
+    theirs = BY_NAME["llama"].save(tmp_path)
+    layers = trace_layers(BY_NAME["llama"].config_json(), torch.float32)
+    assert layers.fusions == Fusions() and "runs with its own modules" in caplog.text
+    runner = start(tmp_path, device="cpu", model_impl="transformers")
+    driver = Driver(runner, seed=3)
+    stream = driver.add([5, 9, 11], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
+    driver.run()
+    with torch.no_grad():
+        logits = theirs(torch.tensor([stream.prompt + stream.output])).logits[0]
+    assert stream.output == logits.argmax(-1)[2:-1].tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "exaone4"])
+def test_tokens_by_the_kernels_of_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, but for attention and matrix products."""
+    tiny = next(one for one in CLASSES if one.name == name)
+    theirs = tiny.save(tmp_path).to(DEVICE)
+    monkeypatch.setattr(
+        transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps()
+    )
+    driver = Driver(start(tmp_path, device=DEVICE, model_impl="transformers"), seed=3)
+    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    streams = [driver.add(prompt, sampling) for prompt in ([5, 9, 11, 30], [7])]
+    driver.run()
+    for stream in streams:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([stream.prompt + stream.output], device=DEVICE)).logits[0]
+        assert stream.output == logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
+
+
 def test_auto_takes_transformers_for_what_the_table_lacks() -> None:
     known = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     unknown = {"architectures": ["HeliumForCausalLM"], "model_type": "helium"}
@@ -69,6 +127,8 @@ def test_auto_takes_transformers_for_what_the_table_lacks() -> None:
 
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LONG_ROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 5000.0, "factor": 4.0}
+LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
@@ -81,6 +141,10 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"} | SMALL, "attention|flat batch"),
         ({"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 16} | SMALL, "the head does not run"),
         ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"} | SMALL, "chunked_attention are not"),
+        (
+            {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": LONG_ROPE} | SMALL,
+            "rope_type longrope are not",
+        ),
         (
             {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SMALL | {"num_attention_heads": 3},
             r"model_type llama: .*The hidden size \(16\) is not a multiple",

@@ -1,0 +1,15 @@
+"""Modules of a transformers class that our kernels can compute: how they are found, and what takes their place.
+
+`transformers_model` calls `fusions.find_fusions` with a class on the meta device, and `placement.place_modules` with
+what was found. A module is replaced only if a copy of it gives what ours gives, on random input on the CPU; a module
+that computes anything else stays as it is.
+
+- `joint_products`: linear layers that multiply the same tensor, as one matrix product.
+- `residual_sums`: sums of the residual and a sublayer's output, with the norm behind them.
+- `norms`: RMSNorm. `gates`: MLPs with a gate.
+- `rotations`: rotary embedding of q and k. `later_reads`: whether it may be in place.
+- `module_calls`: what a forward pass on the meta device does. `probes`: comparison with a copy of a module.
+- `attention_input`: q, k and v as our attention reads them.
+- `fusions.Fusions`: what was found in a model, by the names of its modules.
+- `placement`: gives modules their places and their weights places in the `WeightTable`.
+"""

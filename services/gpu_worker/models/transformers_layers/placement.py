@@ -1,0 +1,164 @@
+"""Gives the modules of a transformers class their replacements, and all weights places in the `WeightTable`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
+from blockyard.services.gpu_worker.layers.mlp import GatedMLP
+from blockyard.services.gpu_worker.layers.norm import make_rms_norm
+from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
+from blockyard.services.gpu_worker.models.transformers_layers.gates import DOWN, GATE, JOINED, GatedModule
+from blockyard.services.gpu_worker.models.transformers_layers.joint_products import (
+    JointModule,
+    JointProduct,
+    LinearModule,
+)
+from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
+from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SumNorm
+from blockyard.services.gpu_worker.models.transformers_layers.rotations import Rotate, install
+
+
+@dataclass(slots=True)
+class Placed:
+    """What takes the place of modules, as far as others have to know it."""
+
+    linears: list[Linear] = field(default_factory=list)  # in the order in which a step uses them
+    norms: list[RMSNorm] = field(default_factory=list)
+    transient: list[JointProduct | SumNorm] = field(default_factory=list)  # forget their tensors behind a step
+
+
+class _Placement:
+    """The replacement of a model's modules, one after the other. Weights keep transformers' names."""
+
+    def __init__(self, causal: Any, layers: LinearLayers, fusions: Fusions, ops: FusedOps) -> None:
+        self._causal, self._layers, self._fusions, self._ops = causal, layers, fusions, ops
+        self.norms, self.sums = list[RMSNorm](), list[SumNorm]()
+        self.products = dict[tuple[str, ...], JointProduct]()  # by the names of their layers
+        self.linears = list[tuple[str, Linear]]()  # with the name of the first of its layers that a step calls
+        self._tied = dict[int, Tensor]()
+        self._groups = {name: group for group in fusions.joint for name in group}
+
+    def place_parameters(self) -> None:
+        """Places what no linear layer and no norm has, such as embeddings."""
+        table = self._layers.table
+        for module_name, module, name, parameter in _parameters(self._causal):
+            if isinstance(module, nn.Linear) or module_name in self._fusions.norms:
+                continue
+            if id(parameter) not in self._tied:
+                target = table.empty(*parameter.shape)
+                path = f"{module_name}.{name}" if module_name else name
+                table.place(path, target, tuple(parameter.shape))
+                self._tied[id(parameter)] = target
+            setattr(module, name, nn.Parameter(self._tied[id(parameter)], requires_grad=False))
+
+    def place_modules(self) -> None:
+        for name, module in list(self._causal.named_modules()):
+            parent = name.rpartition(".")[0]
+            if name in self._fusions.norms:
+                self._replace(name, self._norm(name))
+            elif name in self._fusions.gates:
+                self._replace(name, self._gated(name, module))
+            elif isinstance(module, nn.Linear) and parent not in self._fusions.gates:
+                self._replace(name, self._linear_module(name, module))
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        parent, _, own = name.rpartition(".")
+        setattr(self._causal.get_submodule(parent), own, module)
+
+    def _norm(self, name: str) -> NormModule:
+        kind = self._fusions.norms[name]
+        norm = make_rms_norm(self._layers.table, name, kind.size, kind.eps, kind.unit_offset)
+        module = NormModule(norm, kind.size, self._ops)
+        self.norms.append(norm)
+        self.sums.append(module.sums)
+        return module
+
+    def _gated(self, name: str, module: nn.Module) -> GatedModule:
+        down = module.get_submodule(DOWN)
+        assert isinstance(down, nn.Linear)
+        sizes, activation = (down.out_features, down.in_features), self._fusions.gates[name]
+        joined = JOINED if JOINED in module._modules else None
+        mlp = GatedMLP(self._layers, name, *sizes, activation, bias=down.bias is not None, joined=joined)
+        for linear in mlp.linears():
+            linear.disable_fusion()  # the norm and the sum around are transformers'
+        first = f"{name}.{JOINED}" if joined else self._groups[f"{name}.{GATE}"][0]
+        self.linears += [(first, mlp.gate_up), (f"{name}.{DOWN}", mlp.down)]
+        return GatedModule(mlp, self._ops)
+
+    def _linear_module(self, name: str, module: nn.Linear) -> nn.Module:
+        group = self._groups.get(name)
+        if group is None and name.rpartition(".")[0] in self._fusions.rotations and name not in self._fusions.sums:
+            group = (name,)  # may have all of q, k and v
+        if group is None:
+            linear = self._linear(name, module)
+            self.linears.append((name, linear))
+            return LinearModule(linear, module)
+        if group not in self.products:
+            self.products[group] = self._joint(group)
+        return JointModule(self.products[group], group.index(name), module)
+
+    def _joint(self, group: tuple[str, ...]) -> JointProduct:
+        parts = [self._causal.get_submodule(name) for name in group]
+        sizes = [part.out_features for part in parts]
+        outputs, has_bias = dict(zip(group, sizes, strict=True)), parts[0].bias is not None
+        linear = self._layers.make(outputs, parts[0].in_features, bias=has_bias)
+        self.linears.append((group[0], linear))
+        return JointProduct(linear, sizes)
+
+    def _linear(self, name: str, module: nn.Linear) -> Linear:
+        embedding = self._tied.get(id(module.weight))
+        if embedding is not None:  # the head has the table of the embedding
+            self._layers.table.ignore(f"{name}.weight")
+            return dense_linear(embedding)
+        return self._layers.make({name: module.out_features}, module.in_features, bias=module.bias is not None)
+
+    def connect_sums(self) -> None:
+        """Lets linear layers, or the MLPs that they are in, know the norm behind the sum with their output."""
+        for name, norm in self._fusions.sums.items():
+            owner = name.rpartition(".")[0] if name.rpartition(".")[0] in self._fusions.gates else name
+            module, behind = self._causal.get_submodule(owner), self._causal.get_submodule(norm)
+            if isinstance(module, GatedModule | LinearModule) and isinstance(behind, NormModule):
+                module.behind = behind.sums
+
+    def install_rotations(self, rotate_of: Callable[[str], Rotate]) -> None:
+        """rotate_of: the rotation for an attention module, by its name."""
+        for name, in_place in self._fusions.rotations.items():
+            of_module = [product for group, product in self.products.items() if group[0].rpartition(".")[0] == name]
+            install(self._causal.get_submodule(name), rotate_of(name), of_module if in_place else [])
+
+
+def place_modules(
+    causal: Any,
+    layers: LinearLayers,
+    fusions: Fusions,
+    calls: Sequence[str],
+    ops: FusedOps,
+    rotate_of: Callable[[str], Rotate] | None = None,
+) -> Placed:
+    """Gives all parameters places in the table, under transformers' names, and modules their replacements.
+
+    calls: names of linear layers in the order in which a step calls them. rotate_of: the rotation for an attention
+    module, by its name; None: that of `ops` for all.
+    """
+    placement = _Placement(causal, layers, fusions, ops)
+    placement.place_parameters()
+    placement.place_modules()
+    placement.connect_sums()
+    placement.install_rotations(rotate_of or (lambda name: ops.rotate_halves))
+    layers.table.ignore_suffix(".rotary_emb.inv_freq")
+    place = {name: i for i, name in reversed(list(enumerate(calls)))}
+    linears = sorted(placement.linears, key=lambda named: place.get(named[0], len(calls)))  # the head is not in calls
+    transient: list[JointProduct | SumNorm] = [*placement.products.values(), *placement.sums]
+    return Placed([linear for _, linear in linears], placement.norms, transient)
+
+
+def _parameters(causal: Any) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for module_name, module in causal.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                yield module_name, module, name, parameter
