@@ -85,6 +85,7 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool =
     Integers stay as the model has made them.
     """
     generator = torch.Generator(table.device).manual_seed(seed)
+    has_large_embedding = dummy_routers.wants_large_embedding(table.places)
     for i, (name, place) in enumerate(table.places.items()):
         if not place.target.is_floating_point():
             continue
@@ -95,7 +96,9 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool =
         else:
             target = place.target
             made = target if target.device == table.device else torch.empty_like(target, device=table.device)
-            made.normal_(0.0, SCALE, generator=generator)  # the same values on every device
+            is_large = has_large_embedding and dummy_routers.is_embedding(name)
+            scale = dummy_routers.EMBEDDING_SCALE if is_large else SCALE
+            made.normal_(0.0, scale, generator=generator)  # the same values on every device
             if dummy_routers.is_router(name):
                 dummy_routers.settle(made, SCALE, skewed)
             if made is not target:

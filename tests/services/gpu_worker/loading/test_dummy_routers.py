@@ -88,6 +88,28 @@ def test_a_step_hits_as_many_experts_as_even_routing(
         assert np.mean(hit) == pytest.approx(even(num_experts, top_k, rows), rel=0.1)
 
 
+def test_a_long_prompt_hits_all_experts_in_all_layers(tmp_path: Path, chosen: list[Tensor]) -> None:
+    """With small embeddings later layers chose few, because attention had made the rows alike."""
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 64, "num_experts_per_tok": 4, **WIDTH}
+    config |= {"num_hidden_layers": 10, "head_dim": 128, "num_attention_heads": 8, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    driver = Driver(start(tmp_path, load_format="dummy", max_model_len=256, max_num_batched_tokens=256))
+    driver.add(np.random.default_rng(2).integers(100, 500, 200).tolist(), Sampling(temperature=0.0, max_tokens=1))
+    chosen.clear()
+    driver.run()
+    of_layers = [experts.flatten().bincount(minlength=64) for experts in chosen[:9]]  # the last layer has one row
+    assert len(of_layers) == 9 and all(int(loads.sum()) == 200 * 4 for loads in of_layers)
+    assert all(int((loads > 0).sum()) >= 63 and int(loads.max()) < 4 * 200 * 4 / 64 for loads in of_layers)
+
+
+def test_only_untied_embeddings_of_mixtures_are_large() -> None:
+    router, embedding, head = "model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight"
+    assert dummy_routers.wants_large_embedding([embedding, router, head])
+    assert not dummy_routers.wants_large_embedding([embedding, router])
+    assert not dummy_routers.wants_large_embedding([embedding, head])
+    assert dummy_routers.is_embedding(embedding) and not dummy_routers.is_embedding(head)
+
+
 def test_a_tenth_of_the_experts_get_half_of_the_tokens_with_skewed_routing() -> None:
     torch.manual_seed(0)
     router = torch.randn(128, 256)
