@@ -1,7 +1,7 @@
-"""Modules of a transformers class that our kernels can compute: how they are found, and what takes their place.
+"""Replaces modules of a transformers class that our kernels can compute.
 
 `transformers_model` calls `fusions.find_fusions` with a class on the meta device, and `placement.place_modules` with
-what was found. A module is replaced only if a copy of it gives what ours gives, on random input on the CPU; a module
+the result. A module is replaced only if a copy of it gives what ours gives, on random input on the CPU; a module
 that computes anything else stays as it is.
 
 - `joint_products`: linear layers that multiply the same tensor, as one matrix product.

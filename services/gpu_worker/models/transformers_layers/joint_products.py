@@ -1,4 +1,4 @@
-"""Linear layers of transformers' classes as ours, those with the same input as one matrix product."""
+"""Our linear layers in transformers' classes. Layers with the same input are one matrix product."""
 
 from collections import Counter
 from collections.abc import Sequence

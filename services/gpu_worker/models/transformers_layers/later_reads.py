@@ -1,4 +1,4 @@
-"""Which rotations of q and k may be in place: those after which nothing reads q and k as they were."""
+"""Finds rotations that may be in place: no operation reads the old q and k after them."""
 
 from functools import partial
 from typing import Any
