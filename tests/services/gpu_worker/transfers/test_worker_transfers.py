@@ -316,6 +316,20 @@ def test_a_scheduler_that_attaches_again_changes_nothing(workers: tuple[KVWorker
     assert a.is_complete(1)
 
 
+def test_a_transfer_is_open_until_its_end_was_answered(workers: tuple[KVWorker, KVWorker]) -> None:
+    """The scheduler's audit takes one that is not in the list, and has no answer, for lost."""
+    a, b = workers
+    b.receive(1, A, [5, 6])
+    a.send(send_to(b.geometry, B, 1, [3], [5], is_last=False))
+    until(lambda: b.landed.get(1) == [5], a, b)
+    assert a.transfers._memory is not None
+    [target] = a.transfers._memory.senders._targets.values()
+    target.link.abort(1, "ended between two polls")
+    assert target.link.open_transfers() == {} and a.transfers.open_transfers() == {1: []}
+    until(lambda: 1 in a.ended and 1 in b.ended, a, b)
+    assert a.transfers.open_transfers() == {} and not a.is_complete(1)
+
+
 def test_a_link_is_closed_when_idle_and_when_its_worker_leaves(
     workers: tuple[KVWorker, KVWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
