@@ -136,7 +136,9 @@ def store_split(
     sinks_ptr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combines the lanes of a split and stores it; see `combine_head_if_last`."""
+    """Combines the lanes of a split and stores it. The last of a head's programs combines the splits, SPLITS at a time,
+    and resets the counter.
+    """
     dims = tl.arange(0, DIM)
     m_row = tl.max(m_i, 0)
     alpha = tl.exp2(m_i - m_row)
@@ -149,23 +151,10 @@ def store_split(
         first = out_head * tl.num_programs(1)
         tl.store(partial_out_ptr + (first + split) * HEAD_DIM + dims, acc, mask=dims < HEAD_DIM)
         tl.store(lse_ptr + first + split, m_row + tl.log2(l_i))
-        combine_head_if_last(
-            out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr, HEADS, HEAD_DIM, DIM,
-            SPLITS,
-        )  # fmt: skip
-
-
-@triton.jit
-def combine_head_if_last(
-    out_head, num_splits, out_ptr, partial_out_ptr, lse_ptr, semaphores_ptr, sinks_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """The last of a head's programs combines the splits, SPLITS at a time, and resets the counter."""
-    if is_last_split(semaphores_ptr + out_head, num_splits):
-        tl.debug_barrier()
-        first = out_head * tl.num_programs(1)
-        combine_head_splits(
-            out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits, sinks_ptr,
-            out_head % HEADS, HEADS, HEAD_DIM, DIM, SPLITS,
-        )  # fmt: skip
-        tl.store(semaphores_ptr + out_head, 0)
+        if is_last_split(semaphores_ptr + out_head, num_splits):
+            tl.debug_barrier()
+            combine_head_splits(
+                out_ptr + out_head * HEAD_DIM, partial_out_ptr + first * HEAD_DIM, lse_ptr + first, num_splits,
+                sinks_ptr, out_head % HEADS, HEADS, HEAD_DIM, DIM, SPLITS,
+            )  # fmt: skip
+            tl.store(semaphores_ptr + out_head, 0)

@@ -106,30 +106,6 @@ def _write_latent_kernel(
         tl.store(stored_ptr + LATENT + turned, shared, mask=in_turned)
 
 
-def check_new_rows(
-    query: Tensor,
-    rows: Tensor,
-    layer: Tensor,
-    metadata: PagedKVMetadata,
-    rotation: Tensor | None,
-    weight: Tensor,
-    scales: Tensor | None,
-) -> None:
-    """Raises ValueError for shapes, dtypes and strides that `write_latent` does not take."""
-    (tokens, _, query_dim), row_dim = query.shape, rows.shape[1]
-    rotated = row_dim - weight.shape[0]
-    metadata.check(tokens)
-    check_kv_dtype(query, layer, scales)
-    if rows.shape != (tokens, row_dim) or rows.dtype != query.dtype or not 0 < rotated < query_dim or rotated % 2:
-        raise ValueError(f"rows {list(rows.shape)} {rows.dtype}, query {list(query.shape)} {query.dtype}")
-    if layer.ndim != 5 or layer.shape[1:3] != (1, 1) or layer.shape[4] != row_dim or not layer.is_contiguous():
-        raise ValueError(f"rows {list(rows.shape)} do not fit a layer {list(layer.shape)}, or that is not contiguous")
-    if query.stride()[1:] != (query_dim, 1) or rows.stride(1) != 1 or weight.stride(0) != 1:
-        raise ValueError(f"a token must be contiguous, got strides {query.stride()}, {rows.stride()}")
-    if rotation is not None and (rotation.shape != (tokens, 1, rotated // 2) or rotation.dtype != torch.complex64):
-        raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {tokens} rows of {rotated}")
-
-
 def write_latent(
     query: Tensor,
     rows: Tensor,
@@ -149,9 +125,18 @@ def write_latent(
     device. Raises ValueError for other shapes and dtypes.
     """
     tokens, heads, query_dim = query.shape
-    latent = weight.shape[0]
-    rotated = rows.shape[1] - latent
-    check_new_rows(query, rows, layer, metadata, rotation, weight, scales)
+    latent, row_dim = weight.shape[0], rows.shape[1]
+    rotated = row_dim - latent
+    metadata.check(tokens)
+    check_kv_dtype(query, layer, scales)
+    if rows.shape != (tokens, row_dim) or rows.dtype != query.dtype or not 0 < rotated < query_dim or rotated % 2:
+        raise ValueError(f"rows {list(rows.shape)} {rows.dtype}, query {list(query.shape)} {query.dtype}")
+    if layer.ndim != 5 or layer.shape[1:3] != (1, 1) or layer.shape[4] != row_dim or not layer.is_contiguous():
+        raise ValueError(f"rows {list(rows.shape)} do not fit a layer {list(layer.shape)}, or that is not contiguous")
+    if query.stride()[1:] != (query_dim, 1) or rows.stride(1) != 1 or weight.stride(0) != 1:
+        raise ValueError(f"a token must be contiguous, got strides {query.stride()}, {rows.stride()}")
+    if rotation is not None and (rotation.shape != (tokens, 1, rotated // 2) or rotation.dtype != torch.complex64):
+        raise ValueError(f"rotation {list(rotation.shape)} {rotation.dtype} does not fit {tokens} rows of {rotated}")
     if not tokens:
         return
     pdl = tokens <= _PDL_TOKENS and supports_pdl(query.device)
