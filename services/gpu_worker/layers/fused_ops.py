@@ -26,7 +26,7 @@ class FusedOps(Protocol):
         """Computes residual + delta, both [rows, hidden], in a new tensor, and its norm."""
 
     def norm_heads(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Computes the norm of x [rows, heads, head_dim], whose rows and heads may be strided, in a new tensor."""
+        """Computes the norm of x [rows, heads, head_dim] in a new tensor. Rows and heads may be strided."""
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Computes linear(add_norm(residual, delta, norm))."""
@@ -60,7 +60,7 @@ class FusedOps(Protocol):
         """
 
     def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
-        """Rotates q and k [1, heads, tokens, head_dim] by cos and sin [1, tokens, rotary_dim], whose dtype is theirs.
+        """Rotates q and k [1, heads, tokens, head_dim] by cos and sin [1, tokens, rotary_dim] of the same dtype.
 
         The two halves of the first rotary_dim numbers of a head are paired. Returns q and k themselves if `in_place`.
         """

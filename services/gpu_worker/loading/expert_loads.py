@@ -54,7 +54,7 @@ class ExpertLoads:
 
     def clear(self) -> None:
         """Forgets the last step. Called after trial steps, such as those before a graph is captured: their rows are
-        equal, and so are the experts that they choose."""
+        equal and choose the same experts."""
         if self._counts is not None:
             self._counts.zero_()
 

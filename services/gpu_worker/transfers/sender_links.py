@@ -68,8 +68,11 @@ class SenderLinks:
         return len(self._by_transfer)
 
     def open_transfers(self) -> dict[int, list[int]]:
-        """Numbers of transfers whose end `poll` has not returned, with the source blocks named so far; none of one that
-        has ended since: the poll of a link may end a transfer of another one, because all have one copy thread."""
+        """Returns the source blocks named so far by transfer, until `poll` returns the end of the transfer.
+
+        A transfer that has ended since the last `poll` has no blocks: the poll of a link may end a transfer of another
+        link, because all links share one copy thread.
+        """
         found: dict[int, list[int]] = {}
         for target in self._targets.values():
             found |= {number: [] for number in target.transfers} | target.link.open_transfers()

@@ -77,7 +77,7 @@ class NormModule(nn.Module):
             return self._ops.add_norm(x.view(-1, self._size), None, self._norm).view(x.shape)
         if x.dim() != 4 or x.shape[0] != 1:
             return self._norm(x)
-        # the same kernel for one token, whose heads may look contiguous: see --batch-invariant
+        # for --batch-invariant, one token takes the same kernel, although its heads may be contiguous
         if x.stride(1) < x.stride(2):  # [1, heads, tokens, head_dim] of a token's heads side by side
             return self._ops.norm_heads(x[0].transpose(0, 1), self._norm).transpose(0, 1)[None]
         return self._ops.norm_heads(x[0], self._norm)[None]
