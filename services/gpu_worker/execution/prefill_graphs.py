@@ -160,6 +160,8 @@ class CudaGraphRecorder:
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_padding(host, descriptor)
+        # unlike tokens: the same one in all rows would read few experts of a mixture, and be measured as too quick
+        host[: descriptor.num_tokens] = torch.arange(descriptor.num_tokens) % self._steps.pool.shape.vocab_size
         words = host.to(self._device)
         step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
         variants = self._steps.slots.logits_edits.sample_variants

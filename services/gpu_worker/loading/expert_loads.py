@@ -112,6 +112,7 @@ class _SideCopy:
             if not self._event.query():  # type: ignore[no-untyped-call]
                 return None
             arrived = self._host.clone()
+        self._stream.wait_stream(torch.cuda.current_stream(self._source.device))  # behind `clear` after trial steps
         with torch.cuda.stream(self._stream):
             self._host.copy_(self._source, non_blocking=True)
             self._event = self._stream.record_event()

@@ -173,7 +173,7 @@ class PrefillPlanner:
             found.set_copy_from(builder.source_of(found.copy_from))
         running = group.schedule(sequence, num_blocks, found)
         if sequence.handover is not None:
-            self._lifecycle.handovers.begin(group, running)
+            self._lifecycle.handovers.begin(group, running, builder.now)
         if found.copy_from is not None:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
         builder.starts.append(slot_start(group, running))

@@ -102,8 +102,9 @@ class Handovers:
             self.links.on_chosen((source.worker, target.worker), self.now)
         return True
 
-    def begin(self, group: WorkerGroup, running: RunningSequence) -> None:
+    def begin(self, group: WorkerGroup, running: RunningSequence, now: float) -> None:
         """A sequence with a handover starts in a group. Both workers hear of the transfer."""
+        self.set_time(now)
         handover = running.sequence.handover
         assert handover is not None
         is_here = handover.source == group.worker and handover.num_tokens == running.prefill_end
