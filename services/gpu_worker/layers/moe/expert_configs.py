@@ -53,6 +53,10 @@ SKINNY = {  # most inputs of `down` -> candidates
         ExpertConfig("skinny", (4, 512, 4), (4, 256, 8)),
         ExpertConfig("skinny", (4, 512, 4), (2, 256, 4)),
     ),
+    math.inf: (
+        ExpertConfig("skinny", (4, 512, 4), (2, 512, 4)),
+        ExpertConfig("skinny", (2, 1024, 4), (1, 1024, 4)),
+    ),
 }
 GROUPED = {  # most pairs an expert, on average -> candidates
     0.25: (
@@ -104,7 +108,7 @@ def candidates(shape: ExpertShape, rows: int) -> tuple[ExpertConfig, ...]:
     pairs = rows * shape.top_k / shape.num_experts
     grouped = next(some for most, some in GROUPED.items() if pairs <= most)
     if rows == 1 or (1 < rows <= MOST_SKINNY_ROWS and pairs <= MOST_SKINNY_PAIRS):
-        return next((some for most, some in SKINNY.items() if shape.inner <= most), ()) + grouped
+        return next(some for most, some in SKINNY.items() if shape.inner <= most) + grouped
     if shape.takes_prefill and pairs >= FEWEST_PREFILL_PAIRS:
         return PREFILL + grouped
     return grouped
