@@ -20,6 +20,7 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
 from blockyard.services.gpu_worker.attention import choice
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN
+from blockyard.services.gpu_worker.execution import device_ops
 from blockyard.services.gpu_worker.execution.decode_graphs import (
     DecodeSettings,
     DecodeSize,
@@ -163,7 +164,8 @@ def test_fused_decode_is_not_used_for_a_sequence_that_is_too_long(tmp_path: Path
 def test_a_stream_that_outgrows_fused_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     BY_NAME["qwen3"].save(tmp_path)
     want = alone(start(tmp_path, device="cpu"))
-    monkeypatch.setattr(choice, "FUSED_DECODE_MAX_LEN", 8)
+    for module in (choice, device_ops):
+        monkeypatch.setattr(module, "FUSED_DECODE_MAX_LEN", 8)
     runner = start(tmp_path, device="cuda")
     replayed: list[tuple[bool, bool]] = []
     forward = runner.ahead.steps.forward
