@@ -231,20 +231,21 @@ def _score(
             _publish(rounded, alpha, p_tile, factor_tile, p_full, p_empty, passed)
             for start in range(begin + BLOCK_N, stop, BLOCK_N):
                 operand = gl.convert_layout(rounded, OPERAND)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+                acc = warpgroup_mma(operand, left_tiles.index(count % STAGES * 2), acc, is_async=True)
                 scores = _start_scores(
                     count + 1, q_left, q_right, q_rotated, left_tiles, left_tiles, rotated_tiles, rotated_full,
                     left_full, right_full, BLOCK_N, STAGES, SCORES,
                 )  # fmt: skip
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-                acc = warpgroup_mma(operand, left_tiles.index(count % STAGES * 2), acc, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[scores])
+                # the place of the tile before is free early, so that the next tile arrives while scores are computed
+                acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
+                _release(left_empty.index(count % STAGES))
+                scores = warpgroup_mma_wait(0, deps=[scores])
                 _release(rotated_empty.index((count + 1) % STAGES))
                 p, alpha, m_i, l_i = _online_softmax(scores, m_i, l_i, stop - start, scale, BLOCK_N, SCORES)
                 rounded = p.to(q_left.dtype)
                 passed += 1
                 _publish(rounded, alpha, p_tile, factor_tile, p_full, p_empty, passed)
-                acc, operand = warpgroup_mma_wait(0, deps=[acc, operand])
-                _release(left_empty.index(count % STAGES))
                 count += 1
             operand = gl.convert_layout(rounded, OPERAND)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]

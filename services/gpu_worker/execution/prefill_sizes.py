@@ -21,6 +21,9 @@ NUM_MEASURED = 2
 MIN_PREFILLS = 8  # prompts at least
 MIN_TOKENS_OF_PREFILL = 32  # prompts have so many tokens each when a size with decodes is full
 CAPTURE_S = 0.1  # seconds of a capture, until one is measured
+# Sizes are captured that keep the device up to so many times as long as a launch takes the host. Launches of one worker
+# were seen to differ by as much, by what else its host does.
+LAUNCH_MARGIN = 1.5
 MOST_BYTES = 512 << 20  # of all graphs
 
 
@@ -47,6 +50,7 @@ class PrefillGraphSizes:
         self._launches_s: list[float] = []  # host times of launches kernel by kernel
         self._capture_s = CAPTURE_S
         self.num_bytes = 0  # of all graphs
+        self._largest = 0, 0.0  # tokens of the largest captured size, and how many a byte of its step has
         self._lost_s: dict[BatchDescriptor, float] = {}  # by missing size: time that steps lost without it
 
     @property
@@ -61,7 +65,10 @@ class PrefillGraphSizes:
         self._launches_s.append(measured.launch_s)
         self._capture_s = min(self._capture_s, capture_s)  # the first captures compile kernels
         self.num_bytes += measured.num_bytes
-        most = MOST_BYTES * descriptor.num_tokens / max(measured.peak_bytes, 1) if self.num_bytes < MOST_BYTES else 0
+        tokens = descriptor.num_tokens
+        if tokens >= self._largest[0]:  # of a small size logits may be the most
+            self._largest = tokens, tokens / max(measured.peak_bytes, 1)
+        most = MOST_BYTES * self._largest[1] if self.num_bytes < MOST_BYTES else 0
         self.missing, self._missing_kept = (
             [one for one in missing if one != descriptor and one.num_tokens <= most]
             for missing in (self.missing, self._missing_kept)
@@ -76,7 +83,7 @@ class PrefillGraphSizes:
         """The next size to capture in idle time; sizes slower than eager launches are dropped. None: none is left."""
         while self.missing:
             is_measured = len(self._device_s) >= NUM_MEASURED
-            if not is_measured or self._estimate_s(self.missing[0].num_tokens) < fmean(self._launches_s):
+            if not is_measured or self._is_useful(self.missing[0]):
                 return self.missing[0]
             del self.missing[0]
         return None
@@ -85,7 +92,9 @@ class PrefillGraphSizes:
         """The captured size that computes a step fastest; None: eager launches are faster."""
         fitting = [one for one in self._device_s if covers(one, step)]
         best = min(fitting, key=lambda one: self._device_s[one], default=None)
-        return best if best is not None and self._device_s[best] < self._eager_s(step) else None
+        if best is None or self._device_s[best] > self._eager_s(step) or not self._is_useful(best):
+            return None
+        return best
 
     def size_to_capture(self, step: BatchDescriptor) -> BatchDescriptor | None:
         """The size to capture now, because steps have lost as much time without it as capturing takes."""
@@ -99,6 +108,9 @@ class PrefillGraphSizes:
         if lost_s > 0:
             self._lost_s[wanted] = self._lost_s.get(wanted, 0.0) + lost_s
         return wanted if self._lost_s.get(wanted, 0.0) > self._capture_s else None
+
+    def _is_useful(self, descriptor: BatchDescriptor) -> bool:
+        return self._estimate_s(descriptor.num_tokens) < LAUNCH_MARGIN * fmean(self._launches_s)
 
     def _eager_s(self, step: BatchDescriptor) -> float:
         return max(fmean(self._launches_s), self._estimate_s(step.num_tokens))
