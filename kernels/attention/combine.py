@@ -1,6 +1,6 @@
 """Combines the splits of split-KV attention (flash decoding): each split's output is weighted by its log-sum-exp.
 
-- `combine_splits_kernel`: after `paged_decode` of few rows and `latent_decode`, one program or several a row and head.
+- `combine_splits_kernel`: after `paged_decode` of few rows and `latent_decode`, programs of some heads of a row each.
 - `combine_if_last`: for many rows, in `paged_decode` itself: the last program of a row's and K/V head's splits to
   finish combines them.
 - `combine_prefill_kernel`: after `paged_prefill`, one program a token and head, all splits at once.
@@ -21,44 +21,45 @@ from blockyard.kernels.int_math import next_power_of_2
 _COMBINED_ELEMENTS = 4096  # elements of splits that the last program loads at once
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["out_ptr"])
+@triton.jit(do_not_specialize=["rows", "of_program"], do_not_specialize_on_alignment=["out_ptr"])
 def combine_splits_kernel(
-    row_splits_ptr, partial_out_ptr, lse_ptr, out_ptr, rows,
+    row_splits_ptr, partial_out_ptr, lse_ptr, out_ptr, rows, of_program,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, sinks_ptr=None,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    # program (i, j, k): dims k * DIM to (k + 1) * DIM - 1 of head j of row i. After `paged_decode` without PDL: waiting
-    # programs slow down the programs that still have splits
+    # program (i, j, k): dims k * DIM to (k + 1) * DIM - 1 of heads j * of_program ... of row i. After `paged_decode`
+    # without PDL: waiting programs slow down the programs that still have splits
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, first_head = tl.program_id(0), tl.program_id(1) * of_program
     first_split = tl.load(row_splits_ptr + row)
     num_splits = tl.load(row_splits_ptr + rows + row)
     if num_splits == 1:
         return
     dims = tl.program_id(2) * DIM + tl.arange(0, DIM)
     in_head = dims < HEAD_DIM
-    m_i = float("-inf")
-    l_i = 0.0
-    acc = tl.zeros([DIM], tl.float32)
-    for start in range(0, num_splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        split_head = (first_split + split).to(tl.int64) * HEADS + head
-        lse = tl.load(lse_ptr + split_head, mask=split < num_splits, other=float("-inf"))
-        values = tl.load(
-            partial_out_ptr + split_head[:, None] * HEAD_DIM + dims[None, :],
-            mask=(split < num_splits)[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        m_new = tl.maximum(m_i, tl.max(lse, 0))
-        alpha = tl.exp2(m_i - m_new)
-        p = tl.exp2(lse - m_new)
-        l_i = l_i * alpha + tl.sum(p, 0)
-        acc = acc * alpha + tl.sum(values * p[:, None], 0)
-        m_i = m_new
-    l_i = add_sinks(l_i, m_i, sinks_ptr, head, 1, HEADS)
-    tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + dims, acc / l_i, mask=in_head)
+    for head in range(first_head, tl.minimum(first_head + of_program, HEADS)):
+        m_i = float("-inf")
+        l_i = 0.0
+        acc = tl.zeros([DIM], tl.float32)
+        for start in range(0, num_splits, SPLITS):
+            split = start + tl.arange(0, SPLITS)
+            split_head = (first_split + split).to(tl.int64) * HEADS + head
+            lse = tl.load(lse_ptr + split_head, mask=split < num_splits, other=float("-inf"))
+            values = tl.load(
+                partial_out_ptr + split_head[:, None] * HEAD_DIM + dims[None, :],
+                mask=(split < num_splits)[:, None] & in_head[None, :],
+                other=0.0,
+            )
+            m_new = tl.maximum(m_i, tl.max(lse, 0))
+            alpha = tl.exp2(m_i - m_new)
+            p = tl.exp2(lse - m_new)
+            l_i = l_i * alpha + tl.sum(p, 0)
+            acc = acc * alpha + tl.sum(values * p[:, None], 0)
+            m_i = m_new
+        l_i = add_sinks(l_i, m_i, sinks_ptr, head, 1, HEADS)
+        tl.store(out_ptr + (row.to(tl.int64) * HEADS + head) * HEAD_DIM + dims, acc / l_i, mask=in_head)
 
 
 @triton.jit

@@ -193,7 +193,7 @@ def paged_decode(
     if rows < _COMBINE_IN_KERNEL_ROWS and len(schedule.lse) > rows:
         splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
         combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
-            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
+            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, 1,
             HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=sinks, num_warps=4,
         )  # fmt: skip
     return out

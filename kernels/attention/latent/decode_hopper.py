@@ -1,4 +1,4 @@
-"""`latent_decode` for Hopper GPUs, in Gluon: a producer warp that loads, and two consumer warpgroups that compute.
+"""`latent_decode` for Hopper GPUs, in Gluon: two producer warps that load, and two consumer warpgroups that compute.
 
 After FlashMLA (https://github.com/deepseek-ai/FlashMLA): 64 heads are the rows of a tile, and each warpgroup has half
 of the columns of their output. The first computes scores and probabilities, and hands the probabilities to the second
@@ -81,11 +81,15 @@ def _load_part(
 
 @gluon.jit
 def _produce(
-    desc, tables_ptr, work_ptr, starts_ptr, table_stride, max_splits, latent_chunks, rotated_chunks, rotated_full,
-    rotated_empty, left_full, left_empty, right_full, right_empty,
-    TILES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    desc, tables_ptr, work_ptr, starts_ptr, table_stride, max_splits, latent_chunks, latent_full, latent_empty,
+    rotated_chunks, rotated_full, rotated_empty,
+    HALF: gl.constexpr, TILES: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp: loads the tiles of all splits, each part once its place is free."""
+    """One warp: loads half of the latent of the tiles of all splits, the left one with the rotated numbers.
+
+    Each part once its place is free. A copy is of one block and 64 columns, so that a warp starts many.
+    """
     BLOCKS: gl.constexpr = BLOCK_N // BLOCK_SIZE
     if PDL:
         gdc_wait()
@@ -99,17 +103,15 @@ def _produce(
             rows = _find_blocks(table_ptr, start, stop, BLOCKS, BLOCK_SIZE)
             stage = count % STAGES
             phase = ((count // STAGES) & 1) ^ 1
-            mbarrier.wait(rotated_empty.index(stage), phase)
+            if HALF == 0:
+                mbarrier.wait(rotated_empty.index(stage), phase)
+                _load_part(
+                    desc, rows, 512, rotated_chunks, rotated_full.index(stage), stage * BLOCKS, 1, BLOCKS, BLOCK_SIZE
+                )
+            mbarrier.wait(latent_empty.index(stage), phase)
             _load_part(
-                desc, rows, 512, rotated_chunks, rotated_full.index(stage), stage * BLOCKS, 1, BLOCKS, BLOCK_SIZE
-            )
-            mbarrier.wait(left_empty.index(stage), phase)
-            _load_part(
-                desc, rows, 0, latent_chunks, left_full.index(stage), stage * 8 * BLOCKS, 4, BLOCKS, BLOCK_SIZE
-            )  # fmt: skip
-            mbarrier.wait(right_empty.index(stage), phase)
-            _load_part(
-                desc, rows, 256, latent_chunks, right_full.index(stage), (stage * 8 + 4) * BLOCKS, 4, BLOCKS, BLOCK_SIZE
+                desc, rows, HALF * 256, latent_chunks, latent_full.index(stage), (stage * 2 + HALF) * 4 * BLOCKS, 4,
+                BLOCKS, BLOCK_SIZE,
             )  # fmt: skip
             count += 1
 
@@ -355,12 +357,15 @@ def _latent_hopper_kernel(
                       p_empty, HEADS, TILES, BLOCK_N, STAGES, PDL)),
             (_add_right, (work_ptr, starts_ptr, partial_out_ptr, out_ptr, max_splits, halves, p_tile, factor_tile,
                           right_full, right_empty, p_full, p_empty, HEADS, TILES, BLOCK_N, STAGES, PDL)),
-            (_produce, (desc, tables_ptr, work_ptr, starts_ptr, table_stride, max_splits, latent_chunks, rotated_chunks,
-                        rotated_full, rotated_empty, left_full, left_empty, right_full, right_empty, TILES, BLOCK_SIZE,
-                        BLOCK_N, STAGES, PDL)),
+            (_produce, (desc, tables_ptr, work_ptr, starts_ptr, table_stride, max_splits, latent_chunks, left_full,
+                        left_empty, rotated_chunks, rotated_full, rotated_empty, 0, TILES, BLOCK_SIZE, BLOCK_N, STAGES,
+                        PDL)),
+            (_produce, (desc, tables_ptr, work_ptr, starts_ptr, table_stride, max_splits, latent_chunks, right_full,
+                        right_empty, rotated_chunks, rotated_full, rotated_empty, 1, TILES, BLOCK_SIZE, BLOCK_N, STAGES,
+                        PDL)),
         ],
-        [4, 1],
-        [216, 32],
+        [4, 1, 1],
+        [216, 32, 32],
     )  # fmt: skip
 
 

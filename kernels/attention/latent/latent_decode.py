@@ -24,12 +24,11 @@ from blockyard.kernels.kv_cache.kv_types import check_kv_dtype
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-# With few heads most of a tile of `decode_hopper` is empty; above so many rows the other kernel reads rows faster.
-_FEW_HEADS, _FEW_HEADS_ROWS = 16, 32
 # The combine kernel: splits that it loads at a time, and dims of a program. Few rows have many splits.
 _FEW_ROWS = 8
 _FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 128, 64
 _SPLITS_AT_ONCE = 8
+_COMBINE_PROGRAMS, _MOST_HEADS = 1024, 8  # programs that fill a GPU; heads of one where there would be more
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +170,13 @@ def _latent_decode_kernel(
         gdc_launch_dependents()
 
 
-def _is_for_hopper(q_latent: Tensor, layer: Tensor) -> bool:
-    rows, heads, _ = q_latent.shape
-    return (heads > _FEW_HEADS or rows <= _FEW_HEADS_ROWS) and fits(q_latent, layer)
-
-
 def schedule_latent_decode(
     q_latent: Tensor, layer: Tensor, metadata: PagedKVMetadata, max_seq_len: int
 ) -> SplitKVSchedule:
     """The schedule of a step for `latent_decode`, for all layers of this shape and dtype."""
     _, heads, latent_dim = q_latent.shape
     programs, of_tile = num_multiprocessors(q_latent.device), HEADS_OF_TILE
-    if not _is_for_hopper(q_latent, layer):
+    if not fits(q_latent, layer):
         config = choose_config(heads, q_latent.dtype)
         programs, of_tile = programs * config.programs, config.heads
     return schedule_split_kv(metadata, heads, ceil_div(heads, of_tile), latent_dim, None, max_seq_len, programs)
@@ -220,15 +214,16 @@ def latent_decode(
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, latent_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     pdl = supports_pdl(q_latent.device)
-    if _is_for_hopper(q_latent, layer):
+    if fits(q_latent, layer):
         latent_decode_hopper(q_latent, q_rotated, layer, metadata, scale, out, schedule, pdl)
     else:
         _latent_decode(q_latent, q_rotated, layer, metadata, scale, out, schedule, scales, pdl)
     if len(schedule.lse) > rows:
         dim = max(next_power_of_2(latent_dim), 16)
         splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
-        combine_splits_kernel[(rows, heads, ceil_div(latent_dim, dims))](
-            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows,
+        of_program = min(max(rows * heads // _COMBINE_PROGRAMS, 1), _MOST_HEADS)
+        combine_splits_kernel[(rows, ceil_div(heads, of_program), ceil_div(latent_dim, dims))](
+            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, of_program,
             HEADS=heads, HEAD_DIM=latent_dim, DIM=dims, SPLITS=splits, PDL=pdl, num_warps=4, **pdl_options(pdl),
         )  # fmt: skip
     return out

@@ -96,8 +96,11 @@ def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.
         assert_close(latent_decode(*q, layer, seqs, 0.3, 300, schedule=schedule), want, dtype)
 
 
-@pytest.mark.parametrize("dims", [8, 32])
-def test_splits_of_few_rows_are_combined_in_parts(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dims", "programs"), [(8, 1024), (32, 1024), (32, 7), (8, 1)])
+def test_splits_are_combined_in_parts_of_a_head_or_several_heads_at_a_time(
+    dims: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "_COMBINE_PROGRAMS", programs)
     monkeypatch.setattr(file, "num_multiprocessors", lambda device: 8)
     monkeypatch.setattr(file, "_FEW_ROWS_SPLITS", 4)
     monkeypatch.setattr(file, "_FEW_ROWS_DIMS", dims)
