@@ -29,7 +29,8 @@ _REGISTERS = 512  # of one lane of all warps together, so that _PROGRAMS program
 _FEW_ROWS = 8
 _FEW_ROWS_SPLITS, _FEW_ROWS_DIMS = 64, 64
 _SPLITS_AT_ONCE = 32
-_COMBINE_IN_KERNEL_ROWS = 48  # from so many rows on the last program combines: then few rows have many splits
+# From so many pairs of row and K/V head on the last program combines: then few rows have many splits.
+_COMBINE_IN_KERNEL_PAIRS = 384
 
 
 def paged_decode_reference(
@@ -180,17 +181,18 @@ def paged_decode(
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)
     warps = _WARPS if group == next_power_of_2(group) else _FEW_WARPS
+    in_kernel = rows * kv_heads >= _COMBINE_IN_KERNEL_PAIRS
     _paged_decode_kernel[(schedule.programs * kv_heads,)](
         q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
         metadata.tables.stride(0), schedule.work.shape[1], rows, scale if soft_cap is not None else scale * LOG2E,
         SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=_tile(dim, q.element_size()),
-        num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if rows >= _COMBINE_IN_KERNEL_ROWS else 0,
+        num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if in_kernel else 0,
         maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1, sinks_ptr=sinks,
         **pdl_options(pdl),
     )  # fmt: skip
-    if rows < _COMBINE_IN_KERNEL_ROWS and len(schedule.lse) > rows:
+    if not in_kernel and len(schedule.lse) > rows:
         splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
         combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
             schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, 1,

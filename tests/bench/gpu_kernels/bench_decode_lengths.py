@@ -1,11 +1,12 @@
 """Decode attention of sequences of other lengths: microseconds a layer, the schedule of a step included.
 
-    python tests/bench/gpu_kernels/bench_decode_lengths.py
+    python tests/bench/gpu_kernels/bench_decode_lengths.py [--kv-heads 4]
 
-32 heads on 8, head size 128, bfloat16, blocks of 16 in random order. A schedule and 30 layers, of three in turn, are
+32 heads on 8 or another number, head size 128, bfloat16, blocks of 16 in random order. A schedule and 30 layers, of three in turn, are
 one CUDA graph; the best of five times ten replays. The floor is the bytes of K and V at 4.19 TB/s.
 """
 
+import argparse
 import random
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
-HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+HEADS, DIM, BLOCK = 32, 128, 16
 LAYERS, IN_TURN, REPLAYS = 30, 3, 10
 LONGEST = 16384
 RANDOM = random.Random(0)
@@ -22,6 +23,8 @@ LOADS = {
     "64 x 1,024": [1024] * 64,
     "60 x 1,024": [1024] * 60,
     "48 x 1,024": [1024] * 48,
+    "32 x 1,024": [1024] * 32,
+    "70 x 1,024": [1024] * 70,
     "64 x 1,500": [1500] * 64,
     "64 x 1,500 + 8,192": [1500] * 64 + [8192],
     "64 x 1,024 + 8,192": [1024] * 64 + [8192],
@@ -39,7 +42,7 @@ LOADS = {
 }
 
 
-def layer_us(lengths: list[int]) -> float:
+def layer_us(lengths: list[int], kv_heads: int) -> float:
     rows, num_blocks = len(lengths), sum(-(-length // BLOCK) for length in lengths)
     blocks = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)
     tables = torch.zeros(rows, -(-max(lengths) // BLOCK), dtype=torch.int32, device="cuda")
@@ -49,7 +52,7 @@ def layer_us(lengths: list[int]) -> float:
         tables[row, :count] = blocks[begin : begin + count]
         begin += count
     layers = [
-        torch.randn(num_blocks, 2, KV_HEADS, BLOCK, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(IN_TURN)
+        torch.randn(num_blocks, 2, kv_heads, BLOCK, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(IN_TURN)
     ]
     positions = torch.tensor(lengths, device="cuda") - 1
     seqs = PagedKVMetadata(torch.arange(rows, device="cuda"), positions, tables)
@@ -79,8 +82,11 @@ def layer_us(lengths: list[int]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kv-heads", type=int, default=8)
+    kv_heads = parser.parse_args().kv_heads
     for name, lengths in LOADS.items():
-        taken, floor = layer_us(lengths), sum(lengths) * KV_HEADS * DIM * 2 * 2 / 4.19e6
+        taken, floor = layer_us(lengths, kv_heads), sum(lengths) * kv_heads * DIM * 2 * 2 / 4.19e6
         print(f"{name:20} {taken:8.2f} us a layer, floor {floor:7.2f}, {floor / taken:4.0%}", flush=True)
 
 

@@ -199,13 +199,13 @@ def test_decodes_attend_within_their_chunk(chunk: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("reduce_rows", [0, 99])
+@pytest.mark.parametrize("combined_pairs", [0, 99])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_splits_are_combined_layer_by_layer(
-    has_sinks: bool, window: int | None, reduce_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    has_sinks: bool, window: int | None, combined_pairs: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One schedule serves two layers; one row has many splits, one has none. The last program combines, or a kernel."""
-    monkeypatch.setattr(decode_file, "_COMBINE_IN_KERNEL_ROWS", reduce_rows)
+    monkeypatch.setattr(decode_file, "_COMBINE_IN_KERNEL_PAIRS", combined_pairs)
     seqs = sequences([560, 0, 70], 16, 120)
     q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
     layers = [pool_layer(seqs, 120, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
