@@ -2,8 +2,8 @@
 
     python tests/bench/gpu_kernels/bench_decode_lengths.py [--kv-heads 4]
 
-32 heads on 8 or another number, head size 128, bfloat16, blocks of 16 in random order. A schedule and 30 layers, of three in turn, are
-one CUDA graph; the best of five times ten replays. The floor is the bytes of K and V at 4.19 TB/s.
+32 heads on 8 or another number, head size 128, bfloat16, blocks of 16 in random order. A schedule and 30 layers, of
+three in turn, are one CUDA graph; the best of five times ten replays. The floor is the bytes of K and V at 4.19 TB/s.
 """
 
 import argparse
