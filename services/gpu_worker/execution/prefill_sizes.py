@@ -21,8 +21,9 @@ NUM_MEASURED = 2
 MIN_PREFILLS = 8  # prompts at least
 MIN_TOKENS_OF_PREFILL = 32  # prompts have so many tokens each when a size with decodes is full
 CAPTURE_S = 0.1  # seconds of a capture, until one is measured
-# Sizes are captured that keep the device up to so many times as long as a launch takes the host. Launches of one worker
-# were seen to differ by as much, by what else its host does.
+# Sizes are captured that keep the device up to so many times as long as a launch takes the host: launches of one worker
+# were seen to differ by as much, by what else its host does. This holds for sizes that find room in the memory of
+# larger ones.
 LAUNCH_MARGIN = 1.5
 MOST_BYTES = 512 << 20  # of all graphs
 
@@ -110,7 +111,9 @@ class PrefillGraphSizes:
         return wanted if self._lost_s.get(wanted, 0.0) > self._capture_s else None
 
     def _is_useful(self, descriptor: BatchDescriptor) -> bool:
-        return self._estimate_s(descriptor.num_tokens) < LAUNCH_MARGIN * fmean(self._launches_s)
+        """Whether launches may take the host longer than the device, by the estimate."""
+        margin = LAUNCH_MARGIN if descriptor.num_tokens <= self._largest[0] else 1.0
+        return self._estimate_s(descriptor.num_tokens) < margin * fmean(self._launches_s)
 
     def _eager_s(self, step: BatchDescriptor) -> float:
         return max(fmean(self._launches_s), self._estimate_s(step.num_tokens))

@@ -162,6 +162,13 @@ def test_a_size_that_keeps_the_device_as_long_as_the_host_is_used() -> None:
     assert sizes.pick(step(0, 2048)) == BatchDescriptor(0, 2048, 9, 8), "a busy host would launch more slowly"
 
 
+def test_a_size_that_would_take_more_memory_is_captured_only_where_the_host_is_slower() -> None:
+    """Those behind it would find less."""
+    sizes, done = captured(Model(0.0, 1.3 * LAUNCH_S / 2048))
+    assert max(one.num_tokens for one in done) == 2048
+    assert any(one.num_decodes and one.num_tokens > 1600 for one in done)
+
+
 def test_layouts() -> None:
     few = descriptors(1, 100, fits().__getitem__)
     assert [(one.num_decodes, one.num_prefill_tokens) for one in few] == [(0, 100), (0, 64), (0, 32), (0, 96)]
