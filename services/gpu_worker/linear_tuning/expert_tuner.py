@@ -1,18 +1,22 @@
 """Measures the fastest tile sizes of the products of a mixture's experts. Imports Triton: for GPUs only."""
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape, candidates
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import fastest_over
 from blockyard.services.gpu_worker.linear_tuning.timing import WEIGHT_BYTES, replay_seconds
 
 log = logging.getLogger(__name__)
+
+EPS = 1e-6  # of the norm behind the experts
 
 
 class ExpertTuner:
@@ -30,10 +34,10 @@ class ExpertTuner:
     def launch_candidates(self, rows: int) -> None:
         """Launches all candidates once, so that a `KernelCompiler` can record them."""
         for shape in self.shapes:
-            layer = self._groups[shape][0]
+            layers = self._groups[shape][:1]
             for config in candidates(shape, rows):
                 try:
-                    layer.forward_with(config, *_inputs(layer, rows))
+                    _step(config, layers, _inputs(layers[0], rows))()
                 except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
                     log.debug("%s: %s", config, e)
 
@@ -49,15 +53,14 @@ class ExpertTuner:
         return picked
 
     def seconds(self, config: ExpertConfig, shape: ExpertShape, rows: int) -> float:
-        """Seconds of the experts of a layer with even routing; infinite if the config cannot be compiled."""
+        """Seconds of the experts of a layer with even routing, of the sum with the residual and of the next norm;
+        infinite if the config cannot be compiled."""
         layers = self._groups[shape]
-        some = layers[: max(-(-WEIGHT_BYTES // layers[0].weight().nbytes), 2)]
         inputs = _inputs(layers[0], rows)
-
-        def step() -> None:
-            for layer in some:
-                layer.forward_with(config, *inputs)
-
+        share = len(set(inputs[1].flatten().tolist())) / shape.num_experts  # of weights that are read
+        read_bytes = share * 1.5 * layers[0].weight().nbytes  # the second product has half as many as the first
+        some = layers[: max(math.ceil(WEIGHT_BYTES / max(read_bytes, 1)), 2)]
+        step = _step(config, some, inputs)
         try:
             step()
         except TritonError as e:
@@ -86,3 +89,17 @@ def _inputs(layer: GroupedExperts, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     scores = torch.rand(rows, shape.num_experts, generator=random, device=device)
     experts = scores.topk(shape.top_k).indices.int()
     return x, experts, torch.full((rows, shape.top_k), 1 / shape.top_k, device=device)
+
+
+def _step(
+    config: ExpertConfig, layers: Sequence[GroupedExperts], inputs: tuple[Tensor, Tensor, Tensor]
+) -> Callable[[], None]:
+    """The experts of these layers with their sums and the norms behind: kernels differ in how much of a sum they leave
+    to the norm."""
+    residual, norm_weight = torch.zeros_like(inputs[0]), torch.ones_like(inputs[0][0])
+
+    def step() -> None:
+        for layer in layers:
+            add_rms_norm(residual, layer.forward_with(config, *inputs, residual), norm_weight, EPS)
+
+    return step

@@ -66,20 +66,34 @@ class GroupedExperts:
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
         config = BATCH_INVARIANT if batch_invariant else self._config(len(x))
+        return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
+
+    def forward_with(
+        self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor | None = None
+    ) -> Tensor | None:
+        """As `forward`, with this config. How often experts are chosen is not counted."""
+        return self._forward(config, x, experts, weights, None, None, residual, None)
+
+    def _forward(
+        self,
+        config: ExpertConfig,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        load: Tensor | None,
+        residual: Tensor | None,
+        norm: RMSNorm | None,
+    ) -> Tensor | None:
+        """load: see `LayerLoad`; None: not counted."""
         if config.kernel == "skinny":
-            total = self._sum_skinny(config, x, experts, weights, shared, self._load, residual, norm)
+            total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
-        pairs = self._multiply(config, x, experts, weights, self._load)
-        if residual is not None and shared is None and not batch_invariant and len(x) <= MOST_ADDED_ROWS:
+        pairs = self._multiply(config, x, experts, weights, load)
+        if residual is not None and shared is None and config is not BATCH_INVARIANT and len(x) <= MOST_ADDED_ROWS:
             return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
         return combine_experts(pairs, self._routing.top_k, shared)
-
-    def forward_with(self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """As `forward`, with this config. How often experts are chosen is not counted."""
-        if config.kernel == "skinny":
-            return self._sum_skinny(config, x, experts, weights, None, None)
-        return combine_experts(self._multiply(config, x, experts, weights, None), self._routing.top_k, None)
 
     def _sum_skinny(
         self,
@@ -89,8 +103,8 @@ class GroupedExperts:
         weights: Tensor,
         shared: Tensor | None,
         load: Tensor | None,
-        residual: Tensor | None = None,
-        norm: RMSNorm | None = None,
+        residual: Tensor | None,
+        norm: RMSNorm | None,
     ) -> Tensor:
         """Returns the sum of each row's experts, which is the residual if there is one."""
         gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()

@@ -164,7 +164,7 @@ def test_a_size_that_keeps_the_device_as_long_as_the_host_is_used() -> None:
 
 def test_a_size_that_would_take_more_memory_is_captured_only_where_the_host_is_slower() -> None:
     """Those behind it would find less."""
-    sizes, done = captured(Model(0.0, 1.3 * LAUNCH_S / 2048))
+    _, done = captured(Model(0.0, 1.3 * LAUNCH_S / 2048))
     assert max(one.num_tokens for one in done) == 2048
     assert any(one.num_decodes and one.num_tokens > 1600 for one in done)
 

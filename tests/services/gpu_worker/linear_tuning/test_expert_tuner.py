@@ -8,6 +8,7 @@ import quick_interpreter  # noqa: F401, before kernels are imported
 import torch
 from msgspec.structs import replace
 
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import dense_linear
@@ -90,7 +91,30 @@ def test_every_candidate_has_the_same_products(layers: list[GroupedExperts]) -> 
         assert want is not None
         for config in candidates(layer.shape, rows):
             got = layer.forward_with(config, x, experts, weights)
-            assert torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-3), config
+            assert got is not None and torch.allclose(got.float(), want.float(), rtol=2e-2, atol=2e-3), config
+            residual = torch.randn_like(x)
+            total = residual.clone()
+            delta = layer.forward_with(config, x, experts, weights, total)
+            add_rms_norm(total, delta, torch.ones_like(x[0]), 1e-6)
+            assert torch.allclose(total.float(), residual.float() + want.float(), rtol=2e-2, atol=4e-3), config
+
+
+def test_a_measurement_reads_weights_that_are_not_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row reads two of four experts: 6 KiB of a layer."""
+    read: list[GroupedExperts] = []
+
+    def forward_with(self: GroupedExperts, *_: object) -> None:
+        read.append(self)
+
+    monkeypatch.setattr(GroupedExperts, "forward_with", forward_with)
+    monkeypatch.setattr(expert_tuner, "replay_seconds", lambda step: 1.0)
+    monkeypatch.setattr(expert_tuner, "WEIGHT_BYTES", 20 << 10)
+    tuner = ExpertTuner([make(16) for _ in range(6)])
+    [shape] = tuner.shapes
+    for rows, num_layers in ((1, 4), (64, 2)):
+        read.clear()
+        assert tuner.seconds(candidates(shape, rows)[0], shape, rows) == 1 / num_layers
+        assert len(set(map(id, read))) == len(read) == num_layers
 
 
 def test_measuring_does_not_count_as_load(layers: list[GroupedExperts]) -> None:

@@ -226,6 +226,7 @@ def test_many_pairs_of_16_bits_have_a_kernel_of_their_own(
     assert [config.kernel for config in some] == ["prefill"] * 3 + ["grouped"] * (len(some) - 3)
     got = layer.forward(x, experts, factors, None)
     few = layer.forward_with(some[-1], x, experts, factors)
+    assert got is not None and few is not None
     assert float((got.double() - few.double()).norm() / few.double().norm()) < (1e-2 if DEVICE == "cuda" else 2e-3)
     in_float32 = GroupedExperts(whole, ROUTING, gate, scales_input)
     assert {config.kernel for config in candidates(in_float32.shape, 150)} == {"grouped"}
