@@ -69,7 +69,8 @@ class PrefillGraphSizes:
         tokens = descriptor.num_tokens
         if tokens >= self._largest[0]:  # of a small size logits may be the most
             self._largest = tokens, tokens / max(measured.peak_bytes, 1)
-        most = MOST_BYTES * self._largest[1] if self.num_bytes < MOST_BYTES else 0
+        # once that memory is used, only sizes that find room in what the largest one has
+        most = MOST_BYTES * self._largest[1] if self.num_bytes < MOST_BYTES else self._largest[0] - 1
         self.missing, self._missing_kept = (
             [one for one in missing if one != descriptor and one.num_tokens <= most]
             for missing in (self.missing, self._missing_kept)
