@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("shape", choices=shapes.SHAPES)
     parser.add_argument("--decode", type=decode_case, nargs="*", default=[(1, 200)])
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="tokens of a step (%(default)s)")
     parser.add_argument("--kernels", type=int, default=24, help="lines of a table, at most")
     args = parser.parse_args()
     longest = max([context for _, context in args.decode] + args.prefill) + MARGIN
@@ -69,7 +70,8 @@ def main() -> None:
     most_rows = max([rows for rows, _ in args.decode] + [1])
     with tempfile.TemporaryDirectory() as folder:
         model = shapes.write(args.shape, Path(folder))
-        runner = start_runner(model, -(-tokens // longest) + 1, longest, max_num_seqs=most_rows)
+        steps = {"max_num_seqs": most_rows, "max_num_batched_tokens": args.max_num_batched_tokens}
+        runner = start_runner(model, -(-tokens // longest) + 1, longest, **steps)
     begin = time.perf_counter()
     while runner.idle() and time.perf_counter() - begin < IDLE_S:
         pass

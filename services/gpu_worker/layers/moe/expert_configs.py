@@ -54,8 +54,8 @@ SKINNY = {  # most inputs of `down` -> candidates
         ExpertConfig("skinny", (4, 512, 4), (2, 256, 4)),
     ),
     math.inf: (
+        ExpertConfig("skinny", (4, 512, 4), (2, 512, 8)),
         ExpertConfig("skinny", (4, 512, 4), (2, 512, 4)),
-        ExpertConfig("skinny", (2, 1024, 4), (1, 1024, 4)),
     ),
 }
 GROUPED = {  # most pairs an expert, on average -> candidates
