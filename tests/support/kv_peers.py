@@ -339,3 +339,12 @@ def kill_in_mid_copy(link: SenderLink, after: int, pid: int) -> None:
 
     transfers.on_written = counted  # type: ignore[method-assign]
     link._start_writes = start_and_kill  # type: ignore[method-assign]
+
+
+def poll_both(receiver: TransferReceiver, sender: SenderLink, until: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        assert time.monotonic() < deadline, (sender.closed, receiver.drops.by_reason)
+        receiver.poll()
+        sender.poll()
+        time.sleep(0.0005)

@@ -34,8 +34,8 @@ def _grouped(tile: int, gate_up: tuple[int, ...], down: tuple[int, ...]) -> Expe
     return ExpertConfig("grouped", gate_up, down, tile)
 
 
-# The first candidate of each list was the fastest on an H200 for Qwen3-30B-A3B, DeepSeek-V2-Lite and gpt-oss-20b, or
-# nearly so.
+# The first candidate of each list was the fastest on an H200 for Qwen3-30B-A3B, DeepSeek-V2-Lite, gpt-oss-20b and
+# Mixtral-8x7B, or nearly so.
 MOST_SKINNY_ROWS = 2
 MOST_SKINNY_PAIRS = 1 / 8  # an expert, on average, of two rows: more of them have the same expert and read it twice
 SKINNY = {  # most inputs of `down` -> candidates

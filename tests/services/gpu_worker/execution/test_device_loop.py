@@ -1,11 +1,9 @@
 """Steps ahead of the host give the same tokens and finish reasons as lockstep, with any plans in flight."""
 
-import json
 import math
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,42 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_driver import Driver, Stream, as_bytes
+from plan_driver import Driver, Stream
 from reference_ops import run_ahead
+from slot_plans import collected, completed, greedy, plan, prompt_of, started
 from ties import Score, Ties
-from tiny_models import BY_NAME, VOCAB, greedy_score, start
+from tiny_models import start
 
-from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
-from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.sampling.sampler import Sampled
-from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.warm_up import warm_up
-from blockyard.shared.messages import FinishReason, FullBlock, KVSend, Sampling, SlotRun, SlotStart, StepPlan
-
-EOS = [1, *range(20, 30)]  # so many that some streams sample one
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def logits_of(folder: Path) -> Score:
-    score = greedy_score(BY_NAME["llama"].save(folder))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": EOS}))
-    (folder / "generation_config.json").unlink()
-    return score
-
-
-@pytest.fixture(scope="module")
-def plain(folder: Path, logits_of: Score) -> Runner:
-    return start(folder, max_model_len=64)
+from blockyard.shared.messages import FinishReason, FullBlock, KVSend, Sampling, SlotRun, StepPlan
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +30,6 @@ def waiting(folder: Path, logits_of: Score) -> Runner:
     runner = start(folder, max_model_len=64)
     run_ahead(runner, capacity=6, waits=True)
     return runner
-
-
-@pytest.fixture(scope="module")
-def ahead(folder: Path, logits_of: Score) -> Runner:
-    runner = start(folder, max_model_len=64)
-    run_ahead(runner, capacity=6)
-    return runner
-
-
-def prompt_of(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
-
-
-def greedy(**fields: Any) -> Sampling:
-    return Sampling(**({"max_tokens": 20, "temperature": 0.0, "ignore_eos": True} | fields))
 
 
 STREAMS: list[tuple[list[int], Sampling]] = [
@@ -195,29 +154,6 @@ def check_streams(
     ties.check()
     assert len(driver.free_blocks) == ahead.geometry.num_blocks
     return driver
-
-
-def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int]) -> SlotStart:
-    return SlotStart(slot, as_bytes(prompt), len(prompt), 0, blocks, sampling, 0)
-
-
-def plan(number: int, *runs: int, **fields: Any) -> StepPlan:
-    lists = {"ends": [], "starts": [], "blocks": [], "full_blocks": []} | fields
-    return StepPlan(
-        1, number, lists["ends"], lists["starts"], lists["blocks"], [SlotRun(s, 1) for s in runs], lists["full_blocks"]
-    )
-
-
-def collected(runner: Runner) -> dict[int, dict[int, Any]]:
-    """Waits for all plans in flight: results by plan and slot."""
-    return {done.plan.number: {r.slot: r for r in done.all_results} for done in completed(runner)}
-
-
-def completed(runner: Runner) -> list[CompletedPlan]:
-    found = []
-    while runner.in_flight:
-        found += runner.collect()
-    return found
 
 
 def test_plans_are_in_flight_and_a_slot_that_ended_takes_no_part_in_later_ones(ahead: Runner) -> None:
@@ -358,133 +294,6 @@ def test_steps_ahead_are_collected_before_a_step_in_lockstep(ahead: Runner) -> N
     assert [results[n][0].num_computed for n in results] == [2, 3, 4, 5]
     assert [results[n][1].num_computed for n in (3, 4)] == [4, 5]
     assert [entry.token_id for entry in results[3][1].prompt_logprobs] == prompt_of(4, 3)[1:]
-
-
-def host_sampled(**fields: Any) -> Sampling:
-    """No kernel bans words of several tokens."""
-    return greedy(bad_words=[[5, 6]], **fields)
-
-
-def test_a_slot_that_the_host_samples_waits_and_the_others_run_ahead(ahead: Runner, plain: Runner) -> None:
-    starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(1, 3), host_sampled(), [4])]
-    expected = []
-    plain.reset(4)
-    for number in range(1, 4):
-        expected.append(plain.execute(plan(number, 0, 1, starts=starts if number == 1 else [])))
-    plain_tokens, host_tokens = ([r.token_ids for step in expected for r in step if r.slot == s] for s in (0, 1))
-    ahead.reset(4)
-    for number in (1, 2, 3):
-        ahead.launch(plan(number, 0, 1, starts=starts if number == 1 else []))
-    first = collected(ahead)
-    assert [first[n][0].token_ids for n in (1, 2, 3)] == plain_tokens
-    assert not any(1 in first[n] for n in (1, 2, 3)), "it computed the same token again and waited"
-    ahead.launch(plan(4, 0, 1))
-    ahead.launch(plan(5, 0, 1))
-    second = collected(ahead)
-    assert (second[4][1].token_ids, second[4][1].num_computed) == (host_tokens[0], 1)
-    assert 1 not in second[5]
-    ahead.launch(plan(6, 0, 1))
-    third = collected(ahead)
-    assert (third[6][1].token_ids, third[6][1].num_computed) == (host_tokens[1], 2)
-
-
-def test_a_plan_is_answered_before_the_host_samples_its_rows(ahead: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampled: list[list[int]] = []
-    sample = ahead.batch.sampler.sample
-
-    def watched(logits: torch.Tensor, slots: Ints, table: Slots) -> Sampled:
-        sampled.append(slots.tolist())
-        return sample(logits, slots, table)
-
-    monkeypatch.setattr(ahead.batch.sampler, "sample", watched)
-    ahead.reset(4)
-    starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(4, 3), host_sampled(), [4])]
-    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 1), SlotRun(1, 4)]))
-    first = collected(ahead)[1]
-    assert first[0].token_ids and (first[1].token_ids, first[1].num_computed) == ([], 3) and sampled == []
-    ahead.sample_rows()
-    ahead.sample_rows()
-    assert sampled == [[1]]
-    ahead.launch(plan(2, 0))
-    assert collected(ahead)[2].keys() == {0}, "the token waits for a plan that runs its slot"
-    ahead.launch(plan(3, 0, 1))
-    third = collected(ahead)[3]
-    assert len(third[1].token_ids) == 1 and third[1].num_computed == 4
-    ahead.launch(plan(4, 0, 1))
-    assert collected(ahead)[4][1].num_computed == 5
-
-
-@pytest.mark.parametrize("in_lockstep", [False, True])
-def test_a_token_of_a_slot_that_has_another_owner_is_dropped(ahead: Runner, in_lockstep: bool) -> None:
-    ahead.reset(4)
-    ahead.launch(plan(1, 1, starts=[started(1, prompt_of(1, 3), host_sampled(), [4])]))
-    collected(ahead)
-    ahead.sample_rows()
-    wanted = greedy(num_prompt_logprobs=21) if in_lockstep else greedy()
-    new = started(1, prompt_of(2, 5), wanted, [5])
-    ahead.launch(StepPlan(1, 2, [1], [new], [], [SlotRun(1, 2)]))
-    (result,) = collected(ahead)[2].values()
-    assert result.num_computed == 2
-
-
-def test_a_token_that_was_sampled_is_a_result_of_a_plan_in_lockstep(ahead: Runner) -> None:
-    ahead.reset(4)
-    starts = [started(1, prompt_of(1, 3), host_sampled(), [4])]
-    ahead.launch(plan(1, 1, starts=starts))
-    asked = started(2, prompt_of(4, 3), greedy(num_prompt_logprobs=21), [5])
-    ahead.launch(StepPlan(1, 2, [], [asked], [], [SlotRun(1, 1), SlotRun(2, 4)]))
-    results = collected(ahead)
-    assert (len(results[2][1].token_ids), results[2][1].num_computed) == (1, 1)
-    ahead.launch(plan(3, 1, 2))
-    ahead.launch(plan(4, 1, 2))
-    results = collected(ahead)
-    assert 1 not in results[3], "its second token was not sampled before"
-    ahead.launch(plan(5, 1, 2))
-    assert collected(ahead)[5][1].num_computed == 2
-
-
-def test_the_host_reads_the_logits_of_a_few_slots_a_step_and_each_gets_its_turn(
-    folder: Path, logits_of: Score, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("blockyard.services.gpu_worker.sampling.device_steps.MOST_HOST_ROWS", 2)
-    ahead = start(folder, max_model_len=64)
-    run_ahead(ahead, capacity=6)
-    driver, alone = Driver(ahead, num_slots=6, depth=1), []
-    streams = [driver.add(prompt_of(3, i), host_sampled(max_tokens=8)) for i in range(5)]
-    counts = []
-    while any(s.finish is None for s in streams):
-        driver.queued.append(driver.plan())
-        driver.step()
-        counts.append([len(s.output) for s in streams])
-    assert all(max(now) - min(now) <= 2 for now in counts), "no stream is left behind"
-    driver.run()
-    for i in range(5):
-        other = Driver(ahead)
-        alone.append(other.add(prompt_of(3, i), host_sampled(max_tokens=8)))
-        other.run()
-    assert [s.output for s in streams] == [s.output for s in alone]
-
-
-def test_a_slot_that_the_host_samples_fails_alone(ahead: Runner) -> None:
-    ahead.reset(4)
-    starts = [started(0, prompt_of(3), host_sampled(), [6]), started(1, prompt_of(3, 1), host_sampled(), [8])]
-    ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 3), SlotRun(1, 3)]))
-    collected(ahead)
-    with torch.inference_mode():
-        ahead.pool.runs[0][:, 6, :, :, 0] = math.nan
-    for number in (2, 3, 4):
-        ahead.launch(plan(number, 0, 1))
-    results = collected(ahead)
-    assert results[2][0].token_ids and results[2][1].token_ids, "of the prompts' logits"
-    assert not any(slot in results[n] for n in (3, 4) for slot in (0, 1))
-    ahead.launch(plan(5, 0, 1))
-    assert bool(ahead.pool.runs[0][:, 6].isfinite().all()), "also what the steps in flight wrote"
-    results = collected(ahead)
-    failed = results[5][0]
-    assert (failed.finish, failed.detail) == (FinishReason.FAILED, "the model's logits are not finite")
-    assert results[5][1].finish is None and results[5][1].token_ids
-    ahead.launch(plan(6, 0, 1))
-    assert collected(ahead)[6].keys() == {1}
 
 
 @pytest.mark.parametrize("logits_edits", [True, False])
