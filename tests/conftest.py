@@ -1,4 +1,7 @@
-"""Small tokenizers of the two great families, trained here, for every test that turns text into ids."""
+"""Small tokenizers of the two great families, trained here, for every test that turns text into ids.
+
+A test that fails is named at once: a run that a time limit cuts off has no summary.
+"""
 
 import pytest
 from hypothesis import settings
@@ -13,6 +16,22 @@ CORPUS = [
     "one two three four five six seven eight nine ten " * 3,
 ]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+class FailureLines:
+    """A pytest plugin that writes a line for each failed test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self._plugins.get_plugin("terminalreporter")  # processes of xdist have none
+        if report.failed and reporter is not None:
+            reporter.write_line(f"\nFAILED {report.nodeid}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FailureLines(config))
 
 
 @pytest.fixture(scope="session")
