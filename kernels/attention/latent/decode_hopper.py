@@ -2,10 +2,10 @@
 
 After FlashMLA (https://github.com/deepseek-ai/FlashMLA): 64 heads are the rows of a tile, and each warpgroup has half
 of the columns of their output. The first computes scores and probabilities, and hands the probabilities to the second
-through shared memory; its next scores are computed while its half of the output is. A tile of 64 keys is in shared
-memory once, for scores and values. It comes in three parts, each of which is loaded again as soon as it is free: the
-rotated numbers, and the two halves of the latent. The rest of a sequence's last block is read and multiplied by 0: it
-must be finite.
+through shared memory; its half of the output comes before its next scores. A tile of 64 keys is in shared memory once,
+for scores and values. It comes in three parts, each of which is loaded again as soon as it is free: the rotated
+numbers, and the two halves of the latent. The rest of a sequence's last block is read and multiplied by 0: it must be
+finite.
 """
 
 import torch
@@ -239,7 +239,7 @@ def _score(
                     count + 1, q_left, q_right, q_rotated, left_tiles, left_tiles, rotated_tiles, rotated_full,
                     left_full, right_full, BLOCK_N, STAGES, SCORES,
                 )  # fmt: skip
-                # the place of the tile before is free early, so that the next tile arrives while scores are computed
+                # all but the three products of scores: the place of this tile is free early for the tile after the next
                 acc, operand = warpgroup_mma_wait(3, deps=[acc, operand])
                 _release(left_empty.index(count % STAGES))
                 scores = warpgroup_mma_wait(0, deps=[scores])

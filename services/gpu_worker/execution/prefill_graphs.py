@@ -23,8 +23,8 @@ from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost, Pre
 from blockyard.services.gpu_worker.execution.prefill_steps import (
     BatchDescriptor,
     PrefillStep,
-    write_padding,
     write_step,
+    write_trial,
 )
 from blockyard.services.gpu_worker.execution.stored_layers import LayerWords
 from blockyard.services.gpu_worker.slots import Slots
@@ -159,9 +159,7 @@ class CudaGraphRecorder:
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         host = torch.empty(sum(descriptor.parts), dtype=torch.int64)
-        write_padding(host, descriptor)
-        # unlike tokens: the same one in all rows would read few experts of a mixture, and be measured as too quick
-        host[: descriptor.num_tokens] = torch.arange(descriptor.num_tokens) % self._steps.pool.shape.vocab_size
+        write_trial(host, descriptor, self._steps.pool.shape.vocab_size)
         words = host.to(self._device)
         step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
         variants = self._steps.slots.logits_edits.sample_variants

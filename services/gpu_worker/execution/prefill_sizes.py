@@ -25,7 +25,7 @@ CAPTURE_S = 0.1  # seconds of a capture, until one is measured
 # were seen to differ by as much, by what else its host does. This holds for sizes that find room in the memory of
 # larger ones.
 LAUNCH_MARGIN = 1.5
-MOST_BYTES = 512 << 20  # of all graphs
+MOST_BYTES = 512 << 20  # of all graphs; later ones take only what memory the largest one leaves free
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PrefillGraphSizes:
         self._launches_s: list[float] = []  # host times of launches kernel by kernel
         self._capture_s = CAPTURE_S
         self.num_bytes = 0  # of all graphs
-        self._largest = 0, 0.0  # tokens of the largest captured size, and how many a byte of its step has
+        self._most_tokens, self._most_peak_bytes = 0, 1  # of the largest captured size
         self._lost_s: dict[BatchDescriptor, float] = {}  # by missing size: time that steps lost without it
 
     @property
@@ -66,11 +66,11 @@ class PrefillGraphSizes:
         self._launches_s.append(measured.launch_s)
         self._capture_s = min(self._capture_s, capture_s)  # the first captures compile kernels
         self.num_bytes += measured.num_bytes
-        tokens = descriptor.num_tokens
-        if tokens >= self._largest[0]:  # of a small size logits may be the most
-            self._largest = tokens, tokens / max(measured.peak_bytes, 1)
-        # once that memory is used, only sizes that find room in what the largest one has
-        most = MOST_BYTES * self._largest[1] if self.num_bytes < MOST_BYTES else self._largest[0] - 1
+        if descriptor.num_tokens >= self._most_tokens:  # of a small size logits may be the most
+            self._most_tokens, self._most_peak_bytes = descriptor.num_tokens, max(measured.peak_bytes, 1)
+        most = MOST_BYTES * self._most_tokens / self._most_peak_bytes
+        if self.num_bytes >= MOST_BYTES:
+            most = self._most_tokens - 1  # these find room in what the largest one has
         self.missing, self._missing_kept = (
             [one for one in missing if one != descriptor and one.num_tokens <= most]
             for missing in (self.missing, self._missing_kept)
@@ -82,7 +82,7 @@ class PrefillGraphSizes:
         self._missing_kept.clear()
 
     def next(self) -> BatchDescriptor | None:
-        """The next size to capture in idle time; sizes slower than eager launches are dropped. None: none is left."""
+        """The next size to capture in idle time; sizes that are not useful are dropped. None: none is left."""
         while self.missing:
             is_measured = len(self._device_s) >= NUM_MEASURED
             if not is_measured or self._is_useful(self.missing[0]):
@@ -113,7 +113,7 @@ class PrefillGraphSizes:
 
     def _is_useful(self, descriptor: BatchDescriptor) -> bool:
         """Whether launches may take the host longer than the device, by the estimate."""
-        margin = LAUNCH_MARGIN if descriptor.num_tokens <= self._largest[0] else 1.0
+        margin = LAUNCH_MARGIN if descriptor.num_tokens <= self._most_tokens else 1.0
         return self._estimate_s(descriptor.num_tokens) < margin * fmean(self._launches_s)
 
     def _eager_s(self, step: BatchDescriptor) -> float:

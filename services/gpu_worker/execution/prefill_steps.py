@@ -74,6 +74,15 @@ def write_padding(words: Tensor, descriptor: BatchDescriptor) -> None:
     starts.view(np.int32)[descriptor.num_prefills] = descriptor.num_tokens
 
 
+def write_trial(words: Tensor, descriptor: BatchDescriptor, vocab_size: int) -> None:
+    """As `write_padding`, with unlike tokens.
+
+    The same one in all rows would read few experts of a mixture, and the step be measured as too quick.
+    """
+    write_padding(words, descriptor)
+    words[: descriptor.num_tokens] = torch.arange(descriptor.num_tokens) % vocab_size
+
+
 def write_step(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots) -> bool:
     """Writes a step: `counts` tokens of each slot, decodes first. The host has the ids of all prefill tokens.
 

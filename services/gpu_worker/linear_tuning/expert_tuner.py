@@ -56,11 +56,10 @@ class ExpertTuner:
         """Seconds of the experts of a layer with even routing, of the sum with the residual and of the next norm;
         infinite if the config cannot be compiled."""
         layers = self._groups[shape]
-        inputs = _inputs(layers[0], rows)
-        share = len(set(inputs[1].flatten().tolist())) / shape.num_experts  # of weights that are read
+        share = 1 - (1 - shape.top_k / shape.num_experts) ** rows  # of weights that are read on average
         read_bytes = share * 1.5 * layers[0].weight().nbytes  # the second product has half as many as the first
         some = layers[: max(math.ceil(WEIGHT_BYTES / max(read_bytes, 1)), 2)]
-        step = _step(config, some, inputs)
+        step = _step(config, some, _inputs(layers[0], rows))
         try:
             step()
         except TritonError as e:

@@ -4,12 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_driver import Driver, Stream, as_bytes
+from slot_plans import prompt_of, started
 from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from torch import Tensor
@@ -60,10 +60,6 @@ def generate(runner: Runner, prompt: list[int], sampling: Sampling, **options: A
     stream = driver.add(prompt, sampling)
     driver.run()
     return stream
-
-
-def prompt_of(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
 
 
 # --- the same tokens, however they are computed -----------------------------------------------------------------------
@@ -194,10 +190,6 @@ def test_end_of_sequence_and_stop_ids(runner: Runner) -> None:
     late = generate(runner, prompt_of(6), greedy(logit_bias=forced, ignore_eos=False, min_tokens=3))
     assert EOS not in late.output[:3]
     assert (late.output[3:], late.finish) == ([EOS], FinishReason.STOP)
-
-
-def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int], computed: int = 0) -> SlotStart:
-    return SlotStart(slot, as_bytes(prompt), len(prompt), computed, blocks, sampling, 0)
 
 
 def test_an_ended_slot_is_silent_and_writes_nothing(runner: Runner) -> None:

@@ -19,8 +19,8 @@ def greedy(**fields: Any) -> Sampling:
     return Sampling(**({"max_tokens": 20, "temperature": 0.0, "ignore_eos": True} | fields))
 
 
-def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int]) -> SlotStart:
-    return SlotStart(slot, as_bytes(prompt), len(prompt), 0, blocks, sampling, 0)
+def started(slot: int, prompt: list[int], sampling: Sampling, blocks: list[int], computed: int = 0) -> SlotStart:
+    return SlotStart(slot, as_bytes(prompt), len(prompt), computed, blocks, sampling, 0)
 
 
 def plan(number: int, *runs: int, **fields: Any) -> StepPlan:

@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.execution.prefill_steps import (
     BatchDescriptor,
     PrefillStep,
     SamplerInput,
-    write_padding,
+    write_trial,
 )
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import KVSend, Sampling, SlotRun, SlotStart, StepPlan, TokenLogprobs
@@ -83,7 +83,7 @@ class GraphRecorder(CudaGraphRecorder):
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         self.in_flight[descriptor] = self._loop.in_flight
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
-        write_padding(words, descriptor)
+        write_trial(words, descriptor, self._steps.pool.shape.vocab_size)
         step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
         forward = Forward(step, self._loop)
         samples = tuple(Sample(step, forward, needs_processing) for needs_processing in (False, True))

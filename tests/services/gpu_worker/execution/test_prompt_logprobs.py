@@ -5,25 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_driver import Driver, Stream, as_bytes
+from plan_driver import Driver, Stream
 from reference_ops import run_ahead
-from tiny_models import BY_NAME, VOCAB, start
+from slot_plans import collected, prompt_of, started
+from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.execution import prompt_logprobs
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import FinishReason, KVSend, Sampling, SlotRun, SlotStart, StepPlan, TokenLogprobs
+from blockyard.shared.messages import FinishReason, KVSend, Sampling, SlotRun, StepPlan, TokenLogprobs
 
 CAPACITY = 6
-
-
-def prompt_of(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
 
 
 def greedy(**fields: Any) -> Sampling:
@@ -136,8 +132,8 @@ def test_a_step_with_several_such_prompts_runs_ahead(folder: Path, alone: list[S
     runner = start(folder, max_model_len=64)
     loop = run_ahead(runner, CAPACITY, logits_edits=logits_edits)
     runner.reset(4)
-    runner.launch(StepPlan(1, 1, [], [started(0, 1, [3, 30])], [], [SlotRun(0, 9)]))
-    both = [started(1, 0, [4, 5, 6]), started(2, 6, [*range(7, 15)])]
+    runner.launch(StepPlan(1, 1, [], [started(0, *STREAMS[1], [3, 30])], [], [SlotRun(0, 9)]))
+    both = [started(1, *STREAMS[0], [4, 5, 6]), started(2, *STREAMS[6], [*range(7, 15)])]
     runner.launch(StepPlan(1, 2, [], both, [], [SlotRun(0, 1), SlotRun(1, 10), SlotRun(2, 64)]))
     runner.launch(StepPlan(1, 3, [], [], [], [SlotRun(0, 1), SlotRun(1, 13)]))
     runner.launch(StepPlan(1, 4, [], [], [], [SlotRun(0, 1), SlotRun(1, 1)]))
@@ -156,9 +152,9 @@ def test_a_step_with_several_such_prompts_runs_ahead(folder: Path, alone: list[S
 def test_a_prompt_that_is_cancelled_between_chunks(ahead: Runner, alone: list[Stream]) -> None:
     """Its slot has a new owner while its chunk is in flight."""
     ahead.reset(4)
-    starts = [started(0, 1, [3, 30]), started(1, 2, [*range(4, 9)])]
+    starts = [started(0, *STREAMS[1], [3, 30]), started(1, *STREAMS[2], [*range(4, 9)])]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 9), SlotRun(1, 20)]))
-    ahead.launch(StepPlan(1, 2, [1], [started(1, 0, [9, 10, 11])], [], [SlotRun(0, 1), SlotRun(1, 23)]))
+    ahead.launch(StepPlan(1, 2, [1], [started(1, *STREAMS[0], [9, 10, 11])], [], [SlotRun(0, 1), SlotRun(1, 23)]))
     ahead.launch(StepPlan(1, 3, [1], [], [], [SlotRun(0, 1)]))
     results = collected(ahead)
     assert [len(results[n][1].prompt_logprobs) for n in (1, 2)] == [20, 22]
@@ -172,7 +168,7 @@ def test_a_prompt_that_is_cancelled_between_chunks(ahead: Runner, alone: list[St
 
 def test_a_slot_that_fails_leaves_the_others_their_log_probabilities(ahead: Runner, alone: list[Stream]) -> None:
     ahead.reset(4)
-    starts = [started(0, 0, [3, 4, 5]), started(1, 2, [*range(6, 11)])]
+    starts = [started(0, *STREAMS[0], [3, 4, 5]), started(1, *STREAMS[2], [*range(6, 11)])]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 10), SlotRun(1, 20)]))
     collected(ahead)
     with torch.inference_mode():
@@ -196,7 +192,7 @@ def test_a_step_that_sends_blocks_of_such_a_prompt_tells_which_layers_are_stored
     make = partial(LayerEvents, make_event=DoneEvent)
     monkeypatch.setattr("blockyard.services.gpu_worker.execution.device_loop.LayerEvents", make)
     ahead.reset(4)
-    plan = StepPlan(1, 1, [], [started(0, 0, [6, 7, 8])], [], [SlotRun(0, 23)])
+    plan = StepPlan(1, 1, [], [started(0, *STREAMS[0], [6, 7, 8])], [], [SlotRun(0, 23)])
     stored = ahead.launch(msgspec.structs.replace(plan, sends=[KVSend(1, 2, 1, b"", [6], [0], is_last=True)]))
     assert stored[-1].layers.stop == ahead.pool.shape.num_layers
     assert len(collected(ahead)[1][0].prompt_logprobs) == 22
@@ -216,17 +212,3 @@ def test_on_a_gpu(folder: Path, alone: list[Stream], batch_invariant: bool) -> N
         for found, want, other in zip(streams, alone, first, strict=False):
             assert_equal(found, want)
             assert not batch_invariant or found.prompt_logprobs == other.prompt_logprobs
-
-
-def started(slot: int, stream: int, blocks: list[int]) -> SlotStart:
-    prompt, sampling = STREAMS[stream]
-    return SlotStart(slot, as_bytes(prompt), len(prompt), 0, blocks, sampling, 0)
-
-
-def collected(runner: Runner) -> dict[int, dict[int, Any]]:
-    """Waits for all plans in flight: results by plan and slot."""
-    results = {}
-    while runner.in_flight:
-        for done in runner.collect():
-            results[done.plan.number] = {r.slot: r for r in done.all_results}
-    return results

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from plan_driver import Driver, as_bytes
+from slot_plans import prompt_of
 from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
@@ -19,10 +19,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Score]:
     folder: Path = tmp_path_factory.mktemp("tiny")
     theirs = BY_NAME["llama"].save(folder)
     return start(folder, max_model_len=256), greedy_score(theirs)
-
-
-def prompt_of(n: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
 
 
 def plain(runner: Runner, prompt: list[int]) -> list[int]:

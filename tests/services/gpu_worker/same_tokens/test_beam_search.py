@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from core_loop import CoreLoop
+from slot_plans import prompt_of
 from tiny_models import BY_NAME, VOCAB, start
 from transformers import PreTrainedModel
 
@@ -21,10 +21,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, PreTrainedMo
     folder: Path = tmp_path_factory.mktemp("tiny")
     theirs = BY_NAME["llama"].save(folder)
     return start(folder, max_model_len=128), theirs
-
-
-def prompt_of(n: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, VOCAB, n).tolist()
 
 
 def theirs_find(

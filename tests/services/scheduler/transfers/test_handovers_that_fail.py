@@ -296,14 +296,20 @@ def test_with_the_policy_fail_a_sequence_whose_decode_worker_dies_goes_on_in_ano
     assert len(it.output("a").ids) == 6
 
 
-def test_a_lost_notice_is_asked_for_when_the_lease_is_over() -> None:
-    it = Pair()
+def without_notices(**settings: float) -> Pair:
+    """All blocks of a prompt have landed, and what both workers say of it is lost."""
+    it = Pair(**settings)
     it.submit("a", 22)
     it.prefill()
     it.work(it.target)
     it.world.move(it.source.incarnation)
     for transfers in it.world.transfers.values():
         transfers.notices.clear()
+    return it
+
+
+def test_a_lost_notice_is_asked_for_when_the_lease_is_over() -> None:
+    it = without_notices()
     it.world.now += 4.0
     it.world.turn()
     assert not it.frames(KVAbort, it.target)
@@ -314,13 +320,7 @@ def test_a_lost_notice_is_asked_for_when_the_lease_is_over() -> None:
 
 
 def test_the_audit_finds_lost_notices_before_the_lease_is_over() -> None:
-    it = Pair(kv_lease_s=1000.0)
-    it.submit("a", 22)
-    it.prefill()
-    it.work(it.target)
-    it.world.move(it.source.incarnation)
-    for transfers in it.world.transfers.values():
-        transfers.notices.clear()
+    it = without_notices(kv_lease_s=1000.0)
     it.world.now += 59.0
     it.world.turn()
     assert not it.frames(KVAudit, it.target)
