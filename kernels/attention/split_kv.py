@@ -62,7 +62,9 @@ def _put_in_line(tiles, exists, rows, programs, SLACK: tl.constexpr):
     return tl.cumsum(taken, 0) - taken, tl.where(fits, whole, share)
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"])
+@triton.jit(
+    do_not_specialize=["rows", "max_splits", "programs"], do_not_specialize_on_alignment=["slots_ptr", "positions_ptr"]
+)
 def _split_kv_kernel(
     slots_ptr, positions_ptr, work_ptr, starts_ptr, row_splits_ptr, semaphores_ptr, rows, max_splits, programs,
     WINDOW: tl.constexpr, CHUNKED: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, ITEMS: tl.constexpr,

@@ -29,7 +29,11 @@ LOADED = (device_loop, exact_product, grouped_experts, linear_tuning, triton_ops
 PROBLEMS = (TritonError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
 
 
+NICENESS = 10  # candidates of the tuner are compiled while the worker may serve
+
+
 def main() -> None:
+    os.nice(NICENESS)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of compilers must not reach the answers
     for line in sys.stdin:

@@ -1,8 +1,8 @@
 """CUDA graphs of steps with prefill: launching their kernels may take the host longer than the device runs.
 
 A step is padded to a size: rows of decodes, tokens and number of prompts. Its kernels read everything else from words
-on the device, which each step rewrites. Sizes are captured at the start, in idle times, and beside steps that keep
-missing one: see `prefill_sizes`.
+on the device, which each step rewrites. Sizes are captured at the start and in idle times, those first that steps have
+missed: see `prefill_sizes`. None is captured beside steps, because streams would wait for it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from blockyard.services.gpu_worker.slots import Slots
 log = logging.getLogger(__name__)
 
 
-START_S = 0.5  # spent before the worker is ready
+START_S = 6.0  # spent at most before the worker is ready: what is missing then slows the streams of a busy worker
 FEWEST = 3  # sizes at least; of a small model they cover every step
 
 
@@ -85,18 +85,12 @@ class PrefillGraphs:
         self._problem = ""  # why capturing failed
 
     def find(self, step: BatchDescriptor) -> PrefillGraph | None:
-        """The graph for such a step; None: launch it kernel by kernel.
-
-        Captures a missing size once steps have lost as much time without it as capturing takes. So a busy worker
-        loses at most twice that time.
-        """
+        """The graph for such a step; None: launch it kernel by kernel."""
         if not self._graphs:
             return None
-        wanted = self._sizes.size_to_capture(step)
-        if wanted is not None:
-            self._capture(wanted)
+        self._sizes.on_step(step)
         size = self._sizes.pick(step)
-        return None if size is None else self._graphs.get(size)  # none if that capture failed
+        return None if size is None else self._graphs[size]
 
     def capture(self) -> None:
         """Captures sizes for START_S seconds; `capture_one` captures the others."""
@@ -115,7 +109,7 @@ class PrefillGraphs:
         if self._problem:
             return f"CUDA graphs of prefills: none: {self._problem}"
         missing, most = len(self._sizes.missing), max((one.num_prefill_tokens for one in self._graphs), default=0)
-        left = f", up to {missing} more when idle or missed" if missing else ""
+        left = f", up to {missing} more when idle" if missing else ""
         return (
             f"CUDA graphs of prefills: {len(self._graphs)} of up to {most} tokens in {self._took_s:.1f} s, "
             f"{self._sizes.num_bytes / 2**30:.2f} GiB{left}"
@@ -126,7 +120,7 @@ class PrefillGraphs:
         size = self._sizes.next() if self._enabled else None
         if size is not None:
             self._capture(size)
-        return self._enabled and bool(self._sizes.missing)
+        return self._enabled and self._sizes.captured < 1.0
 
     def _capture(self, size: BatchDescriptor) -> None:
         start = time.perf_counter()
@@ -134,10 +128,9 @@ class PrefillGraphs:
             with torch.inference_mode():
                 done = self._recorder.record(size)
             self._graphs[size] = done.graph
-            took_s = time.perf_counter() - start
-            self._took_s += took_s
-            self._sizes.add_captured(size, done.measured, took_s)
-            log.debug("%s captured in %.3f s: %s", size, took_s, done.measured)
+            self._took_s += time.perf_counter() - start
+            self._sizes.add_captured(size, done.measured)
+            log.debug("%s captured: %s", size, done.measured)
         except RuntimeError as e:  # includes OutOfMemoryError and CUDA errors
             self._graphs.clear()
             self._sizes.give_up()

@@ -20,7 +20,6 @@ FIRST_PREFILL_TOKENS = 512  # prompt tokens of the first capture: it predicts th
 NUM_MEASURED = 2
 MIN_PREFILLS = 8  # prompts at least
 MIN_TOKENS_OF_PREFILL = 32  # prompts have so many tokens each when a size with decodes is full
-CAPTURE_S = 0.1  # seconds of a capture, until one is measured
 # Sizes are captured that keep the device up to so many times as long as a launch takes the host: launches of one worker
 # were seen to differ by as much, by what else its host does. This holds for sizes that find room in the memory of
 # larger ones.
@@ -44,27 +43,25 @@ class PrefillGraphSizes:
     def __init__(self, capacity: int, most_tokens: int, padded_num_seqs: Callable[[int], int]) -> None:
         """padded_num_seqs: number of sampled sequences that a step is padded to."""
         self.missing = descriptors(capacity, most_tokens, padded_num_seqs)
-        # of steps that keep hidden rows: few workers have any, so they are captured only beside steps that miss them
+        # of steps that keep hidden rows: few workers have any, so they are captured only after steps missed them
         self._missing_kept = [replace(one, keeps_hidden=True) for one in self.missing]
         self._num_all = len(self.missing)
         self._device_s: dict[BatchDescriptor, float] = {}  # of captured sizes, the smallest first
         self._launches_s: list[float] = []  # host times of launches kernel by kernel
-        self._capture_s = CAPTURE_S
         self.num_bytes = 0  # of all graphs
         self._most_tokens, self._most_peak_bytes = 0, 1  # of the largest captured size
         self._lost_s: dict[BatchDescriptor, float] = {}  # by missing size: time that steps lost without it
 
     @property
     def captured(self) -> float:
-        """The fraction of sizes that were captured or dropped as not useful."""
-        return 1.0 - len(self.missing) / max(self._num_all, 1)
+        """The fraction of sizes that were captured or dropped as not useful; below 1.0 while steps miss one."""
+        num_left = len(self.missing) + sum(one.keeps_hidden for one in self._lost_s)
+        return max(1.0 - num_left / max(self._num_all, 1), 0.0)
 
-    def add_captured(self, descriptor: BatchDescriptor, measured: GraphCost, capture_s: float) -> None:
+    def add_captured(self, descriptor: BatchDescriptor, measured: GraphCost) -> None:
         """Adds a captured size."""
-        self._lost_s.pop(descriptor, None)
         self._device_s[descriptor] = measured.device_s
         self._launches_s.append(measured.launch_s)
-        self._capture_s = min(self._capture_s, capture_s)  # the first captures compile kernels
         self.num_bytes += measured.num_bytes
         if descriptor.num_tokens >= self._most_tokens:  # of a small size logits may be the most
             self._most_tokens, self._most_peak_bytes = descriptor.num_tokens, max(measured.peak_bytes, 1)
@@ -75,14 +72,20 @@ class PrefillGraphSizes:
             [one for one in missing if one != descriptor and one.num_tokens <= most]
             for missing in (self.missing, self._missing_kept)
         )
+        left = {*self.missing, *self._missing_kept}
+        self._lost_s = {one: lost_s for one, lost_s in self._lost_s.items() if one in left}
 
     def give_up(self) -> None:
         """Captures no more sizes."""
         self.missing.clear()
         self._missing_kept.clear()
+        self._lost_s.clear()
 
     def next(self) -> BatchDescriptor | None:
-        """The next size to capture in idle time; sizes that are not useful are dropped. None: none is left."""
+        """The next size to capture: the one without which steps lost most time. Sizes that are not useful are dropped.
+        None: none is left."""
+        if len(self._device_s) >= NUM_MEASURED and self._lost_s:
+            return max(self._lost_s, key=self._lost_s.__getitem__)
         while self.missing:
             is_measured = len(self._device_s) >= NUM_MEASURED
             if not is_measured or self._is_useful(self.missing[0]):
@@ -98,18 +101,17 @@ class PrefillGraphSizes:
             return None
         return best
 
-    def size_to_capture(self, step: BatchDescriptor) -> BatchDescriptor | None:
-        """The size to capture now, because steps have lost as much time without it as capturing takes."""
+    def on_step(self, step: BatchDescriptor) -> None:
+        """Counts the time that a step loses because a size is missing."""
         missing = self._missing_kept if step.keeps_hidden else self.missing
         wanted = min((one for one in missing if covers(one, step)), key=lambda one: one.num_tokens, default=None)
         if wanted is None:
-            return None
+            return
         taken = self.pick(step)
         now_s = self._eager_s(step) if taken is None else self._device_s[taken]
         lost_s = now_s - self._estimate_s(wanted.num_tokens)
         if lost_s > 0:
             self._lost_s[wanted] = self._lost_s.get(wanted, 0.0) + lost_s
-        return wanted if self._lost_s.get(wanted, 0.0) > self._capture_s else None
 
     def _is_useful(self, descriptor: BatchDescriptor) -> bool:
         """Whether launches may take the host longer than the device, by the estimate."""

@@ -1,6 +1,5 @@
 """Steps with prefills in padded sizes give the same tokens, with any padding and any time of capture."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -77,11 +76,9 @@ class GraphRecorder(CudaGraphRecorder):
         super().__init__(loop.steps, loop._layer_words)
         self.forwards: dict[BatchDescriptor, Forward] = {}
         self.samples: dict[BatchDescriptor, tuple[Sample, ...]] = {}
-        self.in_flight: dict[BatchDescriptor, int] = {}  # number of steps in flight when a size was captured
         self._loop, self._device_s = loop, device_s
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
-        self.in_flight[descriptor] = self._loop.in_flight
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_trial(words, descriptor, self._steps.pool.shape.vocab_size)
         step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
@@ -102,7 +99,7 @@ class GraphRecorder(CudaGraphRecorder):
 def with_graphs(
     runner: Runner, num: int, device_s: float = 0.0, records_layers: bool = True
 ) -> tuple[PrefillGraphs, GraphRecorder]:
-    """Captures the first `num` sizes; other sizes are captured beside steps that miss them."""
+    """Captures the first `num` sizes; others are captured by `runner.idle`."""
     loop = run_ahead(runner, CAPACITY, records_layers=records_layers)
     recorder = GraphRecorder(loop, device_s)
     loop._graphs = graphs = PrefillGraphs(loop.steps, 48, recorder)
@@ -144,57 +141,36 @@ def test_padding_does_not_change_tokens(runner: Runner, chunk: int, num_used: in
     assert sum(forward.count for one, forward in recorder.forwards.items() if one.num_decodes) > 0
 
 
-def missed(graphs: PrefillGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every second step capture a size, also if the step needs none."""
-    sizes, steps = graphs._sizes, itertools.count(1)
-
-    def due(step: BatchDescriptor) -> BatchDescriptor | None:
-        return sizes.missing[0] if sizes.missing and next(steps) % 2 == 0 else None
-
-    monkeypatch.setattr(sizes, "size_to_capture", due)
-
-
-@pytest.mark.parametrize("depth", [0, 3, 6])
-def test_sizes_are_captured_while_steps_are_in_flight(
-    runner: Runner, depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_ahead(runner, CAPACITY)
-    expected = outputs(runner, 5, 4, depth)
-    graphs, recorder = with_graphs(runner, 1)
-    missed(graphs, monkeypatch)
-    assert outputs(runner, 5, 4, depth) == expected
-    assert graphs.captured == 1.0
-    assert {one.num_decodes > 0 for one, num in recorder.in_flight.items() if num} == (
-        {True, False} if depth else set()
-    )
-
-
 @pytest.mark.parametrize("last", [2**31 - 3, 2**32 - 3])
-def test_numbers_of_steps_wrap_around(runner: Runner, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_steps_wrap_around(runner: Runner, last: int) -> None:
     """Sizes are captured before and after it."""
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, 4, 3)
-    graphs, _ = with_graphs(runner, 1)
-    missed(graphs, monkeypatch)
+    graphs, _ = with_graphs(runner, 4)
     ring, layer_words = graphs._steps.ring, graphs._recorder._layer_words  # type: ignore[attr-defined]
     ring.step = last
     layer_words.drop_trials(last)
     assert outputs(runner, 5, 4, 3) == expected
+    while graphs.capture_one():
+        pass
+    assert outputs(runner, 5, 4, 3) == expected
     assert ring.step > last + 12 and graphs.captured == 1.0 and graphs._problem == ""
 
 
-def test_steps_that_keep_missing_a_size_have_it_captured(runner: Runner) -> None:
+def test_no_size_is_captured_beside_steps(runner: Runner) -> None:
+    """What steps missed is captured in idle time, once two sizes are measured."""
     graphs, recorder = with_graphs(runner, 1)
-    graphs._sizes._capture_s = 1.5 * LAUNCH_S
-    before = graphs.captured
+    before = list(recorder.forwards)
     outputs(runner, 5, None)
-    assert before < graphs.captured < 1.0
-    assert sum(recorder.in_flight.values()) > 0
+    assert list(recorder.forwards) == before and graphs._sizes._lost_s
+    missed = max(graphs._sizes._lost_s, key=graphs._sizes._lost_s.__getitem__)
+    assert runner.idle() and runner.idle()
+    assert list(recorder.forwards)[2] == missed
 
 
 @pytest.mark.parametrize("chunk", [5, 8])
 def test_steps_that_score_prompts_have_graphs_of_their_own(runner: Runner, chunk: int) -> None:
-    """They are captured beside steps that miss them, and not in idle times."""
+    """They are captured in idle times if steps have missed them."""
 
     def scored() -> list[dict[int, TokenLogprobs]]:
         driver = Driver(runner, num_slots=CAPACITY, depth=2, chunk=chunk)
@@ -210,10 +186,14 @@ def test_steps_that_score_prompts_have_graphs_of_their_own(runner: Runner, chunk
     expected = scored()
     graphs, recorder = with_graphs(runner, 100)
     assert graphs.captured == 1.0 and not any(one.keeps_hidden for one in recorder.forwards)
-    graphs._sizes._capture_s = 0.0
     assert any(expected) and scored() == expected
+    assert graphs.captured < 1.0
+    while graphs.capture_one():
+        pass
+    assert scored() == expected
     kept = {one: forward.count for one, forward in recorder.forwards.items() if one.keeps_hidden}
-    assert sum(kept.values()) > len(kept) and {one.num_decodes > 0 for one in kept} == {True, False}
+    assert graphs.captured == 1.0 and sum(kept.values()) > len(kept)
+    assert {one.num_decodes > 0 for one in kept} == {True, False}
 
 
 def test_without_graphs_nothing_is_captured_beside_steps(runner: Runner) -> None:
@@ -278,11 +258,7 @@ def test_graphs_of_a_worker_that_sends_no_prefills_write_no_words(
         runner.collect()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_size_that_cannot_be_captured_runs_eagerly(
-    runner: Runner, beside: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`beside`: the capture is tried beside a step."""
+def test_a_size_that_cannot_be_captured_runs_eagerly(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
     run_ahead(runner, CAPACITY)
     expected = outputs(runner, 5, None)
     graphs, recorder = with_graphs(runner, 1)
@@ -291,10 +267,7 @@ def test_a_size_that_cannot_be_captured_runs_eagerly(
         raise RuntimeError("CUDA out of memory\nand more")
 
     recorder.record = fail  # type: ignore[method-assign]
-    if beside:
-        missed(graphs, monkeypatch)
-    else:
-        assert not graphs.capture_one()
+    assert not graphs.capture_one()
     assert outputs(runner, 5, None) == expected
     assert graphs.describe() == "CUDA graphs of prefills: none: CUDA out of memory"
     assert (graphs.captured, len(caplog.records)) == (1.0, 1)
@@ -303,7 +276,7 @@ def test_a_size_that_cannot_be_captured_runs_eagerly(
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window"])
 def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First sizes are captured beside steps, then all are captured; greedy outputs are equal up to ties."""
+    """First few sizes are captured, then all; greedy outputs are equal up to ties."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     score = greedy_score(BY_NAME[name].save(tmp_path).to("cuda"))
@@ -313,7 +286,6 @@ def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(loop, DeviceLoop)
     monkeypatch.setattr("blockyard.services.gpu_worker.execution.prefill_graphs.START_S", 0.0)
     loop.capture()
-    missed(loop._graphs, monkeypatch)
     ties = Ties()
     for _ in range(2):
         for i, (want, got) in enumerate(zip(expected, many(runner), strict=True)):

@@ -1,6 +1,6 @@
 """Which size a step with prefill is padded to, and which is captured next, with assumed times of two models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.execution.prefill_sizes import (
 )
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
 
-LAUNCH_S, CAPTURE_S = 0.015, 0.08
+LAUNCH_S = 0.015
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def sizes_of(capacity: int = 256, most_tokens: int = 2048) -> PrefillGraphSizes:
 
 
 def capture(sizes: PrefillGraphSizes, model: Model, descriptor: BatchDescriptor) -> None:
-    sizes.add_captured(descriptor, GraphCost(LAUNCH_S, model.device_s(descriptor.num_tokens), 0, 1000), CAPTURE_S)
+    sizes.add_captured(descriptor, GraphCost(LAUNCH_S, model.device_s(descriptor.num_tokens), 0, 1000))
 
 
 def captured(model: Model, most: int = 1000) -> tuple[PrefillGraphSizes, list[BatchDescriptor]]:
@@ -97,52 +97,55 @@ def test_a_step_is_padded_only_where_the_host_would_be_slower() -> None:
     assert slow.pick(step(0, 760)) is None, "the device would be busy for longer"
 
 
-def test_a_size_is_captured_once_steps_have_lost_the_time_of_a_capture() -> None:
-    sizes, _ = captured(SMALL, most=1)
-    some, lost_s, count = step(40, 2000, 5), 0.0, 0
-    while (due := sizes.size_to_capture(some)) is None:
-        lost_s += LAUNCH_S - SMALL.device_s(2048)
-        count += 1
-        assert count < 20
-    assert due == BatchDescriptor(48, 2048, 65, 112)
-    assert lost_s <= CAPTURE_S or count < 9, "the first capture's time is not known yet"
-    assert sizes.pick(some) is None
-    capture(sizes, SMALL, due)
-    assert sizes.pick(some) == due
-    assert sizes.size_to_capture(some) is None
-
-
-def test_a_smaller_size_is_captured_for_a_step_with_much_padding() -> None:
+def test_the_size_that_steps_missed_is_captured_next() -> None:
     sizes, _ = captured(SMALL, most=3)
     some = step(200, 100)
-    assert sizes.pick(some) == BatchDescriptor(256, 2048, 65, 256)
-    steps = next(i for i in range(1000) if sizes.size_to_capture(some))
-    assert CAPTURE_S / SMALL.device_s(2304) < steps < 100
-    assert sizes.size_to_capture(some) == BatchDescriptor(256, 128, 9, 256)
+    assert sizes.pick(some) == BatchDescriptor(256, 2048, 65, 256), "with much padding"
+    usual = sizes.next()
+    sizes.on_step(some)
+    due = sizes.next()
+    assert due == BatchDescriptor(256, 128, 9, 256) != usual
+    capture(sizes, SMALL, due)
+    assert sizes.pick(some) == due and sizes.next() == usual
+    sizes.on_step(some)
+    assert sizes.next() == usual, "none is missing"
 
 
-def test_a_slow_capture_that_compiled_does_not_delay_the_next_capture() -> None:
-    sizes = sizes_of()
-    first = sizes.next()
-    assert first is not None
-    sizes.add_captured(first, GraphCost(LAUNCH_S, SMALL.device_s(first.num_tokens), 0, 1000), 5.0)
-    assert any(sizes.size_to_capture(step(40, 2000, 5)) for _ in range(20))
+def test_the_first_sizes_predict_the_others() -> None:
+    """They are captured first whatever steps have missed."""
+    sizes, _ = captured(SMALL, most=1)
+    usual = sizes.next()
+    sizes.on_step(step(40, 2000, 5))
+    assert sizes.next() == usual
 
 
-def test_no_size_is_captured_while_the_device_is_busy() -> None:
+def test_a_size_that_keeps_hidden_rows_is_captured_only_if_steps_missed_it() -> None:
+    sizes, done = captured(SMALL)
+    assert sizes.captured == 1.0 and not any(one.keeps_hidden for one in done)
+    sizes.on_step(replace(step(0, 500), keeps_hidden=True))
+    due = sizes.next()
+    assert due is not None and due.keeps_hidden and sizes.captured < 1.0
+    capture(sizes, SMALL, due)
+    assert sizes.captured == 1.0 and sizes.next() is None
+
+
+def test_steps_that_keep_the_device_busy_miss_no_size() -> None:
     sizes, _ = captured(LARGE, most=1)
-    assert not any(sizes.size_to_capture(step(100, 1948, 4)) for _ in range(100))
+    usual = sizes.next()
+    for _ in range(100):
+        sizes.on_step(step(100, 1948, 4))
+    assert sizes.next() == usual
 
 
 def test_a_size_without_enough_memory_is_left_out() -> None:
     sizes = sizes_of()
     first = sizes.next()
     assert first is not None
-    sizes.add_captured(first, GraphCost(LAUNCH_S, 0.001, 0, MOST_BYTES // 2), CAPTURE_S)
+    sizes.add_captured(first, GraphCost(LAUNCH_S, 0.001, 0, MOST_BYTES // 2))
     assert max(one.num_tokens for one in sizes.missing) <= 2 * first.num_tokens
     second = sizes.next()
     assert second is not None
-    sizes.add_captured(second, GraphCost(LAUNCH_S, 0.001, MOST_BYTES, 1000), CAPTURE_S)
+    sizes.add_captured(second, GraphCost(LAUNCH_S, 0.001, MOST_BYTES, 1000))
     largest = max(first.num_tokens, second.num_tokens)
     assert 0 < max(one.num_tokens for one in sizes.missing) < largest, "smaller ones find room in its memory"
 
@@ -152,14 +155,14 @@ def test_logits_of_a_small_size_say_nothing_of_the_memory_of_a_large_one() -> No
     for tokens in (512, 2048):
         capture(sizes, SMALL, next(one for one in sizes.missing if one.num_tokens == tokens))
     rows = next(one for one in sizes.missing if one.num_decodes == 256 and one.num_prefill_tokens == 32)
-    sizes.add_captured(rows, GraphCost(LAUNCH_S, 0.001, 0, MOST_BYTES // 4), CAPTURE_S)
+    sizes.add_captured(rows, GraphCost(LAUNCH_S, 0.001, 0, MOST_BYTES // 4))
     assert max(one.num_tokens for one in sizes.missing) == 2048 + 256
 
 
 def test_a_size_that_keeps_the_device_as_long_as_the_host_is_used() -> None:
     sizes = sizes_of()
     for tokens in (512, 2048):
-        sizes.add_captured(BatchDescriptor(0, tokens, 9, 8), GraphCost(LAUNCH_S, 1.2 * LAUNCH_S, 0, 1000), CAPTURE_S)
+        sizes.add_captured(BatchDescriptor(0, tokens, 9, 8), GraphCost(LAUNCH_S, 1.2 * LAUNCH_S, 0, 1000))
     assert sizes.pick(step(0, 2048)) == BatchDescriptor(0, 2048, 9, 8), "a busy host would launch more slowly"
 
 
@@ -184,20 +187,17 @@ def test_layouts() -> None:
     st.lists(st.tuples(st.integers(0, 255), st.integers(2, 2048), st.integers(1, 80)), min_size=1, max_size=60),
 )
 def test_any_steps(model: Model, steps: list[tuple[int, int, int]]) -> None:
-    """A picked size holds the step and is faster; captures take at most the time lost before, but for one capture."""
-    sizes, _ = captured(model, most=1)
-    lost_s = spent_s = 0.0
+    """A picked size holds the step and is faster, as does the one that is captured for it."""
+    sizes, _ = captured(model, most=2)
     for decodes, fresh, prefills in steps:
         some = step(decodes, fresh, min(prefills, fresh // 2, 256 - decodes))
         before = len(sizes.missing)
-        if (due := sizes.size_to_capture(some)) is not None:
+        sizes.on_step(some)
+        if sizes._lost_s and (due := sizes.next()) is not None:
             assert covers(due, some)
             capture(sizes, model, due)
-            spent_s += CAPTURE_S
             assert len(sizes.missing) == before - 1
         picked = sizes.pick(some)
         if picked is not None:
             assert covers(picked, some)
             assert model.device_s(picked.num_tokens) <= max(LAUNCH_S, 1.2 * model.device_s(some.num_tokens))
-        lost_s += LAUNCH_S
-    assert spent_s <= 1.5 * lost_s
