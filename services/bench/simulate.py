@@ -14,7 +14,7 @@ from blockyard.services.bench.flags import Parser, count, positive
 from blockyard.services.bench.workload import due_times
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.supervision import child
-from blockyard.shared.config import host_memory, parsed_flags, resolve, worker_roles
+from blockyard.shared.config import host_memory, parsed_flags, resolve, worker_fields, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint, asked_length
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.flags.roles import ROLE_NAMES
@@ -159,7 +159,7 @@ def _role(workers: WorkersOfRole, model: Checkpoint, cost: CostModel) -> Simulat
     return SimulatedRole(
         role=workers.role or KVRole.BOTH,
         num_workers=workers.num_workers,
-        max_num_seqs=values.get("max-num-seqs", int),
+        max_num_seqs=values.maybe("max-num-seqs", int) or worker_fields.USUAL_SEQS,
         max_num_batched_tokens=resolve.step_tokens(values, model),
         num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
         num_host_blocks=_host_blocks(values, cost),

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
@@ -27,6 +28,7 @@ from blockyard.services.gpu_worker.memory import (
     KVMemoryNeed,
     MemoryPlan,
     length_that_fits,
+    num_seqs_for,
     plan_bytes,
     plan_cpu,
     plan_cuda,
@@ -101,11 +103,14 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     with torch.inference_mode():
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         report.note(str(loaded), *model.table.describe_unused())
+        kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
+        if config.fit_max_num_seqs and device.type == "cuda":
+            config = fit_num_seqs(config, kv_block_bytes, device)
         tuner = prepare(model, config, max_model_len, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = KVMemoryNeed(
             block_size=config.block_size,
-            block_bytes=block_bytes(model.shape, config.block_size, kv_dtype),
+            block_bytes=kv_block_bytes,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             window=window_of(model.shape.windows, max_model_len),
@@ -375,6 +380,20 @@ def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: 
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
     return device_loop.graph_bytes(model, need, dtype, config.run_ahead_penalties)
+
+
+def fit_num_seqs(config: WorkerConfig, kv_block_bytes: int, device: torch.device) -> WorkerConfig:
+    """Returns the settings with as many sequences as KV memory is good for, after the weights are loaded.
+
+    What a step and CUDA graphs take is not known yet: they grow with the number of sequences.
+    """
+    num_blocks = config.num_gpu_blocks_override
+    if num_blocks is None:
+        _, total = torch.cuda.mem_get_info(device)
+        share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+        num_blocks = (config.kv_cache_memory_bytes or share) // kv_block_bytes
+    most = num_seqs_for(num_blocks * config.block_size, config.max_num_seqs)
+    return msgspec.structs.replace(config, max_num_seqs=most)
 
 
 def plan_memory(

@@ -7,6 +7,8 @@ from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
 CPU_SHARE = 0.5  # share of free memory, unless a flag sets the size
+FEWEST_SEQS = 256  # sequences of a worker without --max-num-seqs
+TOKENS_PER_SEQ = 512  # of KV memory for each further one
 CPU_USUAL = 1 * GIB  # default size; larger only if one sequence needs more
 
 
@@ -46,6 +48,12 @@ def length_that_fits(need: KVMemoryNeed, num_blocks: int) -> int:
     """Returns the longest sequence that fits in this number of blocks, at most max_model_len."""
     room = num_blocks * need.block_size
     return need.max_model_len if room >= need.tokens_held else room
+
+
+def num_seqs_for(tokens: int, most: int) -> int:
+    """Returns how many sequences may run where KV memory holds so many tokens, without --max-num-seqs: a multiple of 64
+    from FEWEST_SEQS to `most`."""
+    return min(max(tokens // TOKENS_PER_SEQ // 64 * 64, FEWEST_SEQS), most)
 
 
 def blocks_of(tokens: int, block_size: int) -> int:

@@ -185,7 +185,7 @@ def scheduler(
         | {
             "served_model_names": served_names(values),
             "root": model.name,
-            "max_num_seqs": max(each.get("max-num-seqs", int) for each in of_workers),
+            "max_num_seqs": max(worker_fields.num_seqs(each) for each in of_workers),
             "max_num_batched_tokens": max(budgets),
             "depth": run_ahead(values),
             "block_scope": block_scope(values, model),
@@ -214,6 +214,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
             "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
+            **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),
             "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
         },
@@ -275,7 +276,7 @@ def run_ahead(values: Values) -> int | None:
 def step_tokens(values: Values, model: Checkpoint) -> int:
     """Returns the most tokens of a step. Raises ConfigError if there are fewer than running sequences."""
     asked = values.maybe("max-num-batched-tokens", int)
-    least = values.get("max-num-seqs", int)
+    least = values.maybe("max-num-seqs", int) or worker_fields.USUAL_SEQS
     if asked is not None:
         if asked < least:
             raise ConfigError(
@@ -291,7 +292,7 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
     # a full batch must leave tokens for prompts, or new requests would wait until others end
-    return max(usual, 2 * least)
+    return max(usual, 2 * worker_fields.num_seqs(values))
 
 
 def _numbered(role: str, values: Values, flag: str) -> list[tuple[int, str]]:

@@ -14,6 +14,7 @@ from blockyard.shared.errors import ConfigError
 
 FLAG = "compilation-config"
 LEVELS = range(4)
+USUAL_SEQS, MOST_SEQS = 256, 1024  # without --max-num-seqs: of a worker on the CPU; the most of one on a GPU
 
 
 class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,6 +35,20 @@ def graph_fields(values: Values) -> dict[str, Any]:
         "fused_steps": asked.level >= 2,
         "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
     }
+
+
+def seq_fields(values: Values) -> dict[str, Any]:
+    """Returns WorkerConfig's limit of sequences, and whether the worker lowers it to what its KV memory is good for."""
+    return {"max_num_seqs": num_seqs(values), "fit_max_num_seqs": not values.is_given("max-num-seqs")}
+
+
+def num_seqs(values: Values) -> int:
+    """Returns the most sequences that may run at a time: --max-num-seqs, or the highest that a worker sets itself."""
+    asked = values.maybe("max-num-seqs", int)
+    if asked is not None:
+        return asked
+    budget = values.maybe("max-num-batched-tokens", int) or MOST_SEQS
+    return max(min(MOST_SEQS, budget), USUAL_SEQS) if kv_on_gpu(values) else USUAL_SEQS
 
 
 def _read(values: Values, given: str) -> Compilation:

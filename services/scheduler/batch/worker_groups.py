@@ -5,7 +5,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ReadOnly
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
@@ -57,7 +57,7 @@ class WorkerGroup:
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.plan_clock = PlanClock()
         self.kv_cache = KVCacheManager(geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats)
-        self.slots = IdPool(limits.num_slots, self.plan_clock)
+        self.slots = IdPool(replace(limits, max_num_seqs=self.max_num_seqs).num_slots, self.plan_clock)
         self.max_model_len = min(geometry.max_model_len, self.kv_cache.window.max_len(geometry.num_blocks))
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self._running: list[RunningSequence] = []

@@ -137,9 +137,9 @@ SCHEDULER = (
     Flag(
         "max-num-seqs",
         FlagKind.INT,
-        256,
-        "Most sequences that run at a time.",
-        ("worker.max_num_seqs", "scheduler.max_num_seqs"),
+        None,
+        "Most sequences that run at a time; unset: 256 on CPU, on a GPU one for each 512 tokens that KV memory holds, "
+        "256 to 1024.",
         ge=1,
     ),
     Flag(

@@ -67,6 +67,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     swap_space_gib: float = 0.0  # host memory for KV blocks
     cpu_offload_gib: float = 0.0  # weights of layers that stay in host memory
     max_num_seqs: int = 256
+    fit_max_num_seqs: bool = False  # lower it to one for each 512 tokens of KV memory, but not below 256
     max_num_batched_tokens: int = 2048
     model_impl: Literal["auto", "transformers"] = "auto"
     seed: int = 0  # of dummy weights

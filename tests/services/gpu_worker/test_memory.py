@@ -9,7 +9,15 @@ import torch
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.kv.pool import block_bytes
-from blockyard.services.gpu_worker.memory import GIB, KVMemoryNeed, length_that_fits, plan_bytes, plan_cpu, plan_cuda
+from blockyard.services.gpu_worker.memory import (
+    GIB,
+    KVMemoryNeed,
+    length_that_fits,
+    num_seqs_for,
+    plan_bytes,
+    plan_cpu,
+    plan_cuda,
+)
 from blockyard.shared.errors import LoadError
 
 KIB = 1 << 10
@@ -139,3 +147,11 @@ def test_a_worker_offers_the_context_of_its_settings(tmp_path: Path) -> None:
         tmp_path, max_num_seqs=5, max_num_batched_tokens=40, num_gpu_blocks_override=30, max_model_len=100
     ).geometry
     assert (found.max_num_seqs, found.max_num_batched_tokens, found.num_blocks, found.max_model_len) == (5, 40, 30, 100)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "seqs"),
+    [(0, 1024, 256), (434_528, 1024, 832), (300_000, 1024, 576), (9**9, 1024, 1024), (9**9, 300, 300)],
+)
+def test_the_number_of_sequences_follows_from_kv_room(tokens: int, most: int, seqs: int) -> None:
+    assert num_seqs_for(tokens, most) == seqs

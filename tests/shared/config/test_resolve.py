@@ -288,6 +288,24 @@ def test_a_full_batch_leaves_room_for_prompts() -> None:
     assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == 3000
     asked = deploy("--max-num-seqs", "1500", "--max-num-batched-tokens", "1500")
     assert asked.scheduler.max_num_batched_tokens == 1500
+    assert not asked.workers[0].fit_max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("flags", "seqs"),
+    [
+        (("--device", "cpu"), 256),
+        (("--device", "cuda"), 1024),
+        (("--device", "cuda", "--max-num-batched-tokens", "700"), 700),
+        (("--device", "cuda", "--max-num-seqs", "9"), 9),
+        (("--device", "cuda", "--worker-cls", "mock"), 256),
+    ],
+)
+def test_a_worker_on_a_gpu_sets_its_number_of_sequences_itself(flags: tuple[str, ...], seqs: int) -> None:
+    ring = deploy(*flags)
+    assert ring.scheduler.max_num_seqs == ring.workers[0].max_num_seqs == seqs
+    assert ring.workers[0].fit_max_num_seqs == ("--max-num-seqs" not in flags)
+    assert ring.scheduler.max_num_batched_tokens >= seqs
 
 
 @pytest.mark.parametrize(

@@ -37,3 +37,4 @@ def test_a_step_holds_what_both_scheduler_and_worker_allow(limit: int, takes: in
         CacheStats(),
     )
     assert (group.max_num_seqs, group.max_num_batched_tokens) == (takes, takes)
+    assert group.slots.num_free == takes + takes // 8, "a worker with fewer sequences has fewer slots"
