@@ -4,6 +4,7 @@ import torch
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
+from blockyard.services.gpu_worker.execution.eager import MOST_SAMPLED
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -26,7 +27,7 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
-    _sample(model.logits(hidden[-min(need.max_num_seqs, tokens) :]).float())
+    _sample(model.logits(hidden[-min(need.max_num_seqs, tokens, MOST_SAMPLED) :]).float())
     model.logits(hidden[-ROWS_AT_ONCE:])
     for max_seq_len in (need.max_model_len, FEW):  # compiles attention with split-KV and without
         _prefill(model, pool, min(tokens, FEW), max_seq_len)

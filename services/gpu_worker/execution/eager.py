@@ -16,6 +16,8 @@ from blockyard.services.gpu_worker.sampling.logprobs import PromptLogprobs
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import FinishReason, SlotResult
 
+MOST_SAMPLED = 256  # rows at once: each needs several rows of the vocabulary in float32
+
 
 class DeviceSteps(Protocol):
     """Computes steps on a GPU: `device_loop.DeviceLoop`."""
@@ -98,14 +100,14 @@ class HostSteps:
             if finish is not None:
                 table.finish(slot)
             results.append(SlotResult(slot, [], lengths[place], finish))
-        if not ready:
-            return results
-        chosen = slots[ready]
-        rows = hidden if logits is None else logits
-        if len(ready) < len(rows):
-            rows = rows.index_select(0, self._tensor(last[ready]))
-        sampled = batch.sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
-        return results + batch.append_sampled(sampled, chosen)
+        for i in range(0, len(ready), MOST_SAMPLED):
+            part = ready[i : i + MOST_SAMPLED]
+            chosen, rows = slots[part], hidden if logits is None else logits
+            if len(part) < len(rows):
+                rows = rows.index_select(0, self._tensor(last[part]))
+            sampled = batch.sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
+            results += batch.append_sampled(sampled, chosen)
+        return results
 
     def _tensor(self, values: Ints) -> Tensor:
         return torch.from_numpy(values).to(self._pool.device, non_blocking=True)

@@ -154,6 +154,16 @@ def test_batched_chunked_preempted_and_ahead_equal_alone(
     assert len(driver.free_blocks) == runner.geometry.num_blocks
 
 
+def test_more_rows_than_are_sampled_at_once(
+    runner: Runner, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.eager.MOST_SAMPLED", 2)
+    driver = Driver(runner)
+    streams = [driver.add(*one) for one in STREAMS]
+    driver.run()
+    assert [stream.output for stream in streams] == alone
+
+
 # --- how a choice ends ------------------------------------------------------------------------------------------------
 
 

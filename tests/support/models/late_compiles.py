@@ -16,11 +16,11 @@ from tiny_models import VOCAB, start
 
 from blockyard.shared.messages import Sampling
 
-LENGTH, STREAMS = 700, 120
+LENGTH, STREAMS = 190, 120
 
 
 def compiled_late(folder: Path) -> list[str]:
-    runner = start(folder, device="cuda", max_model_len=LENGTH + 64, max_num_batched_tokens=512, max_num_seqs=64)
+    runner = start(folder, device="cuda", max_model_len=LENGTH + 64, max_num_batched_tokens=256, max_num_seqs=64)
     names: list[str] = []
 
     def on_compile(*, src: Any, cache_hit: bool, **_: object) -> None:
@@ -29,7 +29,7 @@ def compiled_late(folder: Path) -> list[str]:
 
     triton.knobs.compilation.listener = on_compile
     rng = np.random.default_rng(0)
-    driver = Driver(runner, num_slots=60, depth=3, chunk=137)
+    driver = Driver(runner, num_slots=60, depth=3, chunk=87)
     for i in range(STREAMS):
         prompt = rng.integers(2, VOCAB, int(rng.integers(1, LENGTH))).tolist()
         edits = {} if i % 3 else {"presence_penalty": 0.5, "num_logprobs": i % 6}
