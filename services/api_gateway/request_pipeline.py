@@ -83,7 +83,9 @@ class RequestPipeline:
                 beam=request.choices.beam,
             )
             logs = [ChoiceLog(k, sink) for k, sink in enumerate(sinks)]
-            entry = JournalEntry(frame, logs, generation, arrived_s, request.choices.returned)
+            entry = JournalEntry(
+                frame, logs, generation, arrived_s, request.choices.returned, request.options.no_output
+            )
             if echoes:
                 for sink in sinks:
                     sink.prepend(Echo(*echoes[i], entry.prompt_logprobs))

@@ -37,6 +37,7 @@ ABANDON_S = 1.0  # time to write the error to requests that the drain timeout en
 _HANDLING: dict[str, Any] = {
     "handler_cancellation": True,  # a client that disconnects cancels its handler
     "access_log": None,
+    "auto_decompress": False,  # bodies are decoded by `Uploads`
     "logger": http_logger(),
     "keepalive_timeout": KEEPALIVE_S,
     "shutdown_timeout": ABANDON_S,

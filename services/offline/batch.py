@@ -19,6 +19,7 @@ from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
+from blockyard.shared.ring_client.request_fields.sampling_fields import fitting_truncation
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
 
 NO_PARSERS = ToolDefaults()
@@ -164,12 +165,16 @@ class RequestBatch:
         works = [self._work(f"{self._name}-{i}", request) for i, request in enumerate(self._requests)]
         done = await self._tokenize_all(works)
         cut = [
-            kept_end(work, whole, request.params.truncate, work.want_text)
-            for work, whole, request in zip(works, done, self._requests, strict=True)
-            if request.params.truncate is not None
+            kept_end(work, whole, kept, work.want_text)
+            for work, whole, kept in zip(works, done, map(self._kept, self._requests), strict=True)
+            if kept is not None
         ]
         again = {answer.request_id: answer for answer in await self._tokenize_all(cut)}
         return [again.get(whole.request_id, whole) for whole in done]
+
+    def _kept(self, request: OfflineRequest) -> int | None:
+        params = request.params
+        return fitting_truncation(params.truncate, params.max_tokens, self._card.max_model_len)
 
     def _work(self, request_id: str, request: OfflineRequest) -> Tokenize:
         params, reading = request.params, request.prompt.reading

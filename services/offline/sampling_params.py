@@ -26,6 +26,7 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import (
 )
 
 DEFAULT_GRAMMARS = GrammarDefaults()
+UNKNOWN_VOCAB = 2**32 - 1  # ids that fit a frame
 GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 # fields of vLLM that are not supported -> values without an effect
@@ -113,8 +114,11 @@ def read(
             raise not_built(name)
     if not params.detokenize and params.stop:
         raise RequestError("stop strings need text: detokenize must be true", "stop")
-    for name in ("logprobs", "prompt_logprobs"):
-        limits.integer(name, getattr(params, name), 0, 0, max_logprobs)
+    most = limits.ALL_LOGPROBS if max_logprobs is None else max_logprobs
+    num_logprobs, of_prompt = (
+        limits.num_logprobs(name, getattr(params, name), most, UNKNOWN_VOCAB if vocab_size is None else vocab_size)
+        for name in ("logprobs", "prompt_logprobs")
+    )
     limits.integer("max_tokens", params.max_tokens, 1, 1)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError(
@@ -133,8 +137,8 @@ def read(
         sampling=choices.sampling(
             msgspec.structs.replace(
                 sampling,
-                num_logprobs=params.logprobs,
-                num_prompt_logprobs=params.prompt_logprobs,
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=of_prompt,
                 logits_processors=named,
             )
         ),
@@ -145,7 +149,7 @@ def read(
         truncate=read_truncation(params),
         bad_words=read_bad_words(params),
         detokenize=params.detokenize,
-        num_logprobs=params.logprobs,
+        num_logprobs=num_logprobs,
         grammar=grammar.grammar if grammar is not None else None,
     )
 

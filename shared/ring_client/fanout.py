@@ -60,6 +60,8 @@ class Fanout:
     def _first(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         choice.on_first_token(now, delta.queued_s or 0.0)
         self._meters.first_token(entry, now)
+        if entry.hides_output:
+            self._meters.add_output_tokens(-len(delta.token_ids))  # `text` counts them with all others
         if delta.finish != FinishReason.FAILED:  # a failure before any output is a status code
             entry.accept()
 

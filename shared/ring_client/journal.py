@@ -100,6 +100,7 @@ class JournalEntry:
         "gaps",
         "has_output",
         "heard_s",
+        "hides_output",
         "not_before_s",
         "num_open",
         "num_returned",
@@ -118,16 +119,19 @@ class JournalEntry:
         owner: RequestOwner,
         now: float,
         num_returned: int | None = None,
+        hides_output: bool = False,
     ) -> None:
         """`request`: the frame to send, without attempt and choices. `now`: arrival of the client's request.
 
-        `num_returned`: choices returned to the client; None: all.
+        `num_returned`: choices returned to the client; None: all. `hides_output`: its one token is sampled for the
+        log-probabilities of the prompt, and counts nowhere.
         """
         self.request = request
         self.request_id = request.request_id
         self.choices = choices
         self.owner = owner
         self.num_returned = len(choices) if num_returned is None else num_returned
+        self.hides_output = hides_output
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while no scheduler is ready
         self.detokenizer: int | None = None

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from blockyard.services.api_gateway.http.content_encoding import DAMAGED, FIELD, Decoder, open_decoder
 from blockyard.shared.errors import RequestError
 
 SMALL_BYTES = 64 * 1024  # bodies up to this size may use the whole sum, larger ones only a part
@@ -26,14 +27,18 @@ class Uploads:
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncIterator[bytes]:
-        """The whole body, decompressed, counted until the block is left. Raises RequestError: 408, 413 or 503."""
+        """The whole body, decoded, counted until the block is left. Raises RequestError: 400, 408, 413, 415 or 503."""
         body = _Body(self)
         try:
             self._check_announced(request.content_length or 0)
+            decoder = open_decoder(request)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    async for chunk in request.content.iter_any():
-                        body.add(chunk)
+                    if decoder is None:
+                        async for chunk in request.content.iter_any():
+                            body.add(chunk)
+                    else:
+                        await _decode(request, decoder, body)
             except TimeoutError as e:
                 said = f"the body did not arrive within {self._timeout_s:g} s"
                 raise RequestError(said, "body", status=408) from e
@@ -64,6 +69,21 @@ class Uploads:
                 status=503,
                 retry_after_s=RETRY_AFTER_S,
             )
+
+
+async def _decode(request: web.Request, decoder: Decoder, body: "_Body") -> None:
+    """Raises RequestError for a damaged body, and as soon as the decoded body is too large."""
+    try:
+        async for chunk in request.content.iter_any():
+            for piece in decoder.decode(chunk):
+                body.add(piece)
+                await asyncio.sleep(0)  # open streams are written in between
+    except RequestError:
+        raise
+    except (*DAMAGED, ValueError) as e:
+        raise RequestError(f"the body cannot be decoded: {e}", FIELD) from e
+    if not decoder.is_complete():
+        raise RequestError("the body cannot be decoded: it ends too early", FIELD)
 
 
 class _Body:

@@ -33,6 +33,7 @@ class ResponseOptions:
     continuous_usage: bool = False
     logprobs: bool = False
     num_top: int = 0  # top candidates listed for each token
+    tokens_as_ids: bool = False  # log-probabilities show tokens as `token_id:N`
     prompt_logprobs: int | None = None  # top candidates listed for each prompt token; None: no prompt log-probabilities
     echo: bool = False
     token_ids: bool = False

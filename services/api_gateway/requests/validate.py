@@ -24,6 +24,7 @@ from blockyard.shared.ring_client.request_fields.output_format import (
 )
 from blockyard.shared.ring_client.request_fields.reasoning import read_thinking_budget
 from blockyard.shared.ring_client.request_fields.sampling_fields import (
+    fitting_truncation,
     read_bad_words,
     read_salt,
     read_sampling,
@@ -41,15 +42,12 @@ def parse_chat(
     """`name` is the unique part of the answer's id. Raises RequestError."""
     if request.echo:
         raise RequestError("echo is for /v1/completions; a chat answer does not repeat its messages", "echo")
-    field, asked = "max_tokens", request.max_tokens
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise RequestError("max_tokens and max_completion_tokens are two names of one field", "max_completion_tokens")
+    asked = limits.max_tokens("max_tokens", request.max_tokens, None)
     if request.max_completion_tokens is not None:
-        if asked is not None:
-            raise RequestError(
-                "max_tokens and max_completion_tokens are two names of one field", "max_completion_tokens"
-            )
-        field, asked = "max_completion_tokens", request.max_completion_tokens
-    limits.integer(field, asked, 0, 1)
-    num_top = limits.integer("top_logprobs", request.top_logprobs, 0, 0, config.max_logprobs)
+        asked = limits.max_tokens("max_completion_tokens", request.max_completion_tokens, None)
+    num_top = limits.num_logprobs("top_logprobs", request.top_logprobs, config.max_logprobs, card.vocab_size) or 0
     if num_top and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     tools = _tools(request, config)
@@ -70,8 +68,9 @@ def parse_chat(
     grammar = read_grammar(request, config.grammars)
     if tools is not None:
         grammar = calls_grammar(output, tools, formats, config.grammars, grammar)
-    parsed = _generate_request(request, options, card, config, [prompt], num_logprobs, request.prompt_logprobs, grammar)
-    return _with_output(replace(parsed, prompt_field="messages", max_tokens=asked, tools=tools), output, formats)
+    of_prompt = options.prompt_logprobs
+    parsed = _generate_request(request, options, card, config, [prompt], asked, num_logprobs, of_prompt, grammar)
+    return _with_output(replace(parsed, prompt_field="messages", tools=tools), output, formats)
 
 
 def _with_output(request: GenerateRequest, output: OutputForm | None, formats: OutputFormats) -> GenerateRequest:
@@ -104,27 +103,26 @@ def _tools(request: ChatRequest, config: GatewayConfig) -> ToolUse | None:
 
 
 def parse_completion(request: CompletionRequest, card: ModelCard, config: GatewayConfig, name: str) -> GenerateRequest:
-    echo, asked = bool(request.echo), request.max_tokens
-    limits.integer("max_tokens", asked, 0, 0 if echo else 1)
-    num_top, of_prompt = request.logprobs, request.prompt_logprobs
-    if num_top is not None:
-        limits.integer("logprobs", num_top, 0, 0, config.max_logprobs)
-        if echo:
-            of_prompt = max(num_top, of_prompt or 0)
+    echo = bool(request.echo)
+    asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
+    num_top = limits.num_logprobs("logprobs", request.logprobs, config.max_logprobs, card.vocab_size)
     prompts = [
         msgspec.structs.replace(p, add_special_tokens=request.add_special_tokens, want_text=echo and p.text is None)
         for p in completion_prompts(request.prompt, card)
     ]
+    common = _response_options(request, card, config, name)
+    of_prompt = common.prompt_logprobs
+    if num_top is not None and echo:
+        of_prompt = max(num_top, of_prompt or 0)
     options = replace(
-        _response_options(request, card, config, name),
+        common,
         logprobs=num_top is not None,
         num_top=num_top or 0,
         echo=echo,
         no_output=asked == 0,
     )
     grammar = read_grammar(request, config.grammars)
-    parsed = _generate_request(request, options, card, config, prompts, num_top, of_prompt, grammar)
-    return replace(parsed, max_tokens=DEFAULT_SAMPLING.max_tokens if asked is None else asked)
+    return _generate_request(request, options, card, config, prompts, asked, num_top, of_prompt, grammar)
 
 
 def _response_options(request: GenerationFields, card: ModelCard, config: GatewayConfig, name: str) -> ResponseOptions:
@@ -136,10 +134,10 @@ def _response_options(request: GenerationFields, card: ModelCard, config: Gatewa
     continuous_usage = bool(
         stream_options is not None and stream_options.continuous_usage_stats and include_usage is not False
     )
-    if request.prompt_logprobs is not None:
-        limits.integer("prompt_logprobs", request.prompt_logprobs, 0, 0, config.max_logprobs)
-        if request.stream:
-            raise RequestError("prompt_logprobs is only for answers that are not streamed", "prompt_logprobs")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs is only for answers that are not streamed", "prompt_logprobs")
+    of_prompt = limits.num_logprobs("prompt_logprobs", request.prompt_logprobs, config.max_logprobs, card.vocab_size)
+    as_ids = request.return_tokens_as_token_ids
     return ResponseOptions(
         api=Api.COMPLETIONS,
         answer_id="cmpl-" + name,
@@ -149,7 +147,8 @@ def _response_options(request: GenerationFields, card: ModelCard, config: Gatewa
         stream=bool(request.stream),
         include_usage=bool(include_usage) or continuous_usage,
         continuous_usage=continuous_usage,
-        prompt_logprobs=request.prompt_logprobs,
+        prompt_logprobs=of_prompt,
+        tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,
         token_ids=bool(request.return_token_ids),
         stamps=bool(request.return_stamps),
         prompt_tokens_details=config.enable_prompt_tokens_details,
@@ -162,6 +161,7 @@ def _generate_request(
     card: ModelCard,
     config: GatewayConfig,
     prompts: list[Tokenize],
+    max_tokens: int | None,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
     grammar: FieldGrammar | None,
@@ -188,8 +188,8 @@ def _generate_request(
         reasoning_end = ""
     if grammar is not None and choices.beam is not None:
         raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
-    salt, bad_words, truncate = read_salt(request.cache_salt), read_bad_words(request), read_truncation(request)
-    as_ids = request.return_tokens_as_token_ids
+    salt, bad_words = read_salt(request.cache_salt), read_bad_words(request)
+    truncate = fitting_truncation(read_truncation(request), max_tokens, card.max_model_len)
     sampling = read_sampling(request, card.vocab_size, config.defaults)
     return GenerateRequest(
         card=card,
@@ -215,10 +215,10 @@ def _generate_request(
                 logits_processors=processors,
             )
         ),
-        text=read_text_options(request, config.return_tokens_as_token_ids if as_ids is None else as_ids),
+        text=read_text_options(request, options.tokens_as_ids),
         choices=choices,
         seed=None if request.seed is None else request.seed % 2**64,
-        max_tokens=None,
+        max_tokens=max_tokens,
         max_new_tokens=config.defaults.max_new_tokens,
         truncate=truncate,
         user=limits.name("user", request.user, limits.MAX_USER_CHARS),

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from blockyard.services.api_gateway.responses.text_offsets import TextOffsets
 from blockyard.shared.messages import TextLogprobs
 
 FLOOR = -9999.0  # shown for minus infinity, which JSON does not have
@@ -64,26 +65,24 @@ def chat_logprobs(tokens: list[TextLogprobs], num_top: int) -> ChatLogprobs:
 
 
 def completion_logprobs(
-    tokens: list[TextLogprobs], num_top: int, offset: int, first_token: str | None = None
+    tokens: list[TextLogprobs], num_top: int, offsets: TextOffsets, text: str, first_token: str | None = None
 ) -> CompletionLogprobs:
-    """`offset` is where the first token's text begins; `first_token` is a prompt token without a log-probability."""
-    out = CompletionLogprobs([], [], [], [])
-    if first_token is not None:
-        out.text_offset.append(offset)
-        out.token_logprobs.append(None)
-        out.tokens.append(first_token)
-        out.top_logprobs.append(None)
-        offset += len(first_token)
+    """`text` came with the tokens; `first_token` is a prompt token without a log-probability, before the others."""
+    first = [] if first_token is None else [first_token]
+    out = CompletionLogprobs(
+        offsets.take([one.encode() for one in first] + [t.token for t in tokens], text),
+        [None] * len(first),
+        [*first],
+        [None] * len(first),
+    )
     for t in tokens:
-        text = show(t.token)
-        top = {text: floored(t.logprob)}  # the sampled token comes first
+        shown = show(t.token)
+        top = {shown: floored(t.logprob)}  # the sampled token comes first
         for candidate, logprob in zip(t.top_tokens[:num_top], t.top_logprobs, strict=False):
             top.setdefault(show(candidate), floored(logprob))
-        out.text_offset.append(offset)
         out.token_logprobs.append(floored(t.logprob))
-        out.tokens.append(text)
+        out.tokens.append(shown)
         out.top_logprobs.append(top)
-        offset += len(text)
     return out
 
 

@@ -36,6 +36,8 @@ class StreamedResponses:
         chunked = http_request.version >= (1, 1)
         if chunked:
             response.enable_chunked_encoding()
+        else:  # only the close ends a body without length, also if the client asks for keep-alive
+            response.force_close()
         await response.prepare(http_request)
         transport = http_request.transport
         if transport is None:

@@ -65,9 +65,9 @@ MODEL = (
         "max-logprobs",
         FlagKind.INT,
         20,
-        "Most log-probabilities per position that a request may ask for.",
+        "Most log-probabilities per position that a request may ask for; -1: the whole vocabulary.",
         ("gateway.max_logprobs",),
-        ge=0,
+        ge=-1,
     ),
     Flag(
         "seed",

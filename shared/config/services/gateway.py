@@ -91,7 +91,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     grammars: GrammarDefaults = GrammarDefaults()
     tools: ToolDefaults = ToolDefaults()
     chat_template_kwargs: dict[str, Any] = {}  # of requests that do not set them
-    max_logprobs: int = 20
+    max_logprobs: int = 20  # -1: the whole vocabulary
     logits_processors: list[str] = []  # importable by the worker; applied to every request
     logits_processor_pattern: str = ""  # regular expression of the processors that requests may name; empty: none
     return_tokens_as_token_ids: bool = False

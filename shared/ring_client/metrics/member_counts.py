@@ -158,6 +158,7 @@ class SchedulerTotals:
 
     running: int
     waiting: int
+    arriving: int  # of the waiting ones: their KV blocks come from another worker
     blocks_used: int
     blocks_total: int
     preemptions: int
@@ -182,6 +183,7 @@ def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
     return SchedulerTotals(
         sum(one.running for one in stats),
         sum(one.waiting for one in stats),
+        sum(one.arriving for one in stats),
         sum(one.blocks_used for one in stats),
         sum(one.blocks_total for one in stats),
         total("preemptions_total"),

@@ -78,7 +78,8 @@ class Meters:
     def choice_ended(self, entry: JournalEntry, choice: ChoiceLog, finish: FinishReason, now: float) -> None:
         """Counts a choice that has all its tokens."""
         self.ended[finish] += 1
-        num_tokens, first_s = len(choice.output_ids), choice.first_s or now
+        hides, first_s = entry.hides_output, choice.first_s or now
+        num_tokens = 0 if hides else len(choice.output_ids)
         decode_s = now - first_s
         prefill_s = max(0.0, first_s - entry.opened_s - choice.queued_s)
         self.e2e.observe(now - entry.arrived_s)
@@ -90,9 +91,9 @@ class Meters:
         self.prompt_sizes.observe(entry.num_prompt_tokens)
         self.computed_sizes.observe(entry.num_prompt_tokens - entry.cached_tokens)
         self.output_sizes.observe(num_tokens)
-        self.max_tokens.observe(entry.request.sampling.max_tokens)
+        self.max_tokens.observe(0 if hides else entry.request.sampling.max_tokens)
         if entry.num_open == 0:
-            self.longest_sizes.observe(max(len(one.output_ids) for one in entry.choices))
+            self.longest_sizes.observe(0 if hides else max(len(one.output_ids) for one in entry.choices))
             self.num_choices.observe(entry.num_returned)
 
     def responded(self, status: int) -> None:

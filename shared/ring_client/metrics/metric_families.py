@@ -52,6 +52,11 @@ def _by_status(meters: Meters) -> list[MetricSample]:
     return [MetricSample(count, (("status", status),)) for status, count in sorted(meters.responses.items())]
 
 
+def _waiting_by_reason(totals: SchedulerTotals) -> list[MetricSample]:
+    counts = {"capacity": totals.waiting - totals.arriving, "deferred": totals.arriving}
+    return [MetricSample(count, (("reason", reason),)) for reason, count in counts.items()]
+
+
 OF_CLIENT: tuple[Family[Meters], ...] = (
     Family("requests", "Requests that were sent into the ring.", MetricKind.COUNTER, lambda m: m.requests, ours=True),
     Family("requests_resent", "Requests sent again after a loss.", MetricKind.COUNTER, lambda m: m.resent, ours=True),
@@ -121,6 +126,12 @@ OF_SCHEDULERS: tuple[Family[SchedulerTotals], ...] = (
     Family("num_requests_running", "Choices in the batches.", MetricKind.GAUGE, lambda s: s.running),
     Family("num_requests_waiting", "Choices that wait in the scheduler.", MetricKind.GAUGE, lambda s: s.waiting),
     Family(
+        "num_requests_waiting_by_reason",
+        "Choices that wait: for a place in a batch (capacity), or for KV blocks from another worker (deferred).",
+        MetricKind.GAUGE,
+        _waiting_by_reason,
+    ),
+    Family(
         "kv_cache_usage_perc",
         "Share of KV blocks in use, 0 to 1.",
         MetricKind.GAUGE,
@@ -129,9 +140,19 @@ OF_SCHEDULERS: tuple[Family[SchedulerTotals], ...] = (
     ),
     Family("num_preemptions", "Preemptions.", MetricKind.COUNTER, lambda s: s.preemptions),
     Family(
-        "prefix_cache_queries", "Tokens looked up in the prefix cache.", MetricKind.COUNTER, lambda s: s.prefix_queries
+        "prefix_cache_queries",
+        "Tokens looked up in the prefix cache.",
+        MetricKind.COUNTER,
+        lambda s: s.prefix_queries,
+        former="gpu_prefix_cache_queries",
     ),
-    Family("prefix_cache_hits", "Tokens found in the prefix cache.", MetricKind.COUNTER, lambda s: s.prefix_hits),
+    Family(
+        "prefix_cache_hits",
+        "Tokens found in the prefix cache.",
+        MetricKind.COUNTER,
+        lambda s: s.prefix_hits,
+        former="gpu_prefix_cache_hits",
+    ),
     Family(
         "iteration_tokens_total",
         "Tokens of a step: of prompts computed plus generated.",

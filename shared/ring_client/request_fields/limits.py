@@ -16,6 +16,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_LISTED = 1024  # entries of logit_bias, bad_words, stop_token_ids
 MAX_SALT_CHARS = 256
+UNLIMITED = -1  # of max_tokens
+ALL_LOGPROBS = -1  # the whole vocabulary, also as --max-logprobs
 MAX_USER_CHARS = 512
 
 
@@ -57,6 +59,23 @@ def integer(field: str, value: int | None, default: int, low: int, high: int | N
         right = "" if high is None else f" and at most {high}"
         raise RequestError(f"{field} must be at least {low}{right}, got {value}", field)
     return value
+
+
+def max_tokens(field: str, value: int | None, default: int | None, low: int = 1) -> int | None:
+    """The most output tokens; None is no limit, for which some clients send -1."""
+    if value == UNLIMITED:
+        return None
+    return default if value is None else integer(field, value, 0, low)
+
+
+def num_logprobs(field: str, value: int | None, most: int, vocab_size: int) -> int | None:
+    """How many candidates of a position are shown; -1, also for `most`, stands for the whole vocabulary."""
+    high = vocab_size if most == ALL_LOGPROBS else most
+    if value != ALL_LOGPROBS:
+        return None if value is None else integer(field, value, 0, 0, high)
+    if vocab_size > high:
+        raise RequestError(f"{field} -1 is all {vocab_size} tokens, and --max-logprobs is {high}", field)
+    return vocab_size
 
 
 def name(field: str, value: str | None, most: int) -> str:

@@ -9,6 +9,7 @@ from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, TextOptions
 from blockyard.shared.ring_client.request_fields import limits
 
 SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1  # as signed or as unsigned
+FITTING = -1  # of truncate_prompt_tokens: as many ids as fit
 
 
 class SamplingRequest(Protocol):
@@ -83,9 +84,24 @@ def read_text_options(request: SamplingRequest, tokens_as_ids: bool = False) -> 
 
 
 def read_truncation(request: SamplingRequest) -> int | None:
-    """How many of the prompt's last ids are kept; None: all."""
-    limits.integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, 1)
+    """How many of the prompt's last ids are kept; None: all. FITTING: see `fitting_truncation`."""
+    if request.truncate_prompt_tokens != FITTING:
+        limits.integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, 1)
     return request.truncate_prompt_tokens
+
+
+def fitting_truncation(truncate: int | None, max_tokens: int | None, max_model_len: int) -> int | None:
+    """Replaces FITTING by what `max_tokens` of output (None: one token) leave of the context. Raises RequestError."""
+    if truncate != FITTING:
+        return truncate
+    left = max_model_len - (1 if max_tokens is None else max_tokens)
+    if left < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens -1 keeps what max_tokens leaves of the context, and {max_tokens} leaves nothing "
+            f"of {max_model_len}",
+            "truncate_prompt_tokens",
+        )
+    return left
 
 
 def read_bad_words(request: SamplingRequest) -> list[str]:

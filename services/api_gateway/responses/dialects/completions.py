@@ -23,6 +23,7 @@ from blockyard.services.api_gateway.responses.dialects.openai_fields import (
     usage_info,
 )
 from blockyard.services.api_gateway.responses.logprobs import CompletionLogprobs, completion_logprobs
+from blockyard.services.api_gateway.responses.text_offsets import TextOffsets
 from blockyard.shared.output_parsing.parts import Part
 from blockyard.shared.ring_client.metrics.meters import REASONS
 
@@ -55,13 +56,13 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
 class CompletionEvents:
     """The events of one choice. The first one has the prompt's ids."""
 
-    __slots__ = ("_offset", "_options", "_prompt_ids", "text_head", "text_tail")
+    __slots__ = ("_offsets", "_options", "_prompt_ids", "text_head", "text_tail")
 
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
         self._options, self._prompt_ids = options, prompt_ids
-        self._offset = 0  # where the next token's text begins, for text_offset
+        self._offsets = TextOffsets(options.tokens_as_ids)
         self.text_head = b'%b,"choices":[{"index":%d,"text":' % (event_head(options, KIND), index)
-        self.text_tail = self._tail(PLAIN, None)
+        self.text_tail = self._tail("", PLAIN, None)
 
     def opening(self, usage: Usage | None) -> bytes:
         return b""
@@ -71,14 +72,14 @@ class CompletionEvents:
         if fields.echo is not None:
             text = fields.echo.text + text
         prompt_ids, self._prompt_ids = self._prompt_ids, None
-        return self.text_head + encode(text) + self._tail(fields, prompt_ids) + close_event(fields.stamp_s)
+        return self.text_head + encode(text) + self._tail(text, fields, prompt_ids) + close_event(fields.stamp_s)
 
-    def _tail(self, fields: EventFields, prompt_ids: list[int] | None) -> bytes:
+    def _tail(self, text: str, fields: EventFields, prompt_ids: list[int] | None) -> bytes:
         """An event from the end of its text to the place of the stamp."""
         return b"".join(
             (
                 b',"logprobs":',
-                NULL if fields.logprobs is None else self._logprobs(fields),
+                NULL if fields.logprobs is None else self._logprobs(text, fields),
                 b',"finish_reason":',
                 NULL if fields.finish is None else encode(REASONS[fields.finish]),
                 b',"stop_reason":',
@@ -92,13 +93,11 @@ class CompletionEvents:
             )
         )
 
-    def _logprobs(self, fields: EventFields) -> bytes:
+    def _logprobs(self, text: str, fields: EventFields) -> bytes:
         tokens, first_token = fields.logprobs or [], None
         if fields.echo is not None:
             tokens, first_token = [*fields.echo.logprobs, *tokens], fields.echo.first_token
-        shown = completion_logprobs(tokens, self._options.num_top, self._offset, first_token)
-        self._offset += sum(map(len, shown.tokens))
-        return encode(shown)
+        return encode(completion_logprobs(tokens, self._options.num_top, self._offsets, text, first_token))
 
 
 class CompletionsDialect:
@@ -120,10 +119,11 @@ def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> Com
     if choice.echo is not None:
         text = choice.echo.text + text
         tokens, first_token = [*choice.echo.logprobs, *tokens], choice.echo.first_token
+    offsets = TextOffsets(options.tokens_as_ids)
     return CompletionChoice(
         index,
         text,
-        completion_logprobs(tokens, options.num_top, 0, first_token) if options.logprobs else None,
+        completion_logprobs(tokens, options.num_top, offsets, text, first_token) if options.logprobs else None,
         REASONS[choice.finish],
         choice.stop_reason,
         shown_prompt_logprobs(options, choice.prompt_logprobs),

@@ -360,6 +360,16 @@ async def test_one_prefix_or_both(rig, names: MetricsNames) -> None:
     assert theirs | ours == shown
     assert bool(theirs) is (names != "blockyard") and bool(ours) is (names != "vllm")
     if names == "both":
-        former = ("vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_seconds")
+        former = ("vllm:gpu_cache_usage_perc", "vllm:gpu_prefix_cache", "vllm:time_per_output_token_seconds")
         same = {name.replace("vllm:", "blockyard:") for name in theirs if not name.startswith(former)}
         assert same < ours and "blockyard:member_ready" in ours
+
+
+async def test_reasons_to_wait_and_older_names(rig) -> None:
+    async with rig() as r:
+        r.ring.members[SCHEDULER] = scheduler(waiting=7, arriving=2, prefix_queries_total=40, prefix_hits_total=30)
+        found = await scrape(r)
+    waiting = {dict(labels)["reason"]: n for (name, labels), n in found.items() if name.endswith("waiting_by_reason")}
+    assert waiting == {"capacity": 5, "deferred": 2} and found["vllm:num_requests_waiting", ONE] == 7
+    assert found["vllm:gpu_prefix_cache_queries_total", ONE] == found["vllm:prefix_cache_queries_total", ONE] == 40
+    assert found["vllm:gpu_prefix_cache_hits_total", ONE] == found["vllm:prefix_cache_hits_total", ONE] == 30

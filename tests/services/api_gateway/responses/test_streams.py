@@ -32,7 +32,9 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"prompt": "hello", "max_tokens": 5, "stream": True} | fields
 
 
-async def raw(port: int, body: dict[str, Any], version: str = "1.1", rcvbuf: int = 0) -> tuple[Any, Any]:
+async def raw(
+    port: int, body: dict[str, Any], version: str = "1.1", rcvbuf: int = 0, headers: str = ""
+) -> tuple[Any, Any]:
     """A connection on which `body` was posted."""
     sock = socket.socket()
     if rcvbuf:
@@ -40,14 +42,14 @@ async def raw(port: int, body: dict[str, Any], version: str = "1.1", rcvbuf: int
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=sock)
-    send(writer, body, version)
+    send(writer, body, version, headers)
     return reader, writer
 
 
-def send(writer: Any, body: Any, version: str = "1.1") -> None:
+def send(writer: Any, body: Any, version: str = "1.1", headers: str = "") -> None:
     data = msgspec.json.encode(body)
     head = f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    writer.write(f"{head}{headers}Content-Length: {len(data)}\r\n\r\n".encode() + data)
 
 
 def dechunked(data: bytes) -> bytes:
@@ -94,12 +96,14 @@ async def test_a_connection_is_used_again(rig) -> None:
         writer.close()
 
 
-async def test_http_1_0_gets_plain_bytes_and_the_close(rig) -> None:
+@pytest.mark.parametrize("headers", ["", "Connection: keep-alive\r\n"])
+async def test_http_1_0_gets_plain_bytes_and_the_close(rig, headers: str) -> None:
     async with rig() as r:
-        reader, writer = await raw(r.port, completion(max_tokens=3), version="1.0")
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        reader, writer = await raw(r.port, completion(max_tokens=3), "1.0", headers=headers)
+        async with asyncio.timeout(5):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
-    assert b"chunked" not in head.lower()
+    assert b"chunked" not in head.lower() and b"keep-alive" not in head.lower()
     assert [e.split(b":")[0] for e in body.split(b"\n\n") if e] == [b"data"] * 4
 
 
@@ -152,7 +156,7 @@ async def test_echo_comes_first(rig) -> None:
     assert (first["text"], second["text"]) == ("abw0 ", "w1 ")
     assert first["logprobs"]["tokens"] == ["a", "b", "a"] and second["logprobs"]["tokens"] == ["b"]
     assert first["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
-    assert first["logprobs"]["text_offset"] == [0, 1, 2] and second["logprobs"]["text_offset"] == [3]
+    assert first["logprobs"]["text_offset"] == [0, 1, 2] and second["logprobs"]["text_offset"] == [5]
 
 
 @pytest.mark.parametrize("stream", [True, False])
