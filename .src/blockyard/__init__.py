@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from blockyard.services.offline.answers import CompletionToolCall
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from blockyard.services.offline.engine_args import EngineArgs
+    from blockyard.services.offline.engine_args import AsyncEngineArgs, EngineArgs
+    from blockyard.services.offline.engines.async_engine import AsyncLLM, AsyncLLMEngine
+    from blockyard.services.offline.engines.llm_engine import LLMEngine
     from blockyard.services.offline.llm import LLM
     from blockyard.services.offline.outputs import (
         CompletionOutput,
@@ -15,12 +17,15 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
-    from blockyard.services.offline.sampling_params import GuidedDecodingParams, SamplingParams
+    from blockyard.services.offline.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
     from blockyard.shared.ring_client.request_fields.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -29,9 +34,11 @@ __all__ = [
     "EngineArgs",
     "GenerationError",
     "GuidedDecodingParams",
+    "LLMEngine",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -45,6 +52,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'blockyard' has no attribute {name!r}")
     # services import this package too: they must not load the client of the offline API
     from blockyard.services.offline import answers, beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
+    from blockyard.services.offline.engines import async_engine  # noqa: PLC0415
 
-    modules = (llm, outputs, prompts, beam_search, engine_args, sampling_params, answers)
+    modules = (llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers)
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -73,11 +73,12 @@ class RequestBatch:
         client: RingClient,
         limiter: InflightLimiter,
         tools: ToolDefaults = NO_PARSERS,
+        progress: BatchProgress | None = None,
     ) -> None:
-        """`tools`: of the deployment, with the markers of reasoning."""
+        """`tools`: of the deployment, with the markers of reasoning. `progress`: told of everything that happens."""
         self._name, self._requests, self._card, self._client, self._limiter = name, requests, card, client, limiter
         self._tools = tools
-        self.progress = BatchProgress()
+        self.progress = BatchProgress() if progress is None else progress
         self._arrival = ArrivalTimes(time.time(), client.clock())
         self._queued_s: dict[str, float] = {}  # request id -> when the scheduler accepted it
         self.outputs: list[RequestOutput | None] = [None] * len(requests)
@@ -118,16 +119,13 @@ class RequestBatch:
     def finished(self, entry: JournalEntry) -> None:
         if entry.request_id not in self._open:  # its text could not be read
             return
-        index = self._indexes[entry.request_id]
-        request, prompt = self._requests[index], self._prompts[index]
-        reading = self._reading(request)
-        text = request.prompt.text if request.prompt.text is not None else prompt.text or None
-        params, queued_s = request.params, self._queued_s[entry.request_id]
-        self.outputs[index] = request_output(
-            entry, text, params.choices.returned, params.num_logprobs, self._arrival, queued_s, reading
-        )
+        self.outputs[self._indexes[entry.request_id]] = self._output(entry)
         self.progress.add_prompt_tokens(entry.num_prompt_tokens)
         self._ended(entry)
+
+    def unfinished_outputs(self) -> list[RequestOutput]:
+        """Returns what has arrived of the requests that run."""
+        return [self._output(entry) for entry in self._open.values() if entry.request_id in self._queued_s]
 
     def failed(self, entry: JournalEntry, error: RequestError) -> None:
         if error.status == 429 and not entry.accepted:
@@ -149,6 +147,21 @@ class RequestBatch:
         self.progress.on_finish(self._client.clock())
         if not self._open:
             self._done.set()
+
+    def _output(self, entry: JournalEntry) -> RequestOutput:
+        index = self._indexes[entry.request_id]
+        request, prompt = self._requests[index], self._prompts[index]
+        text = request.prompt.text if request.prompt.text is not None else prompt.text or None
+        params, queued_s = request.params, self._queued_s[entry.request_id]
+        return request_output(
+            entry,
+            text,
+            params.choices.returned,
+            params.num_logprobs,
+            self._arrival,
+            queued_s,
+            self._reading(request),
+        )
 
     def _reading(self, request: OfflineRequest) -> AnswerReading | None:
         return request.prompt.reading if request.params.detokenize else None

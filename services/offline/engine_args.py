@@ -73,6 +73,10 @@ class EngineArgsBase:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{type(self).__name__} has no {name!r}; it has the flags of `blockyard serve`")
 
+    def keywords(self) -> dict[str, Any]:
+        """Returns the keywords of `LLM`."""
+        return {name: getattr(self, name) for name in KEYWORDS}
+
     @staticmethod
     def add_cli_args(parser: P) -> P:
         """Adds every flag to a parser's new group or to a given group. A flag that is not given is None."""
@@ -111,4 +115,11 @@ EngineArgs: type[EngineArgsBase] = dataclasses.make_dataclass(
     [(name, Any, dataclasses.field(default=None)) for name in KEYWORDS],
     bases=(EngineArgsBase,),
     namespace={"__module__": __name__, "__doc__": "The keywords of LLM: `LLM(**dataclasses.asdict(engine_args))`."},
+)
+
+AsyncEngineArgs: type[EngineArgsBase] = dataclasses.make_dataclass(
+    "AsyncEngineArgs",
+    [("enable_log_requests", Any, dataclasses.field(default=None))],
+    bases=(EngineArgs,),
+    namespace={"__module__": __name__, "__doc__": "EngineArgs of AsyncLLMEngine. enable_log_requests has no effect."},
 )

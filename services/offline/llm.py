@@ -2,31 +2,23 @@
 
 import concurrent.futures
 import os
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
 
-import msgspec
-
-from blockyard.services.launcher.serve import make_display
-from blockyard.services.launcher.supervision.start_up import QuietDisplay
-from blockyard.services.offline import engine_args
-from blockyard.services.offline.batch import OfflineRequest, RequestBatch, Seeds
+from blockyard.services.offline.batch import RequestBatch
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
-from blockyard.services.offline.engine_args import KEYWORDS, EngineArgsBase
+from blockyard.services.offline.engine_args import EngineArgsBase
+from blockyard.services.offline.engines.llm_engine import LLMEngine
 from blockyard.services.offline.operations import RingOperations
 from blockyard.services.offline.outputs import GenerationError, RequestOutput
 from blockyard.services.offline.progress import RichProgressBar, TqdmProgressBar
 from blockyard.services.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts, with_token_ids
-from blockyard.services.offline.sampling_params import CheckedParams, SamplingParams, read
-from blockyard.services.offline.session import Session
-from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
-from blockyard.shared import tokenizer_files
+from blockyard.services.offline.running_model import Params, Priority, RunningModel
+from blockyard.services.offline.sampling_params import SamplingParams
+from blockyard.services.offline.tokenizer import LLMTokenizer
 from blockyard.shared.config.services.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.messages import DEFAULT_SAMPLING
 
 REFRESH_S = 0.1  # of the progress bar
 UseTqdm = bool | Callable[..., Any]  # whether to show a progress bar, or a factory of bars such as `tqdm`
@@ -41,50 +33,40 @@ class LLM(RingOperations):
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **arguments: Any) -> None:
-        values, notes = engine_args.read(model, arguments, os.environ)
-        loud = values.get("log-level", str) in ("trace", "debug", "info")
-        session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
-        self._session = session
-        self._tokenizer: LLMTokenizer | None = None
-        self._seeds = Seeds(values.get("seed", int))
-        self._close = weakref.finalize(self, session.close)  # also runs when the interpreter exits
-        for note in notes:
-            print(note, file=sys.stderr)
-        try:
-            session.start()
-        except BaseException:
-            self._close()
-            raise
+        self._running = RunningModel(model, arguments)
+        self._session = self._running.session
+        self._engine: LLMEngine | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsBase) -> "LLM":
         """Builds an LLM from an EngineArgs."""
-        return cls(**{name: getattr(engine_args, name) for name in KEYWORDS})
+        return cls(**engine_args.keywords())
 
     def generate(
         self,
         prompts: Any = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
-        priority: Sequence[int] | None = None,
+        priority: Priority = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts: a text, token ids, {"prompt": ...}, {"prompt_token_ids": ...}, or a list of these.
 
         `prompt_token_ids` are the ids of one prompt or of each; `prompts` are then texts for the outputs.
-        `sampling_params` is one for all prompts or one for each; the default is the model's own. `use_tqdm` may be a
-        factory of progress bars. Outputs are in the order of the prompts. Raises RequestError, a ValueError, before
-        any prompt runs if one cannot be served; raises GenerationError after all prompts have ended if some failed.
+        `sampling_params` is one for all prompts or one for each; the default is the model's own. `priority` is an
+        integer for all or one for each; lower is earlier. `use_tqdm` may be a factory of progress bars. Outputs are in
+        the order of the prompts. Raises RequestError, a ValueError, before any prompt runs if one cannot be served;
+        raises GenerationError after all prompts have ended if some failed.
         """
         _refuse("lora_request", lora_request)
         combined = with_token_ids(prompts, prompt_token_ids)
         return self._run(read_prompts(combined, self._model), sampling_params, use_tqdm, priority)
 
-    def chat(
+    def chat(  # noqa: PLR0913, PLR0917  # the signature is vLLM's
         self,
         messages: Sequence[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
         lora_request: None = None,
         chat_template: str | None = None,
@@ -93,6 +75,7 @@ class LLM(RingOperations):
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of messages) or a list of conversations. Otherwise like `generate`.
 
@@ -117,7 +100,7 @@ class LLM(RingOperations):
             self._session.formats,
             self._session.config.grammars,
         )
-        return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, None)
+        return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, priority)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: UseTqdm = False
@@ -130,22 +113,15 @@ class LLM(RingOperations):
 
     def get_tokenizer(self) -> LLMTokenizer:
         """Returns the model's tokenizer with the interface of transformers: callable, `encode`, `decode` and so on."""
-        if self._tokenizer is None:
-            folder, card = self._session.tokenizer_path, self._session.card
-            files = tokenizer_files.load(folder)
-            self._tokenizer = LLMTokenizer(files, str(folder), card.max_model_len, through_ring(self._session))
-        return self._tokenizer
+        return self._running.tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters that `generate` uses by default, from --generation-config."""
-        defaults = msgspec.structs.asdict(self._session.config.defaults)
-        max_new_tokens = defaults.pop("max_new_tokens")
-        return SamplingParams(**defaults, max_tokens=max_new_tokens or DEFAULT_SAMPLING.max_tokens)
+        return self._running.default_params()
 
     def close(self) -> None:
         """Ends all processes of the ring. Calls that run in other threads fail. May be called again."""
-        self._close()
-        self._session.close()  # waits if another thread is closing it
+        self._running.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -154,25 +130,26 @@ class LLM(RingOperations):
         self.close()
 
     @property
+    def llm_engine(self) -> LLMEngine:
+        """An engine on this model, for scripts that add requests one by one and drive them by `step`."""
+        if self._engine is None:
+            self._engine = LLMEngine(self._running)
+        return self._engine
+
+    @property
     def _model(self) -> str:
-        return self._session.card.names[0]
+        return self._running.name
 
     def _run(
         self,
         prompts: list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params,
         show_bar: UseTqdm,
-        priority: Sequence[int] | None,
+        priority: Priority,
     ) -> list[RequestOutput]:
         if not isinstance(show_bar, bool) and not callable(show_bar):
             raise RequestError(f"use_tqdm must be a bool or a factory of progress bars, got {show_bar!r}", "use_tqdm")
-        priorities = [0] * len(prompts) if priority is None else list(priority)
-        if len(priorities) != len(prompts):
-            raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts", "priority")
-        checked = self._check_params(params, len(prompts))
-        requests = [
-            OfflineRequest(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, checked, priorities, strict=True)
-        ]
+        requests = self._running.requests(prompts, params, priority)
         batch, future = self._session.submit(requests)
         try:
             _wait(batch, future, len(requests), show_bar)
@@ -181,19 +158,6 @@ class LLM(RingOperations):
         if batch.failures:
             raise GenerationError(batch.failures, batch.outputs)
         return [output for output in batch.outputs if output is not None]
-
-    def _check_params(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[CheckedParams]:
-        card, config = self._session.card, self._session.config
-        flags = (config.max_logprobs, config.grammars, config.logits_processors)
-        if params is None:
-            params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [read(params, card.vocab_size, *flags)] * num_prompts
-        if len(params) != num_prompts:
-            raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
-        return [read(one, card.vocab_size, *flags) for one in params]
 
 
 def _wait(batch: RequestBatch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:

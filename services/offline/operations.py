@@ -1,10 +1,11 @@
 """Operations of an LLM besides generation: sleep, wake, reset the prefix cache, metrics."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from blockyard.services.offline.metrics import Metric, snapshot
 from blockyard.services.offline.session import Session
-from blockyard.shared.errors import RequestError
+from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
 from blockyard.shared.ring_client.client import RingClient
 
@@ -14,7 +15,7 @@ TAGS = (*MemoryTag, SCHEDULING)
 
 
 class RingOperations:
-    """Base of LLM. Methods raise RequestError, a ValueError, for invalid arguments, and RingLost without a ring."""
+    """Base of LLM and LLMEngine. Methods raise RequestError, a ValueError, and without a ring RingLost."""
 
     _session: Session
 
@@ -65,6 +66,12 @@ class RingOperations:
             return snapshot(client.meters, client.counts)
 
         return self._session.call(read)
+
+    def collective_rpc(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("collective_rpc", "workers are processes that take the scheduler's steps alone")
+
+    def apply_model(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("apply_model", "the model is in another process")
 
     def _ask(self, control: Control) -> list[Controlled]:
         return self._session.call(lambda client: client.controls.ask(control))

@@ -159,7 +159,7 @@ def request_output(
     queued_s: float,
     reading: AnswerReading | None = None,
 ) -> RequestOutput:
-    """Builds the output of a finished entry from its `count` best choices. Their sinks are OutputCollectors."""
+    """Builds the output of an entry from its `count` best choices. Their sinks are OutputCollectors."""
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
     chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
     num_prompt_logprobs = entry.request.sampling.num_prompt_logprobs
@@ -173,7 +173,7 @@ def request_output(
         outputs=[_completion_output(i, choice, sink, num_logprobs, reading) for i, (choice, sink) in enumerate(chosen)],
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,
-        finished=True,
+        finished=entry.num_open == 0,
         metrics=_metrics([sink for _, sink in pairs], arrival, queued_s),
     )
 

@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 
 from blockyard.services.offline.answers import NO_FORMATS, AnswerReading, answer_reading
-from blockyard.services.offline.sampling_params import DEFAULT_GRAMMARS
+from blockyard.services.offline.sampling_params import DEFAULT_GRAMMARS, plain
 from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import Tokenize
@@ -51,6 +52,7 @@ def read_prompts(prompts: object, model: str) -> list[Prompt]:
 
     Raises RequestError naming the prompt.
     """
+    prompts = _listed_ids(prompts)
     if isinstance(prompts, str | Mapping) or _is_ids(prompts):
         return [_prompt(prompts, "prompts", model)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
@@ -76,6 +78,7 @@ def with_token_ids(prompts: object, ids: object) -> object:
     """Combines `prompts` and `prompt_token_ids` into one list of prompts. Raises RequestError."""
     if ids is None:
         return prompts
+    ids = _listed_ids(ids)
     single = _is_ids(ids)
     rows: Any = [ids] if single else ids
     if not isinstance(rows, Sequence) or isinstance(rows, str | bytes):
@@ -104,6 +107,7 @@ def read_conversations(messages: object, options: ChatOptions, model: str) -> li
 
 
 def _prompt(prompt: object, where: str, model: str) -> Prompt:
+    prompt = _listed_ids(prompt)
     if isinstance(prompt, str):
         return _text(prompt, where, model)
     if isinstance(prompt, Mapping):
@@ -143,12 +147,15 @@ def _text(text: str, where: str, model: str) -> Prompt:
 def _ids(ids: Any, where: str, model: str, text: str | None = None) -> Prompt:
     """The tokenizer checks that the ids are in the vocabulary."""
     try:
-        plain = msgspec.convert(ids, list[TokenId])
+        try:
+            listed = msgspec.convert(ids, list[TokenId])
+        except msgspec.ValidationError:  # ids of numpy
+            listed = msgspec.convert(plain(ids), list[TokenId])
     except msgspec.ValidationError as e:
         raise RequestError(f"{where}: not a list of token ids: {e}", where) from e
-    if not plain:
+    if not listed:
         raise RequestError(f"`{where}` is empty", where)
-    return Prompt(where, Tokenize("", model, token_ids=pack(plain)), text)
+    return Prompt(where, Tokenize("", model, token_ids=pack(listed)), text)
 
 
 def _conversation(messages: object, where: str, options: ChatOptions, model: str) -> Prompt:
@@ -194,8 +201,13 @@ def _is_ids(prompts: object) -> bool:
         isinstance(prompts, Sequence)
         and not isinstance(prompts, str | bytes | bytearray)
         and len(prompts) > 0
-        and all(isinstance(p, int) for p in prompts)
+        and all(isinstance(p, Integral) for p in prompts)
     )
+
+
+def _listed_ids(prompts: Any) -> Any:
+    """Converts an array of ids, one row or several, to lists."""
+    return prompts.tolist() if hasattr(prompts, "tolist") else prompts
 
 
 def _type_name(value: object) -> str:

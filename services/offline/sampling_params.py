@@ -1,6 +1,7 @@
 """`SamplingParams` with vLLM's fields, and their validation."""
 
 import copy
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,23 +28,34 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import (
 
 DEFAULT_GRAMMARS = GrammarDefaults()
 UNKNOWN_VOCAB = 2**32 - 1  # ids that fit a frame
+UNSEEDED = -1  # seed
 GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 # fields of vLLM that are not supported -> values without an effect
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "output_kind": (None,),
+    "flat_logprobs": (False,),
+    "logprob_token_ids": (None,),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
     "extra_args": (None,),
 }
 
 
-class SamplingParams(msgspec.Struct, kw_only=True):
-    """Raises RequestError, a ValueError, for a value out of range; `generate` checks again."""
+class RequestOutputKind(enum.Enum):
+    """What an engine returns of a request that is not finished; `LLM` always returns finished outputs."""
+
+    CUMULATIVE = 0  # each output has everything so far
+    DELTA = 1  # each output has what is new
+    FINAL_ONLY = 2  # nothing before the end
+
+
+class SamplingParams(msgspec.Struct):
+    """Raises RequestError, a ValueError, for a value out of range; `generate` checks again.
+
+    Positional arguments are in vLLM's order. Numbers and lists may be numpy's.
+    """
 
     n: int = 1
-    best_of: int | None = None  # number of computed choices, of which the n most likely are returned
-    use_beam_search: bool = False
-    length_penalty: float = 1.0  # of a beam search
-    early_stopping: bool | str = False  # of a beam search; or "never"
     presence_penalty: float = DEFAULT_SAMPLING.presence_penalty
     frequency_penalty: float = DEFAULT_SAMPLING.frequency_penalty
     repetition_penalty: float = DEFAULT_SAMPLING.repetition_penalty
@@ -51,31 +63,55 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     top_p: float = DEFAULT_SAMPLING.top_p
     top_k: int = DEFAULT_SAMPLING.top_k  # 0 and -1 are all
     min_p: float = DEFAULT_SAMPLING.min_p
-    seed: int | None = None  # None: derived from the LLM's own `seed`
+    seed: int | None = None  # None and -1: derived from the LLM's own `seed`
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = DEFAULT_SAMPLING.ignore_eos
     max_tokens: int | None = DEFAULT_SAMPLING.max_tokens  # None: up to the context length
     min_tokens: int = DEFAULT_SAMPLING.min_tokens
-    logprobs: int | None = None  # number of candidates besides the sampled token
+    logprobs: int | None = None  # number of candidates besides the sampled token; -1: all, True: 1
     prompt_logprobs: int | None = None
+    logprob_token_ids: Any = None  # refused by name
+    flat_logprobs: bool = False  # refused by name
     detokenize: bool = True  # False: token ids only
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # of LLMEngine and AsyncLLMEngine
+    structured_outputs: Any = None  # StructuredOutputsParams, or a dict of its fields
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    truncate_prompt_tokens: int | None = None  # number of the prompt's last tokens to keep
-    structured_outputs: Any = None  # StructuredOutputsParams, or a dict of its fields
-    guided_decoding: Any = None  # its older name
+    extra_args: Any = None  # refused by name
+    bad_words: list[str] | None = None
+    thinking_token_budget: Any = None  # refused by name
+    repetition_detection: Any = None  # refused by name
+    # no longer, or never, in vLLM
+    best_of: int | None = None  # number of computed choices, of which the n most likely are returned
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # of a beam search
+    early_stopping: bool | str = False  # of a beam search; or "never"
+    truncate_prompt_tokens: int | None = None  # number of the prompt's last tokens to keep; -1: as many as fit
+    guided_decoding: Any = None  # older name of structured_outputs
     logits_processors: Any = None  # importable functions, their names, or {"qualname", "args", "kwargs"}
-    # refused by name
-    output_kind: Any = None
-    extra_args: Any = None
 
     def __post_init__(self) -> None:
+        if self.seed == UNSEEDED:
+            self.seed = None
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
         read(self)
+
+    @staticmethod
+    def from_optional(**fields: Any) -> "SamplingParams":
+        """Builds parameters from fields that may be None, which is the default; logit_bias is clamped to +-100."""
+        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        if (bias := given.get("logit_bias")) is not None:
+            try:
+                given["logit_bias"] = {int(token): min(100.0, max(-100.0, value)) for token, value in bias.items()}
+            except (TypeError, ValueError) as e:
+                raise RequestError(f"logit_bias: {e}", "logit_bias") from e
+        return SamplingParams(**given)
 
     def clone(self) -> "SamplingParams":
         return copy.deepcopy(self)
@@ -180,9 +216,27 @@ def _name(processor: object) -> str:
 
 
 def _check_types(params: SamplingParams) -> None:
-    """Checks field types, since Python does not, and converts tuples to lists and ints to floats."""
+    """Checks field types, since Python does not, and converts tuples to lists, ints to floats, numpy's numbers."""
     for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if isinstance(value, RequestOutputKind):
+            continue
         try:
-            setattr(params, field.name, msgspec.convert(getattr(params, field.name), field.type))
+            try:
+                converted = msgspec.convert(value, field.type)
+            except msgspec.ValidationError:
+                converted = msgspec.convert(plain(value), field.type)
         except msgspec.ValidationError as e:
             raise RequestError(f"{field.name}: {e}", field.name) from e
+        setattr(params, field.name, converted)
+
+
+def plain(value: Any) -> Any:
+    """Converts arrays and numbers of numpy or torch, also in lists, tuples and dicts, without importing either."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value

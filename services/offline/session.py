@@ -17,7 +17,7 @@ from blockyard.services.launcher.supervision.child import MakeCommand
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
 from blockyard.services.launcher.supervision.run_dir import RunDir
 from blockyard.services.launcher.supervision.start_up import StartupDisplay
-from blockyard.services.offline.batch import OfflineRequest, RequestBatch
+from blockyard.services.offline.batch import BatchProgress, OfflineRequest, RequestBatch
 from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import RingLost
 from blockyard.shared.bus.links import Links
@@ -66,6 +66,8 @@ class Session:
     @property
     def card(self) -> ModelCard:
         """The model's card. Waits until the ring is ready."""
+        if not self._ready.done():
+            self._check_alive()
         return self._ready.result()
 
     def start(self) -> None:
@@ -73,33 +75,41 @@ class Session:
         self._thread.start()
         self._ready.result()
 
+    @property
+    def end_reason(self) -> str:
+        """Why the ring has ended; empty while it runs."""
+        return self._end_reason
+
     def idle_work_done(self) -> float:
         """Returns the finished share of the workers' idle work (CUDA graphs, layer tuning), 1.0 for all.
 
         Raises RingLost if the ring has ended.
         """
-        if self._end_reason:
-            raise RingLost(self._end_reason)
+        self._check_alive()
         return min((member.progress for member in self._links.of(Role.GPU_WORKER)), default=0.0)
 
-    def submit(self, requests: list[OfflineRequest]) -> tuple[RequestBatch, "concurrent.futures.Future[None]"]:
+    def submit(
+        self, requests: list[OfflineRequest], progress: BatchProgress | None = None
+    ) -> tuple[RequestBatch, "concurrent.futures.Future[None]"]:
         """Runs a batch; cancelling the future cancels it. Raises RingLost, and so does the future if the ring ends."""
-        if self._end_reason:
-            raise RingLost(self._end_reason)
+        self._check_alive()
         self._num_batches += 1
         name, tools = f"llm{self._num_batches}", self.config.tools
-        batch = RequestBatch(name, requests, self.card, self._client, self._limiter, tools)
+        batch = RequestBatch(name, requests, self.card, self._client, self._limiter, tools, progress)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
 
     def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:
         """Runs `work` on the session's loop and returns its result. Raises RingLost if the ring has ended or ends."""
-        if self._end_reason:
-            raise RingLost(self._end_reason)
-        future = asyncio.run_coroutine_threadsafe(self._until_ring_ends(work(self._client)), self._loop)
+        future = self.start_call(work)
         try:
             return future.result()
         finally:
             future.cancel()  # cancels it if waiting was interrupted
+
+    def start_call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
+        """As `call`, without waiting for the result."""
+        self._check_alive()
+        return asyncio.run_coroutine_threadsafe(self._until_ring_ends(work(self._client)), self._loop)
 
     def abort(self, why: str) -> None:
         """Fails all open requests. Raises RingLost."""
@@ -118,6 +128,16 @@ class Session:
             self._loop.call_soon_threadsafe(self._stop)
         if threading.current_thread() is not self._thread:  # the garbage collector may call this from any thread
             self._thread.join()
+
+    def _check_alive(self) -> None:
+        """Raises RingLost if the ring has ended, or in a forked child, which has neither its thread nor its sockets."""
+        if os.getpid() != self._pid:
+            raise RingLost(
+                f"this LLM was made in process {self._pid} and does not work in {os.getpid()}, forked from it: make it in "
+                "the process that uses it, or start that one with the method spawn"
+            )
+        if self._end_reason:
+            raise RingLost(self._end_reason)
 
     def _run(self) -> None:
         """Body of the thread."""

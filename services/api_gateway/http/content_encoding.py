@@ -28,7 +28,7 @@ GZIP, ZLIB, RAW_DEFLATE = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 DAMAGED = (zlib.error, *([] if brotli is None else [brotli.error]), *([] if zstd is None else [zstd.ZstdError]))
 
 
-class Decoder(Protocol):
+class BodyDecoder(Protocol):
     """Decodes one body. Methods raise an error of `DAMAGED` or ValueError for a damaged one."""
 
     def decode(self, data: bytes) -> Iterator[bytes]:
@@ -38,7 +38,7 @@ class Decoder(Protocol):
     def is_complete(self) -> bool: ...
 
 
-class Members:
+class MemberCount:
     """Counts the members of a body: each costs more than its bytes."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Inflate:
     """gzip, or deflate, which clients send with zlib's header and without."""
 
     def __init__(self, gzip: bool) -> None:
-        self._gzip, self._members = gzip, Members()
+        self._gzip, self._members = gzip, MemberCount()
         self._inner = zlib.decompressobj(GZIP) if gzip else None
 
     def decode(self, data: bytes) -> Iterator[bytes]:
@@ -93,7 +93,7 @@ class Brotli:
 
 class Zstd:
     def __init__(self) -> None:
-        self._inner, self._members = self._new(), Members()
+        self._inner, self._members = self._new(), MemberCount()
 
     def decode(self, data: bytes) -> Iterator[bytes]:
         while data:
@@ -112,7 +112,7 @@ class Zstd:
         return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
 
 
-DECODERS: dict[str, Callable[[], Decoder]] = {
+DECODERS: dict[str, Callable[[], BodyDecoder]] = {
     "gzip": lambda: Inflate(gzip=True),
     "x-gzip": lambda: Inflate(gzip=True),
     "deflate": lambda: Inflate(gzip=False),
@@ -123,7 +123,7 @@ if zstd is not None:
     DECODERS["zstd"] = Zstd
 
 
-def open_decoder(request: web.BaseRequest) -> Decoder | None:
+def open_decoder(request: web.BaseRequest) -> BodyDecoder | None:
     """The decoder of the request's body; None: it is not compressed. Raises RequestError: 415."""
     listed = ",".join(request.headers.getall(FIELD, []))
     names = [name for name in (part.strip().lower() for part in listed.split(",")) if name not in ("", "identity")]

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from blockyard.services.api_gateway.http.content_encoding import DAMAGED, FIELD, Decoder, open_decoder
+from blockyard.services.api_gateway.http.content_encoding import DAMAGED, FIELD, BodyDecoder, open_decoder
 from blockyard.shared.errors import RequestError
 
 SMALL_BYTES = 64 * 1024  # bodies up to this size may use the whole sum, larger ones only a part
@@ -71,7 +71,7 @@ class Uploads:
             )
 
 
-async def _decode(request: web.Request, decoder: Decoder, body: "_Body") -> None:
+async def _decode(request: web.Request, decoder: BodyDecoder, body: "_Body") -> None:
     """Raises RequestError for a damaged body, and as soon as the decoded body is too large."""
     try:
         async for chunk in request.content.iter_any():

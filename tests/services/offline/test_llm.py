@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blockyard import LLM, EngineArgs, GenerationError, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
@@ -74,6 +75,14 @@ def test_priorities_are_those_of_their_prompts(llm: LLM, monkeypatch: pytest.Mon
     llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False, priority=[3, -1])
     llm.generate("c", SamplingParams(max_tokens=1), use_tqdm=False)
     assert [job.priority for job in jobs] == [3, -1, 0]
+    jobs.clear()
+    llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False, priority=4)
+    llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=1), use_tqdm=False, priority=np.int64(5))
+    llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False, priority=np.array([6, 7]))
+    assert [job.priority for job in jobs] == [4, 4, 5, 6, 7]
+    for wrong in (2**31, 1.5, ["high", "low"]):
+        with pytest.raises(RequestError, match="priority"):
+            llm.generate(["a", "b"], use_tqdm=False, priority=wrong)
     with pytest.raises(ValueError, match="1 priorities for 2 prompts"):
         llm.generate(["a", "b"], use_tqdm=False, priority=[3])
 

@@ -3,9 +3,10 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from blockyard.services.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts
+from blockyard.services.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts, with_token_ids
 from blockyard.shared.errors import RequestError
 from blockyard.shared.token_ids import unpack
 
@@ -122,3 +123,15 @@ def test_tools_of_a_conversation_reach_the_template() -> None:
         with pytest.raises(RequestError) as e:
             read_conversations([USER], ChatOptions(tools=wrong), "tiny")
         assert e.value.field == field
+
+
+def test_ids_of_numpy() -> None:
+    def ids(prompts: Any) -> list[list[int]]:
+        return [unpack(one.work.token_ids or b"") for one in read_prompts(prompts, "tiny")]
+
+    assert ids(np.array([1, 2])) == ids([np.int64(1), 2]) == ids({"prompt_token_ids": np.array([1, 2])}) == [[1, 2]]
+    assert ids(np.array([[1, 2], [3, 4]])) == ids([np.array([1, 2]), [np.int32(3), 4]]) == [[1, 2], [3, 4]]
+    combined = with_token_ids(None, np.array([[1, 2], [3, 4]]))
+    assert ids(combined) == [[1, 2], [3, 4]]
+    with pytest.raises(RequestError, match="not a list of token ids"):
+        ids([np.array([0.5])])

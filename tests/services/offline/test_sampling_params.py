@@ -5,9 +5,10 @@ import math
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from blockyard import SamplingParams
+from blockyard import RequestOutputKind, SamplingParams
 from blockyard.services.offline.sampling_params import read
 from blockyard.shared.errors import RequestError
 
@@ -167,3 +168,51 @@ def test_changed_fields_are_checked_at_use() -> None:
 def test_an_importable_processor_is_sent_by_its_name() -> None:
     checked = read(SamplingParams(logits_processors=[json.loads, "own.first"]))
     assert [one.name for one in checked.sampling.logits_processors] == ["json.loads", "own.first"]
+
+
+def test_positional_arguments_are_in_vllms_order() -> None:
+    params = SamplingParams(2, 0.1, 0.2, 1.1, 0.5, 0.9, 7, 0.05, 11, "END", [5], True, 99, 2, 4, 0)
+    assert (params.n, params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (
+        2,
+        0.1,
+        0.2,
+        1.1,
+    )
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.9, 7, 0.05, 11)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos) == ("END", [5], True)
+    assert (params.max_tokens, params.min_tokens, params.logprobs, params.prompt_logprobs) == (99, 2, 4, 0)
+
+
+def test_from_optional_takes_none_for_defaults() -> None:
+    nothing = dict.fromkeys(("n", "presence_penalty", "temperature", "top_p", "stop", "seed", "logprobs", "bad_words"))
+    assert SamplingParams.from_optional(**nothing) == SamplingParams()
+    params = SamplingParams.from_optional(temperature=0.5, max_tokens=None, logit_bias={"5": 300, 6: -1})
+    assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, None, {5: 100.0, 6: -1.0})
+    with pytest.raises(ValueError, match="logit_bias"):
+        SamplingParams.from_optional(logit_bias={"word": 1})
+
+
+def test_numbers_of_numpy() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(7),
+        stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=[np.int32(3)],
+        logit_bias={np.int64(4): np.float64(1.5)},
+    )
+    assert (params.temperature, params.top_k, params.stop_token_ids) == (0.5, 7, [1, 2])
+    assert (params.allowed_token_ids, params.logit_bias) == ([3], {4: 1.5})
+    with pytest.raises(RequestError, match="top_k"):
+        SamplingParams(top_k=np.float32(1.5))
+
+
+def test_values_that_stand_for_others() -> None:
+    params = SamplingParams(seed=-1, logprobs=True, prompt_logprobs=-1)
+    assert (params.seed, params.logprobs) == (None, 1)
+    assert read(params, VOCAB, -1).sampling.num_prompt_logprobs == VOCAB
+    with pytest.raises(RequestError, match="--max-logprobs is 20"):
+        read(params, VOCAB, 20)
+    assert SamplingParams(output_kind=RequestOutputKind.DELTA).clone().output_kind is RequestOutputKind.DELTA
+    for name, value in {"flat_logprobs": True, "logprob_token_ids": [1], "thinking_token_budget": 5}.items():
+        with pytest.raises(RequestError, match=f"`{name}` is not built yet"):
+            SamplingParams(**{name: value})

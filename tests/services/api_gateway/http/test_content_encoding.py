@@ -12,8 +12,8 @@ from blockyard.services.api_gateway.http.content_encoding import (
     DECODERS,
     MAX_MEMBERS,
     PIECE_BYTES,
+    BodyDecoder,
     Brotli,
-    Decoder,
     Inflate,
     Zstd,
     brotli,
@@ -29,7 +29,7 @@ def raw_deflate(data: bytes) -> bytes:
     return packed.compress(data) + packed.flush()
 
 
-KINDS: dict[str, tuple[Callable[[], Decoder], Callable[[bytes], bytes]]] = {
+KINDS: dict[str, tuple[Callable[[], BodyDecoder], Callable[[bytes], bytes]]] = {
     "gzip": (lambda: Inflate(gzip=True), gzip.compress),
     "deflate": (lambda: Inflate(gzip=False), zlib.compress),
     "raw deflate": (lambda: Inflate(gzip=False), raw_deflate),

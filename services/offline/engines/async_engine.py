@@ -1,0 +1,132 @@
+"""`AsyncLLMEngine`: an async iterator of outputs for each request."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any
+
+from blockyard.services.offline.engine_args import EngineArgsBase
+from blockyard.services.offline.engines.live_request import LiveRequest
+from blockyard.services.offline.engines.llm_engine import EngineModelConfig, LLMEngine, refuse_arguments
+from blockyard.services.offline.outputs import RequestOutput, RingLost
+from blockyard.services.offline.running_model import RunningModel
+from blockyard.services.offline.sampling_params import SamplingParams
+from blockyard.services.offline.tokenizer import LLMTokenizer
+from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.ring_client.client import RingClient
+
+
+class AsyncLLMEngine:
+    """Generates from any number of tasks, of one or several event loops. The ring runs in a thread of its own."""
+
+    def __init__(self, running: RunningModel) -> None:
+        self._running, self._session = running, running.session
+        self._operations = LLMEngine(running)  # its calls wait: they are made in threads
+        self._requests: dict[str, LiveRequest] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgsBase, *_: object, **__: object) -> "AsyncLLMEngine":
+        """Starts the ring and waits for it. vLLM's other arguments (usage_context, stat_loggers) have no effect."""
+        return cls(RunningModel(None, engine_args.keywords()))
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields outputs as they arrive, in the form of `sampling_params.output_kind`; the last one is finished.
+
+        Text that arrives while the caller does something else is in one output. A request whose iterator is closed, or
+        whose task is cancelled, ends. Raises RequestError if it cannot be served, RingLost without a ring.
+        """
+        refuse_arguments(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_news() -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed
+                loop.call_soon_threadsafe(news.set)
+
+        live = LiveRequest(self._running, request_id, prompt, sampling_params, priority, on_news)
+        self._requests[request_id] = live
+        finished = False
+        try:
+            while not finished:
+                await news.wait()
+                news.clear()
+                output = await asyncio.wrap_future(self._session.start_call(lambda client: _take(client, live)))
+                if output is not None:
+                    finished = output.finished
+                    yield output
+        finally:
+            del self._requests[request_id]
+            live.abort()  # has no effect on a finished one
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests: their iterators yield what there is with the finish_reason `abort`. Ignores unknown ids."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            if (live := self._requests.get(one)) is not None:
+                live.abort()
+
+    async def encode(self, *_: object, **__: object) -> None:
+        raise not_built("encode", "models that generate text are served, and no pooling models")
+
+    async def collective_rpc(self, *_: object, **__: object) -> None:
+        self._operations.collective_rpc()
+
+    async def get_tokenizer(self, lora_request: None = None) -> LLMTokenizer:
+        return await asyncio.to_thread(self._running.tokenizer)
+
+    async def get_model_config(self) -> EngineModelConfig:
+        return self.model_config
+
+    @property
+    def model_config(self) -> EngineModelConfig:
+        return self._operations.model_config
+
+    @property
+    def is_running(self) -> bool:
+        return not self._session.end_reason
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        return not self.is_running
+
+    @property
+    def dead_error(self) -> RingLost:
+        return RingLost(self._session.end_reason or "the ring runs")
+
+    async def check_health(self) -> None:
+        """Raises RingLost if the ring has ended."""
+        if not self.is_running:
+            raise self.dead_error
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return await asyncio.to_thread(self._operations.reset_prefix_cache)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        await asyncio.to_thread(self._operations.sleep, level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        await asyncio.to_thread(self._operations.wake_up, tags)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends the ring. Open requests fail. May be called again."""
+        self._running.close()
+
+
+AsyncLLM = AsyncLLMEngine  # its newer name
+
+
+async def _take(_: RingClient, live: LiveRequest) -> RequestOutput | None:
+    return live.take()

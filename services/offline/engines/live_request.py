@@ -1,0 +1,130 @@
+"""One request of an engine: what arrives of it, in the pieces that its `output_kind` asks for."""
+
+import concurrent.futures
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from blockyard.services.offline.batch import BatchProgress
+from blockyard.services.offline.outputs import CompletionOutput, RequestOutput
+from blockyard.services.offline.prompts import read_prompts
+from blockyard.services.offline.running_model import RunningModel
+from blockyard.services.offline.sampling_params import RequestOutputKind, SamplingParams
+from blockyard.shared.errors import RequestError
+
+ABORTED = "abort"  # finish_reason
+
+
+class NewsReporter(BatchProgress):
+    """Reports everything that happens to a request. Runs on the ring's event loop."""
+
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_news = on_news
+        self.started = threading.Event()  # the prompt is tokenized and fits, or the request has failed
+
+    def on_begin(self, now: float) -> None:
+        super().on_begin(now)
+        self.started.set()
+
+    def add_output_tokens(self, num: int) -> None:
+        super().add_output_tokens(num)
+        self._on_news()
+
+    def on_finish(self, now: float) -> None:
+        super().on_finish(now)
+        self._on_news()
+
+    def on_done(self, future: "concurrent.futures.Future[None]") -> None:
+        self.started.set()
+        self._on_news()
+
+
+@dataclass(slots=True)
+class Delivered:
+    """How much of a choice earlier outputs had."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+    finished: bool = False
+
+
+class LiveRequest:
+    """Runs from its construction to its last output. `take` runs on the ring's event loop, all else in any thread."""
+
+    def __init__(
+        self,
+        running: RunningModel,
+        request_id: str,
+        prompt: object,
+        params: SamplingParams | None,
+        priority: int,
+        on_news: Callable[[], None],
+    ) -> None:
+        """`on_news` is called on the ring's event loop when `take` may return more. Raises RequestError, RingLost."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a text, got {request_id!r}", "request_id")
+        prompts = read_prompts(prompt, running.name)
+        if len(prompts) != 1:
+            raise RequestError(f"a request has one prompt, got {len(prompts)}", "prompt")
+        self.id = request_id
+        self._kind = RequestOutputKind.CUMULATIVE if params is None else params.output_kind
+        requests = running.requests(prompts, params, priority)
+        choices = requests[0].params.choices
+        if choices.beam is not None or choices.computed > choices.returned:
+            self._kind = RequestOutputKind.FINAL_ONLY  # what is returned is known at the end
+        self._delivered: defaultdict[int, Delivered] = defaultdict(Delivered)
+        self._aborted = False
+        self._reporter = NewsReporter(on_news)
+        self._batch, self._future = running.session.submit(requests, self._reporter)
+        self._future.add_done_callback(self._reporter.on_done)
+
+    def wait_started(self) -> None:
+        """Waits until the prompt is tokenized. Raises RequestError if it cannot be served, RingLost without a ring."""
+        self._reporter.started.wait()
+        if self._future.done() and not self._future.cancelled():
+            self._future.result()
+
+    def abort(self) -> None:
+        """Ends the request. `take` then returns what there is, with the finish_reason `abort`."""
+        self._aborted = True
+        self._future.cancel()
+
+    def take(self) -> RequestOutput | None:
+        """Returns the next output; None if there is nothing new to show. Raises the error that ended the request."""
+        if self._batch.failures:
+            raise self._batch.failures[0]
+        if self._future.done() and not self._future.cancelled():
+            self._future.result()
+        found = self._batch.outputs[0]
+        if found is None and self._aborted:
+            found = self._aborted_output()
+        if found is None:
+            if self._kind is RequestOutputKind.FINAL_ONLY:
+                return None
+            found = next(iter(self._batch.unfinished_outputs()), None)
+        if found is None:
+            return None
+        found = replace(found, request_id=self.id)
+        return self._new_part(found) if self._kind is RequestOutputKind.DELTA else found
+
+    def _aborted_output(self) -> RequestOutput:
+        for found in self._batch.unfinished_outputs():
+            ended = [replace(one, finish_reason=one.finish_reason or ABORTED) for one in found.outputs]
+            return replace(found, outputs=ended, finished=True)
+        return RequestOutput(self.id, None, [], [CompletionOutput(0, finish_reason=ABORTED)], finished=True)
+
+    def _new_part(self, output: RequestOutput) -> RequestOutput | None:
+        """Returns the output with what is new of each choice, without choices that have nothing new."""
+        parts = [part for choice in output.outputs if (part := self._new_part_of(choice)) is not None]
+        return replace(output, outputs=parts) if parts or output.finished else None
+
+    def _new_part_of(self, choice: CompletionOutput) -> CompletionOutput | None:
+        seen = self._delivered[choice.index]
+        text, token_ids = choice.text[seen.num_chars :], choice.token_ids[seen.num_tokens :]
+        if not (text or token_ids) and choice.finished() == seen.finished:
+            return None
+        logprobs = None if choice.logprobs is None else choice.logprobs[seen.num_tokens :]
+        self._delivered[choice.index] = Delivered(len(choice.text), len(choice.token_ids), choice.finished())
+        return replace(choice, text=text, content=text, token_ids=token_ids, logprobs=logprobs)

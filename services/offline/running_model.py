@@ -1,0 +1,100 @@
+"""A model whose ring runs: what `LLM` and the engines have in common."""
+
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from blockyard.services.launcher.serve import make_display
+from blockyard.services.launcher.supervision.start_up import QuietDisplay
+from blockyard.services.offline import engine_args
+from blockyard.services.offline.batch import OfflineRequest, Seeds
+from blockyard.services.offline.prompts import Prompt
+from blockyard.services.offline.sampling_params import CheckedParams, SamplingParams, plain, read
+from blockyard.services.offline.session import Session
+from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
+from blockyard.shared import tokenizer_files
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import DEFAULT_SAMPLING
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+Priority = Sequence[int] | int | None
+Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+
+
+class RunningModel:
+    """Starts a ring. It ends with `close`, when nothing refers to this object, or with the interpreter."""
+
+    def __init__(self, model: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> None:
+        """Raises ConfigError before any process is started, and BlockyardError if the start fails."""
+        values, notes = engine_args.read(model, arguments, os.environ)
+        loud = values.get("log-level", str) in ("trace", "debug", "info")
+        session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
+        self.session = session
+        self._tokenizer: LLMTokenizer | None = None
+        self._seeds = Seeds(values.get("seed", int))
+        self._close = weakref.finalize(self, session.close)  # also runs when the interpreter exits
+        for note in notes:
+            print(note, file=sys.stderr)
+        try:
+            session.start()
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def name(self) -> str:
+        return self.session.card.names[0]
+
+    def requests(self, prompts: list[Prompt], params: Params, priority: Priority) -> list[OfflineRequest]:
+        """Builds requests from prompts with the parameters and priorities of all or of each. Raises RequestError."""
+        priorities = _priorities(priority, len(prompts))
+        checked = self._check_params(params, len(prompts))
+        return [
+            OfflineRequest(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, checked, priorities, strict=True)
+        ]
+
+    def tokenizer(self) -> LLMTokenizer:
+        if self._tokenizer is None:
+            folder, card = self.session.tokenizer_path, self.session.card
+            files = tokenizer_files.load(folder)
+            self._tokenizer = LLMTokenizer(files, str(folder), card.max_model_len, through_ring(self.session))
+        return self._tokenizer
+
+    def default_params(self) -> SamplingParams:
+        """Returns the parameters of requests without any, from --generation-config."""
+        defaults = msgspec.structs.asdict(self.session.config.defaults)
+        max_new_tokens = defaults.pop("max_new_tokens")
+        return SamplingParams(**defaults, max_tokens=max_new_tokens or DEFAULT_SAMPLING.max_tokens)
+
+    def close(self) -> None:
+        """Ends all processes of the ring. Calls that run in other threads fail. May be called again."""
+        self._close()
+        self.session.close()  # waits if another thread is closing it
+
+    def _check_params(self, params: Params, num_prompts: int) -> list[CheckedParams]:
+        card, config = self.session.card, self.session.config
+        flags = (config.max_logprobs, config.grammars, config.logits_processors)
+        if params is None:
+            params = self.default_params()
+        if isinstance(params, SamplingParams):
+            return [read(params, card.vocab_size, *flags)] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
+        return [read(one, card.vocab_size, *flags) for one in params]
+
+
+def _priorities(priority: Priority, num_prompts: int) -> list[int]:
+    given = plain(priority)
+    try:
+        if given is None or isinstance(given, int):
+            return [msgspec.convert(given or 0, Int32)] * num_prompts
+        priorities = msgspec.convert(given, list[Int32])
+    except msgspec.ValidationError as e:
+        raise RequestError(f"priority must be an integer or a list of them: {e}", "priority") from e
+    if len(priorities) != num_prompts:
+        raise RequestError(f"{len(priorities)} priorities for {num_prompts} prompts", "priority")
+    return priorities
