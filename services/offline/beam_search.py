@@ -11,7 +11,12 @@ from blockyard.shared.errors import RequestError
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """A sequence's score is its cumulative log-probability divided by `num_output_tokens ** length_penalty`."""
+    """The search follows vLLM's rules; `SamplingParams(use_beam_search=True)` follows those of transformers.
+
+    Each step looks at the likeliest 2 * `beam_width` tokens of each beam, and every beam that ends among them is
+    finished. A score is the cumulative log-probability divided by `length ** length_penalty`, where the length is that
+    of prompt and output without the end-of-sequence id.
+    """
 
     beam_width: int
     max_tokens: int
@@ -27,7 +32,7 @@ class BeamSearchParams:
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
-            early_stopping="never",
+            early_stopping="vllm",
             length_penalty=self.length_penalty,
             temperature=self.temperature,
             max_tokens=self.max_tokens,

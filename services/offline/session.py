@@ -133,8 +133,8 @@ class Session:
         """Raises RingLost if the ring has ended, or in a forked child, which has neither its thread nor its sockets."""
         if os.getpid() != self._pid:
             raise RingLost(
-                f"this LLM was made in process {self._pid} and does not work in {os.getpid()}, forked from it: make it in "
-                "the process that uses it, or start that one with the method spawn"
+                f"this LLM was made in process {self._pid} and does not work in {os.getpid()}, forked from it: make it "
+                "in the process that uses it, or start that one with the method spawn"
             )
         if self._end_reason:
             raise RingLost(self._end_reason)

@@ -79,6 +79,7 @@ class BeamStop(enum.IntEnum):
     LIKELY = 0  # false: when the best live hypothesis is now worse than the worst finished one
     FIRST = 1  # true: at once
     NEVER = 2  # "never": when the best live hypothesis cannot become better than the worst finished one
+    VLLM = 3  # "vllm": as NEVER, with vLLM's rules of which hypotheses are finished and how they are scored
 
 
 class Beam(FrameStruct, frozen=True):

@@ -138,12 +138,12 @@ def test_beam_search(llm: LLM) -> None:
         assert found.cum_logprob == pytest.approx(
             sum(max(p.values(), key=lambda c: c.logprob).logprob for p in found.logprobs)
         )
-        scores.append(found.cum_logprob / len(found.logprobs))
+        scores.append(found.cum_logprob / (len(prompt) + len(found.logprobs) - (found.finish_reason == "stop")))
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
     (plain,) = llm.generate(
         CODE,
-        SamplingParams(n=3, use_beam_search=True, early_stopping="never", temperature=0, max_tokens=12),
+        SamplingParams(n=3, use_beam_search=True, early_stopping="vllm", temperature=0, max_tokens=12),
         use_tqdm=False,
     )
     texts = [CODE + choice.text for choice in plain.outputs]

@@ -26,7 +26,8 @@ class BeamScheduler:
         first = make_sequence(request, 0, b"")
         first.set_hypothesis(Hypothesis(first.outputs))
         first.set_num_beams(beam.width)
-        request.set_search(ActiveBeamSearch(BeamSearch(beam, request.frame.sampling), [first]))
+        search = BeamSearch(beam, request.frame.sampling, len(request.frame.prompt_ids) // 4)
+        request.set_search(ActiveBeamSearch(search, [first]))
         self.live[request.id] = request
         self._lifecycle.parallel_sampling.add(request, [first])
 

@@ -4,6 +4,9 @@ As in transformers' `generate(num_beams=...)`: a step ranks the continuations of
 log-probabilities. Continuations that end and are among the best `width` are finished; the best `width` of the others
 continue. The score of a finished one is its sum divided by its length (output tokens with the last one) to the power
 of the length penalty.
+
+With `BeamStop.VLLM` as in vLLM's beam search: a step looks at the likeliest 2 * `width` tokens of each hypothesis, every
+continuation among them that ends is finished, and the length is that of prompt and output without the end token.
 """
 
 from array import array
@@ -45,15 +48,17 @@ class Finished:
 
 
 class BeamSearch:
-    def __init__(self, beam: Beam, sampling: Sampling) -> None:
+    def __init__(self, beam: Beam, sampling: Sampling, num_prompt_tokens: int = 0) -> None:
         self.width = beam.width
         self.finished: list[Finished] = []  # the best first, `width` at most
         self._beam, self._max_tokens, self._num_logprobs = beam, sampling.max_tokens, sampling.num_logprobs
+        self._is_vllms = beam.stop is BeamStop.VLLM
+        self._num_prompt_tokens = num_prompt_tokens if self._is_vllms else 0  # that count in a length
         self._stops, self._ignores_eos = set(sampling.stop_token_ids), sampling.ignore_eos
 
-    def ends(self, eos: Sequence[int]) -> set[int]:
-        """Ids that end a hypothesis. A step needs the likeliest `width` plus this many tokens of each hypothesis."""
-        return self._stops if self._ignores_eos else self._stops.union(eos)
+    def num_candidates(self, eos: Sequence[int]) -> int:
+        """How many of the likeliest tokens of each hypothesis a step needs."""
+        return 2 * self.width if self._is_vllms else self.width + len(self._ends(eos))
 
     def shorten(self, max_tokens: int) -> None:
         """Lowers `max_tokens` to what the model's length leaves."""
@@ -64,18 +69,19 @@ class BeamSearch:
 
         The live ones are equally long, and what follows each is known.
         """
-        tops, ends = [h.top for h in live if h.top is not None], self.ends(eos)
+        tops, ends = [h.top for h in live if h.top is not None], self._ends(eos)
+        num_candidates = self.num_candidates(eos)
         ranked = sorted(
             (-(h.total + logprob), place, rank)
             for place, (h, top) in enumerate(zip(live, tops, strict=True))
-            for rank, logprob in enumerate(top.top_logprobs)
+            for rank, logprob in enumerate(top.top_logprobs[:num_candidates])
         )
         length = len(live[0].outputs) + 1
         goes_on: list[tuple[int, Hypothesis]] = []
         for order, (_, place, rank) in enumerate(ranked):
             token = tops[place].top_ids[rank]
             is_last = token in ends or length >= self._max_tokens
-            if order >= self.width if is_last else len(goes_on) == self.width:
+            if (order >= self.width and not self._is_vllms) if is_last else len(goes_on) == self.width:
                 continue
             hypothesis = live[place].extended(self._entry(tops[place], rank), self._num_logprobs is not None)
             if is_last:
@@ -86,10 +92,15 @@ class BeamSearch:
             return []
         return goes_on
 
+    def _ends(self, eos: Sequence[int]) -> set[int]:
+        """Ids that end a hypothesis."""
+        return self._stops if self._ignores_eos else self._stops.union(eos)
+
     def _finish(self, hypothesis: Hypothesis, is_end: bool, length: int) -> None:
         token = hypothesis.outputs[-1]
         finish = FinishReason.STOP if is_end else FinishReason.LENGTH
-        score = hypothesis.total / length**self._beam.length_penalty
+        counted = self._num_prompt_tokens + length - (self._is_vllms and is_end)
+        score = hypothesis.total / max(counted, 1) ** self._beam.length_penalty
         self.finished.append(Finished(score, hypothesis, finish, token if is_end and token in self._stops else None))
         self.finished.sort(key=lambda f: -f.score)
         del self.finished[self.width :]
@@ -100,8 +111,8 @@ class BeamSearch:
             return False
         if self._beam.stop is BeamStop.FIRST:
             return True
-        hopes = self._beam.stop is BeamStop.NEVER and self._beam.length_penalty > 0
-        longest = self._max_tokens if hopes else length
+        hopes = self._beam.stop in (BeamStop.NEVER, BeamStop.VLLM) and self._beam.length_penalty > 0
+        longest = self._num_prompt_tokens + (self._max_tokens if hopes else length)
         return bool(best / longest**self._beam.length_penalty <= self.finished[-1].score)
 
     def _entry(self, top: TokenLogprobs, rank: int) -> TokenLogprobs:

@@ -138,7 +138,7 @@ class ActiveBeamSearch:
             temperature=0.0,
             ignore_eos=True,
             stop_token_ids=[],
-            num_logprobs=max(self.steps.width + len(self.steps.ends(eos)), asked.num_logprobs or 0),
+            num_logprobs=max(self.steps.num_candidates(eos), asked.num_logprobs or 0),
         )
 
     def on_step(self, last: "Sequence") -> None:

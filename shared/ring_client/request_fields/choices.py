@@ -16,6 +16,7 @@ MAX_BEST_OF = 20
 MAX_WIDTH = 64  # of a beam search
 
 STOPS: dict[bool | str, BeamStop] = {False: BeamStop.LIKELY, True: BeamStop.FIRST, "never": BeamStop.NEVER}
+STOPS["vllm"] = BeamStop.VLLM
 
 # fields that would change the likeliest token -> their neutral values
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -83,7 +84,7 @@ def _read_beam(request: ChoicesRequest, n: int, width: int, streams: bool) -> Ch
     stop = STOPS.get(request.early_stopping if request.early_stopping is not None else False)
     if stop is None:
         raise RequestError(
-            f'early_stopping must be true, false or "never", got {request.early_stopping!r}', "early_stopping"
+            f'early_stopping must be true, false, "never" or "vllm", got {request.early_stopping!r}', "early_stopping"
         )
     return Choices(n, n, Beam(width, penalty, stop))
 

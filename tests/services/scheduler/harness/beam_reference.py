@@ -15,10 +15,10 @@ from .fakes import ids_list
 def beam_reference(frame: Generate, pattern: Pattern, eos: list[int], max_model_len: int) -> list[Finished]:
     assert frame.beam is not None
     prompt = ids_list(frame.prompt_ids)
-    steps = BeamSearch(frame.beam, frame.sampling)
+    steps = BeamSearch(frame.beam, frame.sampling, len(prompt))
     steps.shorten(max_model_len - len(prompt))
     asked = msgspec.structs.replace(frame.sampling, ignore_eos=True)
-    num = max(frame.beam.width + len(steps.ends(eos)), frame.sampling.num_logprobs or 0)
+    num = max(steps.num_candidates(eos), frame.sampling.num_logprobs or 0)
     live = [Hypothesis(array("I"))]
     while live:
         for hypothesis in live:
