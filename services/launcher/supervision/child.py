@@ -13,6 +13,7 @@ from typing import NoReturn
 import msgspec
 
 import blockyard
+from blockyard.services.launcher.supervision.home import home_variables
 from blockyard.shared.config.resolve import Deployment, ServiceStruct
 from blockyard.shared.config.services.simulation import SimulationConfig
 
@@ -164,11 +165,11 @@ def exec_service(service: str, config: ServiceStruct | SimulationConfig) -> NoRe
 
 def environment() -> dict[str, str]:
     """Returns the environment of children, which import the package from where this process imported it."""
-    home = str(Path(blockyard.__file__).parent.parent)
-    if Path(home).name in ("site-packages", "dist-packages"):
-        return dict(os.environ)
-    paths = [home, *(path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != home)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    place, environ = str(Path(blockyard.__file__).parent.parent), os.environ | home_variables()
+    if Path(place).name in ("site-packages", "dist-packages"):
+        return environ
+    paths = [place, *(path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != place)]
+    return environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def ending(code: int) -> str:

@@ -5,7 +5,7 @@ log-probabilities. Continuations that end and are among the best `width` are fin
 continue. The score of a finished one is its sum divided by its length (output tokens with the last one) to the power
 of the length penalty.
 
-With `BeamStop.VLLM` as in vLLM's beam search: a step looks at the likeliest 2 * `width` tokens of each hypothesis, every
+With `BeamStop.VLLM` as in vLLM: a step looks at the likeliest 2 * `width` tokens of each hypothesis, every
 continuation among them that ends is finished, and the length is that of prompt and output without the end token.
 """
 
