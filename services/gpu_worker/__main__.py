@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -94,4 +93,4 @@ def own_gpu(visible: str | None, place: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(settings.run(WorkerConfig, serve))
+    settings.end(settings.run(WorkerConfig, serve))

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 from setproctitle import setproctitle
@@ -78,6 +78,17 @@ def run(config_type: type[C], serve: Callable[[C], None]) -> int:
     return 0
 
 
+def end(code: int) -> NoReturn:
+    """Ends this process without the interpreter's clean-up, in which Triton's bindings list all objects still alive.
+
+    They would be printed behind the one line of a refused start. What has to be closed was closed by `serve`.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def wake_on_time() -> None:
     """Timers of this thread, and of threads that it starts, end within a microsecond; the default is 50 of them."""
     if sys.platform == "linux":
@@ -96,9 +107,12 @@ def give_way() -> None:
 
 
 def die_with(parent_pid: int) -> None:
-    """Makes the kernel kill this process when the launcher ends for any reason."""
+    """Makes the kernel kill this process when its parent ends for any reason.
+
+    A parent that ended during our start is no error: a start that is refused ends others that are still starting.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended during our start
-        logging.getLogger(__name__).error("launcher %d is gone", parent_pid)
+    if os.getppid() != parent_pid:
+        logging.getLogger(__name__).debug("the parent process %d is gone", parent_pid)
         os._exit(1)

@@ -23,6 +23,7 @@ from blockyard.services.gpu_worker.execution import device_loop
 from blockyard.services.gpu_worker.layers import triton_ops
 from blockyard.services.gpu_worker.layers.moe import exact_product, grouped_experts
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
+from blockyard.shared.process.settings import end
 
 LOADED = (device_loop, exact_product, grouped_experts, linear_tuning, triton_ops)
 # Errors of compilers. The worker then compiles the kernel itself and reports the details.
@@ -94,3 +95,4 @@ def _tuples(value: Any) -> Any:
 
 if __name__ == "__main__":
     main()
+    end(0)

@@ -11,6 +11,7 @@ from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.process import settings
 
+SRC = Path(__file__).parents[3] / ".src"
 PROCESS = ProcessConfig(name="detokenizer 0", bus=BusConfig(registry="ipc:///d/message-bus", bind="ipc:///d"))
 
 
@@ -65,9 +66,8 @@ sys.exit(settings.run(DetokenizerConfig, serve))
 
 
 def run_program(path: Path) -> subprocess.CompletedProcess[str]:
-    src = Path(__file__).parents[3] / ".src"
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, path], env={"PYTHONPATH": str(src)}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, path], env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True, check=False
     )
 
 
@@ -98,5 +98,22 @@ def test_a_process_whose_launcher_is_gone_ends(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     path.write_bytes(msgspec.json.encode(DetokenizerConfig(process=process, tokenizer_path="/m")))
     done = run_program(path)
-    assert done.returncode == 1
-    assert "launcher 4194304 is gone" in done.stderr
+    assert (done.returncode, done.stderr) == (1, ""), "a refused start ends many, and says why in one line"
+
+
+def test_bindings_list_no_leaks_when_a_worker_ends() -> None:
+    pytest.importorskip("triton")
+    script = """
+import ctypes, sys
+from triton._C.libtriton import ir
+from blockyard.shared.process import settings
+kept = ir.context()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+print("last words")
+END
+"""
+    for end, leaks in (("settings.end(3)", False), ("sys.exit(3)", True)):
+        words, env = [sys.executable, "-P", "-c", script.replace("END", end)], {"PYTHONPATH": str(SRC)}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (3, "last words\n")
+        assert ("leaked" in done.stderr) is leaks, done.stderr[:300]
