@@ -124,7 +124,7 @@ class RequestBatch:
         self._ended(entry)
 
     def unfinished_outputs(self) -> list[RequestOutput]:
-        """Returns what has arrived of the requests that run."""
+        """Returns the outputs of the running requests so far."""
         return [self._output(entry) for entry in self._open.values() if entry.request_id in self._queued_s]
 
     def failed(self, entry: JournalEntry, error: RequestError) -> None:

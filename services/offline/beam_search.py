@@ -11,11 +11,11 @@ from blockyard.shared.errors import RequestError
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """The search follows vLLM's rules; `SamplingParams(use_beam_search=True)` follows those of transformers.
+    """The search follows vLLM's rules; `SamplingParams(use_beam_search=True)` follows the rules of transformers.
 
     Each step looks at the likeliest 2 * `beam_width` tokens of each beam, and every beam that ends among them is
-    finished. A score is the cumulative log-probability divided by `length ** length_penalty`, where the length is that
-    of prompt and output without the end-of-sequence id.
+    finished. A score is the cumulative log-probability divided by `length ** length_penalty`, where the length counts
+    prompt and output without the end-of-sequence id.
     """
 
     beam_width: int

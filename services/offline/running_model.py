@@ -1,4 +1,4 @@
-"""A model whose ring runs: what `LLM` and the engines have in common."""
+"""A model with a running ring, shared by `LLM` and the engines."""
 
 import os
 import sys

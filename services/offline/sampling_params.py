@@ -45,7 +45,7 @@ class RequestOutputKind(enum.Enum):
     """What an engine returns of a request that is not finished; `LLM` always returns finished outputs."""
 
     CUMULATIVE = 0  # each output has everything so far
-    DELTA = 1  # each output has what is new
+    DELTA = 1  # each output has only the new part
     FINAL_ONLY = 2  # nothing before the end
 
 

@@ -81,7 +81,7 @@ def run(config_type: type[C], serve: Callable[[C], None]) -> int:
 def end(code: int) -> NoReturn:
     """Ends this process without the interpreter's clean-up, in which Triton's bindings list all objects still alive.
 
-    They would be printed behind the one line of a refused start. What has to be closed was closed by `serve`.
+    They would be printed behind the one line of a refused start. `serve` has closed everything that has to be closed.
     """
     logging.shutdown()
     sys.stdout.flush()

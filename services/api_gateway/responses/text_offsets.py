@@ -10,7 +10,7 @@ REPLACEMENT = "\ufffd".encode()  # stands for bytes that are no UTF-8
 
 
 class TextOffsets:
-    """The offsets of one choice, whose tokens and text come in pieces. Offsets count characters.
+    """The offsets of one choice, with tokens and text in pieces. Offsets count characters.
 
     A token that begins within a character has the offset of this character; one that is not in the text has the
     offset of the text behind it.
@@ -24,7 +24,7 @@ class TextOffsets:
         self._text, self._at = b"", 0  # the last piece in UTF-8, and how much of it is matched with tokens
         self._num_chars = 0  # of the matched text
         self._partial = b""  # the start of a character at the end of the matched text
-        self._ahead = b""  # tokens, or the end of one, whose text has not arrived
+        self._ahead = b""  # bytes of tokens before their text has arrived
         self._unmatched = 0  # bytes of tokens that were not found since the last one that was
 
     def take(self, tokens: list[bytes], text: str) -> list[int]:
@@ -43,7 +43,7 @@ class TextOffsets:
         if self._ahead[:common] == self._text[:common]:
             self._advance(common)
             self._ahead = self._ahead[common:]
-        else:  # those tokens were special, or their bytes are no UTF-8
+        else:  # these tokens were special, or their bytes are no UTF-8
             self._ahead = b""
             self._skip_replacements()
 
@@ -74,7 +74,7 @@ class TextOffsets:
         return offset
 
     def _skip_replacements(self) -> bool:
-        """Skips the characters that stand for tokens whose bytes are no UTF-8."""
+        """Skips the characters that stand for bytes that are no UTF-8."""
         began = self._at
         while self._text.startswith(REPLACEMENT, self._at):
             self._advance(len(REPLACEMENT))

@@ -32,7 +32,7 @@ def home_variables(environ: Mapping[str, str] = os.environ, temporary: Path | No
 
 
 def _own_folder(temporary: Path, uid: int) -> Path:
-    """A folder of this user's. One that another user made is left alone: whoever writes it could plant kernels."""
+    """A folder of this user's. One that another user made is left alone: it may hold planted kernels."""
     folder = temporary / f"blockyard-home-{uid}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -1,6 +1,6 @@
 """Engines with vLLM's interface, for scripts that add requests one by one.
 
-`LLMEngine` is driven by its caller, who adds requests and calls `step` in a loop; `AsyncLLMEngine` returns an async
+The caller of `LLMEngine` adds requests and calls `step` in a loop; `AsyncLLMEngine` returns an async
 iterator for each request. Both run their requests as `LiveRequest`s in the ring of a `RunningModel`.
 
 Imports: the modules of `offline` except `llm`, which imports this package.

@@ -1,4 +1,4 @@
-"""One request of an engine: what arrives of it, in the pieces that its `output_kind` asks for."""
+"""One request of an engine and its outputs so far, in the pieces that its `output_kind` asks for."""
 
 import concurrent.futures
 import threading
@@ -73,7 +73,7 @@ class LiveRequest:
         requests = running.requests(prompts, params, priority)
         choices = requests[0].params.choices
         if choices.beam is not None or choices.computed > choices.returned:
-            self._kind = RequestOutputKind.FINAL_ONLY  # what is returned is known at the end
+            self._kind = RequestOutputKind.FINAL_ONLY  # the returned choices are known at the end
         self._delivered: defaultdict[int, Delivered] = defaultdict(Delivered)
         self._aborted = False
         self._reporter = NewsReporter(on_news)
@@ -87,7 +87,7 @@ class LiveRequest:
             self._future.result()
 
     def abort(self) -> None:
-        """Ends the request. `take` then returns what there is, with the finish_reason `abort`."""
+        """Ends the request. `take` then returns the output so far, with the finish_reason `abort`."""
         self._aborted = True
         self._future.cancel()
 
@@ -116,7 +116,7 @@ class LiveRequest:
         return RequestOutput(self.id, None, [], [CompletionOutput(0, finish_reason=ABORTED)], finished=True)
 
     def _new_part(self, output: RequestOutput) -> RequestOutput | None:
-        """Returns the output with what is new of each choice, without choices that have nothing new."""
+        """Returns the output with only the new part of each choice, without choices that have none."""
         parts = [part for choice in output.outputs if (part := self._new_part_of(choice)) is not None]
         return replace(output, outputs=parts) if parts or output.finished else None
 

@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests are added one by one, and `step` returns what has arrived of them."""
+"""`LLMEngine`: requests are added one by one, and `step` returns their outputs."""
 
 import queue
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,7 +39,7 @@ class LLMEngine(RingOperations):
 
     def __init__(self, running: RunningModel) -> None:
         self._running, self._session = running, running.session
-        self._requests: dict[str, LiveRequest] = {}  # those whose last output was not returned
+        self._requests: dict[str, LiveRequest] = {}  # until the last output is returned
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # ids, once for each change
         self._kept: list[RequestOutput] = []  # of a step that raised
 
@@ -129,7 +129,7 @@ class LLMEngine(RingOperations):
         return self.model_config
 
     def close(self) -> None:
-        """Ends the ring, also that of the `LLM` whose `llm_engine` this is."""
+        """Ends the ring, also the ring of an `LLM` with this `llm_engine`."""
         self._running.close()
 
     def _names_with_news(self) -> list[str]:
