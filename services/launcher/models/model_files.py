@@ -1,10 +1,12 @@
 """Finds a model's files: a local folder, a name on the hub or the demo model. Checks config.json."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import blockyard.shared
+from blockyard.services.launcher.supervision.home import home_variables
 from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
 from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
 from blockyard.shared.config.model_bounds import check_numbers
@@ -13,6 +15,7 @@ from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
 
 DEMO = "demo"
+HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")  # variables that say where the hub's cache is
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -84,12 +87,20 @@ def _folder(name: str, revision: str | None, values: Values, weights: bool) -> P
     return hub.download(
         name,
         revision=revision,
-        folder=values.maybe("download-dir", str),
+        folder=values.maybe("download-dir", str) or _cache_without_home(),
         load_format=values.get("load-format", str),
         ignore=[str(pattern) for pattern in values.get("ignore-patterns", list)],
         weights=weights and values["worker-cls"] != "mock",
         token=hub_token(values),
     )
+
+
+def _cache_without_home() -> str | None:
+    """Returns the hub's cache of a user without a home folder; None: where huggingface_hub has it."""
+    home = home_variables().get("HOME")
+    if home is None or any(name in os.environ for name in HUB_FOLDERS):
+        return None
+    return str(Path(home) / ".cache" / "huggingface" / "hub")
 
 
 def hub_token(values: Values) -> str | bool | None:

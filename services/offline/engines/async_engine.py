@@ -42,7 +42,8 @@ class AsyncLLMEngine:
         """Yields outputs as they arrive, in the form of `sampling_params.output_kind`; the last one is finished.
 
         Text that arrives while the caller does something else is in one output. A request ends when its iterator is
-        closed, or the task of its caller is cancelled. Raises RequestError if it cannot be served, RingLost without a ring.
+        closed, or the task of its caller is cancelled. Raises RequestError if it cannot be served, and RingLost without
+        a ring.
         """
         refuse_arguments(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if request_id in self._requests:
@@ -69,7 +70,7 @@ class AsyncLLMEngine:
             live.abort()  # has no effect on a finished one
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends requests: their iterators yield the output so far with the finish_reason `abort`. Ignores unknown ids."""
+        """Ends requests: their iterators yield the output so far with finish_reason `abort`. Ignores unknown ids."""
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (live := self._requests.get(one)) is not None:
                 live.abort()

@@ -182,3 +182,19 @@ def test_one_weight_format_is_fetched(
     files: list[str], load_format: str, ignore: list[str], patterns: tuple[str, ...]
 ) -> None:
     assert hub.weight_patterns(files, load_format, ignore) == patterns
+
+
+def test_a_user_without_home_has_the_hubs_cache_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, caches = Path(folder(tmp_path / "m")), []
+    monkeypatch.setattr(hub, "download", lambda *_, folder, **__: (caches.append(folder), made)[1])
+    for name in model_files.HUB_FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    find("--model", "org/model")
+    monkeypatch.setattr(model_files, "home_variables", lambda: {"HOME": "/none"})
+    find("--model", "org/model")
+    find("--model", "org/model", "--download-dir", "/own")
+    monkeypatch.setenv("HF_HOME", "/set")
+    find("--model", "org/model")
+    assert caches == [None, "/none/.cache/huggingface/hub", "/own", None]
