@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import blockyard.shared
-from blockyard.services.launcher.supervision.home import home_variables
 from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
 from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.process.home import home_variables
 
 DEMO = "demo"
 HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")  # variables that say where the hub's cache is

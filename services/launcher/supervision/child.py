@@ -13,9 +13,9 @@ from typing import NoReturn
 import msgspec
 
 import blockyard
-from blockyard.services.launcher.supervision.home import home_variables
 from blockyard.shared.config.resolve import Deployment, ServiceStruct
 from blockyard.shared.config.services.simulation import SimulationConfig
+from blockyard.shared.process.home import home_variables
 
 MakeCommand = Callable[[str, Path], list[str]]  # from a service's name and its settings file
 CONFIG_EXIT_CODES = (2, 3)  # ConfigError and LoadError: a restart cannot help

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.services.launcher.supervision.home import home_variables
+from blockyard.shared.process.home import home_variables
 
 UID = os.getuid()
-SRC = Path(__file__).parents[4] / ".src"
+SRC = Path(__file__).parents[3] / ".src"
 
 
 def unknown(_: int) -> pwd.struct_passwd:
