@@ -267,12 +267,13 @@ def run_ahead(runner: Runner, config: WorkerConfig, tuning: IdleTuning | None, r
     loop = device_loop.start(runner.batch, runner.model, runner.pool, runner.geometry, config, tuning)
     runner.run_ahead(loop)
     report.phase("first steps")
-    warm_up(runner)  # without CUDA graphs
-    with torch.inference_mode():
-        if not config.enforce_eager:
-            report.phase("capturing CUDA graphs")
-            loop.capture()
-        step_s = loop.steps.measure()
+    with runner.pool.trial_steps():
+        warm_up(runner)  # without CUDA graphs
+        with torch.inference_mode():
+            if not config.enforce_eager:
+                report.phase("capturing CUDA graphs")
+                loop.capture()
+            step_s = loop.steps.measure()
     runner.run_ahead(loop, step_s)
     runner.forget_trial_steps()
     step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"

@@ -239,8 +239,9 @@ class DeviceLoop:
         `scored`, if there are any."""
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts, keeps_hidden=bool(scored))
         num_decodes, stored = descriptor.num_decodes, list[StoredLayers]()
-        # latent layers decompress cached tokens in pieces, whose number a graph cannot follow
-        is_captured = not self.steps.pool.shape.has_latent or not max_context(slots, counts, table)
+        # latent layers decompress cached tokens in pieces, whose number a graph cannot follow; none measures scales
+        pool = self.steps.pool
+        is_captured = not pool.scales_pending and not (pool.shape.has_latent and max_context(slots, counts, table))
         graph = self._graphs.find(descriptor) if is_captured else None
         if graph is not None:
             descriptor = graph.descriptor

@@ -125,7 +125,7 @@ class PrefillGraphs:
     def _capture(self, size: BatchDescriptor) -> None:
         start = time.perf_counter()
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._steps.pool.trial_steps():
                 done = self._recorder.record(size)
             self._graphs[size] = done.graph
             self._took_s += time.perf_counter() - start

@@ -1,6 +1,8 @@
 """The KV blocks of all layers, as views of the worker's arena."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from blockyard.services.kv_transfer.arena import make_arena
 
 _K_RANGE, _V_RANGE = 200.0, 100.0  # what vLLM takes
 _SMALLEST = 1e-6  # lower bound of the largest value: scales stay above 0
+_BLOCKS = 512  # blocks that are rescaled at once
 
 
 class KVPool:
@@ -20,7 +23,8 @@ class KVPool:
     `runs` has a tensor for successive layers that are alike: [layers, num_blocks, planes, kv_heads, block_size,
     head_dim]; planes are K and V, or K alone in latent attention. `layers` has that of each layer. Memory starts at
     zero and stays finite: kernels read values behind a sequence's end and multiply them by 0. In 8 bits there are
-    `scales` [layers, 2] float32, which multiply stored K and V; while `scales_pending`, the next prefill sets them.
+    `scales` [layers, 2] float32, which multiply stored K and V; while `scales_pending`, the next prefill sets them,
+    unless it is one of `trial_steps`.
     """
 
     def __init__(
@@ -70,20 +74,34 @@ class KVPool:
         """The next step with a prefill sets the scales."""
         self.scales_pending = True
 
+    @contextmanager
+    def trial_steps(self) -> Iterator[None]:
+        """Steps that serve no request: they set no scales."""
+        pending, self.scales_pending = self.scales_pending, False
+        try:
+            yield
+        finally:
+            self.scales_pending = pending
+
     def measure_scales(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Sets scales from K and V of a prompt, with room for larger values."""
-        assert self.scales is not None
-        self.scales[layer, 0] = keys.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
-        self.scales[layer, 1] = values.abs().max().float().clamp_min(_SMALLEST) / _V_RANGE
-        self._measured(layer)
+        key_scale = keys.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
+        value_scale = values.abs().max().float().clamp_min(_SMALLEST) / _V_RANGE
+        self._measured(layer, torch.stack((key_scale, value_scale)))
 
     def measure_row_scale(self, layer: int, rows: Tensor) -> None:
         """As `measure_scales`, for a latent layer: one scale for its rows."""
-        assert self.scales is not None
-        self.scales[layer] = rows.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE
-        self._measured(layer)
+        self._measured(layer, (rows.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE).expand(2))
 
-    def _measured(self, layer: int) -> None:
+    def _measured(self, layer: int, scales: Tensor) -> None:
+        """Sets scales [2]. What prompts of one token have stored before is stored again with them."""
+        assert self.scales is not None
+        stored = self.layers[layer]
+        factors, most = (self.scales[layer] / scales)[: stored.shape[1], None, None, None], FP8_MAX[self.dtype]
+        for first in range(0, self.num_blocks, _BLOCKS):
+            blocks = stored[first : first + _BLOCKS]
+            blocks.copy_(blocks.float().mul_(factors).clamp_(-most, most))
+        self.scales[layer] = scales
         if layer == self.shape.num_layers - 1:
             self.scales_pending = False
 

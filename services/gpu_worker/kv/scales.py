@@ -1,4 +1,4 @@
-"""Finds the scales of a KV cache in 8 bits: from the checkpoint, a file, or the first prompt."""
+"""Finds the scales of a KV cache in 8 bits: from the checkpoint, a file, or the first prompt of a request."""
 
 from pathlib import Path
 

@@ -159,7 +159,7 @@ LOADING = (
         "calculate-kv-scales",
         FlagKind.BOOL,
         False,
-        "Compute KV scales from the first prompt.",
+        "Compute KV scales from the first prompt of a request that has more than one token.",
         ("worker.calculate_kv_scales",),
     ),
 )

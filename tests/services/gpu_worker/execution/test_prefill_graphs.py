@@ -128,6 +128,25 @@ def outputs(runner: Runner, chunk: int, asking: int | None, depth: int = 2) -> l
     return [stream.output for stream in streams]
 
 
+def test_scales_are_measured_by_prompts_of_requests_without_graphs(runner: Runner) -> None:
+    """Not by trial steps: while they are pending, no prefill is a graph, and captures leave them pending."""
+    run_ahead(runner, CAPACITY)
+    expected = outputs(runner, 5, None)
+    graphs, recorder = with_graphs(runner, 3)
+    runner.pool.scales_pending = True
+    try:
+        seen = []
+        record = recorder.record
+        recorder.record = lambda size: (seen.append(runner.pool.scales_pending), record(size))[1]
+        while graphs.capture_one():
+            pass
+        assert seen and not any(seen) and runner.pool.scales_pending
+        assert outputs(runner, 5, None) == expected
+        assert not any(forward.count for forward in recorder.forwards.values())
+    finally:
+        runner.pool.scales_pending = False
+
+
 @pytest.mark.parametrize(("chunk", "num_used", "asking"), [(5, 5, None), (8, 2, None), (5, 5, 4)])
 def test_padding_does_not_change_tokens(runner: Runner, chunk: int, num_used: int, asking: int | None) -> None:
     """`asking` is the index of a stream with logits edits."""

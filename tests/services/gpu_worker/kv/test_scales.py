@@ -88,10 +88,15 @@ def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     slots, starts = torch.zeros(3, dtype=torch.int64, device=DEVICE), torch.tensor([0, 3]).int().to(DEVICE)
     rows = PagedKVMetadata(slots, torch.arange(3, device=DEVICE), tables)
     attend = build_attention(it, AttentionMetadata(rows, starts))
+    it.layers[0][9] = torch.full((2, 2, 8, 16), 2.0, device=DEVICE).to(it.dtype)  # of a prompt of one token
     angles = torch.randn(3, 1, 8)
     rotation = torch.polar(torch.ones_like(angles), angles).to(DEVICE)
     norm = RMSNorm(torch.randn(6, 16, device=DEVICE), 1e-6)
     qkv = torch.randn(3, 8, 16, device=DEVICE)
+    with it.trial_steps():
+        attend(0, 100 * qkv, rotation, norm)
+    assert it.scales is not None
+    assert it.scales.unique().tolist() == [1.0]
     for layer in range(2):
         assert it.scales_pending
         attend(layer, (layer + 1) * qkv, rotation, norm)
@@ -101,6 +106,8 @@ def test_scales_of_the_first_prompt(tmp_path: Path) -> None:
     assert k_first == pytest.approx(k_second)  # normalised
     assert v_second == pytest.approx(2 * v_first)
     assert v_first == pytest.approx(float(qkv[:, 6:].abs().max()) / 100)
+    earlier = it.layers[0][9].float() * it.scales[0][:, None, None, None]
+    torch.testing.assert_close(earlier, torch.full_like(earlier, 2.0), rtol=0.07, atol=0)
     stored = it.runs[0][0].float()[tables[0, 0].long(), 0, :, :3] * k_first
     x = norm(qkv[:, :6])[:, 4:]
     assert float(stored.norm()) == pytest.approx(float(x.norm()), rel=0.05)
