@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from blockyard.shared.errors import LoadError
+from blockyard.shared.json_objects import decode_object
 
 
 def chat_templates(folder: Path) -> dict[str, str]:
@@ -44,8 +43,8 @@ def json_object(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise LoadError(f"tokenizer: {path}: {e.strerror}") from e
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        return decode_object(data)
+    except ValueError as e:
         raise LoadError(f"tokenizer: {path}: {e}") from e
 
 

@@ -83,6 +83,7 @@ LAYERS["shared"] = (
     "charts",
     "percentiles",
     "token_ids",
+    "json_objects",
     "chat_template_files",
 )
 LAYERS["shared"] += ("tokenizer_files",)

@@ -8,6 +8,7 @@ import msgspec
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import decode_object
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -38,10 +39,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 def read_json(path: Path) -> dict[str, Any]:
     """Returns a JSON object from a file. Raises ConfigError naming it."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return decode_object(path.read_bytes())
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}") from e
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    except ValueError as e:
         raise ConfigError(f"{path} is not a JSON object: {e}") from e
 
 

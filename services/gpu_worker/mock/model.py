@@ -8,6 +8,7 @@ from blockyard.services.gpu_worker.mock.batch import Pattern
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import LoadError
+from blockyard.shared.json_objects import decode_object
 from blockyard.shared.messages import Geometry
 
 DEFAULT_VOCAB = 32000
@@ -23,8 +24,8 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
     """Geometry and token pattern of a mock worker. Raises LoadError if config.json does not decode."""
     path = Path(config.model_path) / "config.json"
     try:
-        model = msgspec.json.decode(path.read_bytes(), type=_ModelConfig) if path.is_file() else _ModelConfig()
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        model = msgspec.convert(decode_object(path.read_bytes()), _ModelConfig) if path.is_file() else _ModelConfig()
+    except (OSError, ValueError, msgspec.ValidationError) as e:
         raise LoadError(f"{path}: {e}") from e
     mock = config.mock
     vocab_size = mock.vocab_size or model.vocab_size

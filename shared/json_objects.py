@@ -1,0 +1,39 @@
+"""Decodes the JSON files of model folders, which Python's `json` and transformers write."""
+
+import json
+from typing import Any
+
+import msgspec
+
+_TAG = "__float__"  # transformers writes a number that JSON lacks as {"__float__": "Infinity"}
+_TAGGED = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+
+
+def decode_object(data: bytes) -> dict[str, Any]:
+    """Decodes a JSON object, which may have Infinity and NaN. Raises ValueError."""
+    try:
+        found = msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as e:
+        found = _decode_as_python(data, e)
+    return _replace_tags(found) if _TAG.encode() in data else found
+
+
+def _decode_as_python(data: bytes, error: Exception) -> dict[str, Any]:
+    """Decodes what Python's `json` reads besides JSON. error: that of a strict decoder."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(str(error)) from error
+    return found
+
+
+def _replace_tags(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_replace_tags(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_TAG} and isinstance(value[_TAG], str):
+        return _TAGGED.get(value[_TAG], value)
+    return {key: _replace_tags(one) for key, one in value.items()}
