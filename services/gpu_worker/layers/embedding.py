@@ -14,7 +14,8 @@ class TokenEmbedding:
 
     def __init__(self, layers: LinearLayers, name: str, vocab_size: int, width: int, factor: float = 1.0) -> None:
         """factor: of the embeddings, not of the output matrix that shares their weight."""
-        self.weight = layers.table.matrix(f"{name}.weight", vocab_size, width)
+        self._name = f"{name}.weight"
+        self.weight = layers.table.matrix(self._name, vocab_size, width)
         self._factor = factor
 
     def __call__(self, token_ids: Tensor) -> Tensor:
@@ -22,12 +23,13 @@ class TokenEmbedding:
         return found if self._factor == 1.0 else found.mul_(self._factor)
 
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
-        """Makes the output layer. tied: it uses this weight, and the one of the checkpoint is ignored."""
+        """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it."""
         vocab_size, width = self.weight.shape
         if not tied:
             return layers.make({name: vocab_size}, width, bias=bias)
-        layers.table.ignore(f"{name}.weight")
-        return dense_linear(self.weight)
+        linear = dense_linear(self.weight)
+        layers.table.tie(f"{name}.weight", self._name, lambda own: linear.method.replace("weight", own))
+        return linear
 
 
 class LearnedPositions:

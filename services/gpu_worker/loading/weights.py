@@ -18,6 +18,8 @@ HOST_SLACK = 0.5  # bytes; rounding of a share
 # what checkpoints put before, or leave out of, the names of a decoder's weights
 PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
 TEXT_PART = "language_model."
+# last parts of names of tables and masks that a model computes itself; releases of all families have some of them
+COMPUTED = ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "masked_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,15 @@ class WeightPlace:
     write: Write | None  # writes a stored weight to the target; None: copies it
 
 
+@dataclass(frozen=True, slots=True)
+class TiedWeight:
+    """A weight that is another one, `source`, unless the checkpoint has its own."""
+
+    source: str
+    shape: tuple[int, int]
+    use_own: Callable[[Tensor], None]
+
+
 class WeightTable:
     """A model allocates its parameters here, each under the names that checkpoints use."""
 
@@ -61,8 +72,11 @@ class WeightTable:
         self.size_bytes = 0
         self._ignored: set[str] = set()
         self._aliases: dict[str, str] = {}
+        self._tied: dict[str, TiedWeight] = {}  # by name
+        self._untied: list[str] = []  # names of those that the checkpoint has its own of
         self._unused: dict[str, set[str]] = {}  # names in the checkpoint, of parts that are not used, by prefix
-        self._unused_last: dict[str, set[str]] = {}  # the same by suffix
+        # the same by suffix
+        self._unused_last: dict[str, set[str]] = {f".{name}": set() for name in COMPUTED}
         self._unused_alone: set[str] = set()  # the same, of `_ignored`
         self._loaded: set[str] = set()
         self._finishes: list[Callable[[], None]] = []
@@ -97,10 +111,33 @@ class WeightTable:
         for finish in self._finishes:
             finish()
         self._finishes.clear()
+        for name in self._tied.keys() & self.places.keys():
+            self._settle_tied(name, self._tied[name])
 
     def forget(self, name: str) -> None:
         """Drops the place of a loaded weight, and with it the memory that nothing else uses."""
         self.size_bytes -= self.places.pop(name).target.nbytes
+
+    def tie(self, name: str, source: str, use_own: Callable[[Tensor], None]) -> None:
+        """The weight `name` is the matrix `source`, unless the checkpoint has `name` with other values.
+
+        use_own: is given these values. A checkpoint that has `name` alone has `source` by that name.
+        """
+        rows, columns = self.places[source].shape
+        self._tied[name] = TiedWeight(source, (rows, columns), use_own)
+
+    def _settle_tied(self, name: str, tied: TiedWeight) -> None:
+        """Decides which values a tied weight has that the checkpoint has, too."""
+        own, source = self.places[name].target, self.places[tied.source].target
+        if tied.source not in self._loaded:
+            source.copy_(own)
+        elif not torch.equal(own, source):
+            tied.use_own(own)
+            self._untied.append(name)
+            return
+        else:
+            self._unused_alone.add(name)
+        self.forget(name)
 
     def place_scalar(self, name: str, target: Tensor) -> None:
         """A checkpoint that has the scalar `name` sets `target`; it may lack it."""
@@ -188,7 +225,7 @@ class WeightTable:
             self._unused[prefix] = set()
 
     def describe_unused(self) -> list[str]:
-        """Returns a line that names the parts of the checkpoint that are not used, if there are any."""
+        """Returns lines that name parts of the checkpoint that are not used, or that are used against config.json."""
         parts = self._unused | self._unused_last
         for name in sorted(self._unused_alone):
             parts.setdefault(".".join(name.split(".")[-2:]), set()).add(name)  # of all layers together
@@ -197,12 +234,15 @@ class WeightTable:
             for part, names in parts.items()
             if names
         ]
-        return [f"not used: {', '.join(found)}"] if found else []
+        own = [f"{name}: the checkpoint's own, although tie_word_embeddings is true" for name in self._untied]
+        return [*([f"not used: {', '.join(found)}"] if found else []), *own]
 
     def wants(self, name: str) -> bool:
         """Whether the model needs this name. Raises LoadError for an unknown one."""
         known = self._known(name)
-        if known in self.places or known in self.scalars:
+        if known in self._tied and known not in self.places:
+            self.place(known, self.empty(*self._tied[known].shape), self._tied[known].shape)
+        if self._has(known):
             return True
         if name.replace(TEXT_PART, "") in self._ignored:
             self._unused_alone.add(name)
@@ -249,18 +289,22 @@ class WeightTable:
     def _known(self, name: str) -> str:
         """The name in the table. Checkpoints of a bare decoder lack the first part, those of a model that also sees
         or hears have one more."""
-        if name in self.places or name in self.scalars:
+        if self._has(name):
             return name
         bare = name.replace(TEXT_PART, "")
         for prefix in PREFIXES:
             longer = prefix + bare
             longer = self._aliases.get(longer, longer)
-            if longer in self.places or longer in self.scalars:
+            if self._has(longer):
                 return longer
         return name
 
+    def _has(self, name: str) -> bool:
+        return name in self.places or name in self.scalars or name in self._tied
+
     def check_complete(self) -> None:
-        missing = sorted(self.places.keys() - self._loaded)
+        by_other_name = {tied.source for name, tied in self._tied.items() if name in self._loaded}
+        missing = sorted(self.places.keys() - self._loaded - by_other_name)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LoadError(f"the checkpoint lacks {missing[0]}{more}")

@@ -35,7 +35,6 @@ class Decoder:
         self._ops = find_ops(table.device)
         self._embedding, self._positions, self._rotations = embedding, positions, rotations
         self._layers, self._norm, self._head = layers, norm, head
-        table.ignore_suffix(".rotary_emb.inv_freq")
 
     def prepare(self, max_model_len: int) -> list[str]:
         for layer in self._layers:
