@@ -50,61 +50,55 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rope(
-    config: Mapping[str, Any],
-    max_positions: int,
-    default_theta: float = DEFAULT_THETA,
-    *,
-    layer_type: str = FULL,
-    default_share: float = 1.0,
+    config: Mapping[str, Any], max_positions: int, *, layer_type: str | None = None, rotates_part: bool = False
 ) -> RopeParameters:
     """Reads `rope_parameters`, or `rope_scaling` (with "type" or "rope_type") and `rope_theta`. Raises ConfigError.
 
-    layer_type: the kind of layer, if `rope_parameters` has an object for each kind. default_share: of a head that
-    is rotated, if config.json does not say it.
+    layer_type: of families whose kinds of layers have their own parameters. rotates_part: whether the family rotates a
+    part of each head; the others ignore `partial_rotary_factor`, as in transformers.
     """
     found = _parameters(config, layer_type)
-    share = config.get("partial_rotary_factor") or config.get("rotary_pct") or default_share
-    fields = {"rope_theta": config.get("rope_theta") or default_theta, "partial_rotary_factor": share}
-    fields |= {key: value for key, value in found.items() if value is not None}
+    fields: dict[str, Any] = {"rope_theta": config.get("rope_theta") or DEFAULT_THETA}
+    fields |= {"partial_rotary_factor": config.get("partial_rotary_factor") or 1.0}
+    fields |= {key: value for key, value in found.items() if value is not None or key == "truncate"}
     fields["rope_type"] = fields.get("rope_type") or fields.get("type") or "default"
+    if not rotates_part and fields["rope_type"] != "proportional":
+        del fields["partial_rotary_factor"]
     ratio = config.get("rope_condense_ratio")
     if ratio is not None and fields["rope_type"] == "default":  # LongChat's name of linear scaling
         fields |= {"rope_type": "linear", "factor": ratio}
     if fields["rope_type"] == "su":
         fields["rope_type"] = "longrope"
-    trained = config.get("original_max_position_embeddings")
-    if fields["rope_type"] == "longrope" and trained is not None:
-        fields["original_max_position_embeddings"] = trained
+    if fields["rope_type"] == "yarn" and "factor" not in found:  # null: that of the lengths
+        raise ConfigError("config.json: rope type 'yarn' needs `factor`")
     if fields["rope_type"] in ("yarn", "llama3", "longrope"):
-        fields.setdefault("original_max_position_embeddings", trained or max_positions)
+        trained = config.get("original_max_position_embeddings")
+        if trained is not None and layer_type is None:  # overrides that of the parameters, as in transformers
+            fields["original_max_position_embeddings"] = trained
+        fields.setdefault("original_max_position_embeddings", max_positions)
     rope = parse(fields, RopeParameters)
     _check(rope)
     return rope
 
 
-def read_sliding_rope(config: Mapping[str, Any], max_positions: int, theta: float) -> RopeParameters:
-    """Reads the parameters of layers with a sliding window, where the parameters in config.json are for full attention.
-
-    theta: of these layers, if `rope_parameters` has none for each kind of layer. Raises ConfigError.
-    """
-    found = config.get("rope_parameters")
-    if isinstance(found, dict) and is_by_layer_type(found):
-        return read_rope({"rope_parameters": found}, max_positions, theta, layer_type=SLIDING)
-    return parse({"rope_theta": theta}, RopeParameters)
-
-
-def _parameters(config: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
-    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(found, dict) and is_by_layer_type(found):
-        found = found.get(layer_type) or {}
+def _parameters(config: Mapping[str, Any], layer_type: str | None) -> Mapping[str, Any]:
+    """Returns the parameters of a kind of layer. `rope_scaling` overrides others and is for full attention alone."""
+    scaling = config.get("rope_scaling")
+    found = scaling or config.get("rope_parameters") or {}
     if not isinstance(found, dict):
         raise ConfigError(f"config.json: rope parameters must be an object, got {found!r}")
-    return found
-
-
-def is_by_layer_type(parameters: Mapping[str, Any]) -> bool:
-    """Whether `rope_parameters` has an object for each kind of layer."""
-    return any(isinstance(value, dict) for value in parameters.values())
+    is_by_kind = any(isinstance(value, dict) for value in found.values())
+    if layer_type is None:
+        if is_by_kind:
+            raise ConfigError("config.json: rope_parameters has objects of kinds of layers, which this family lacks")
+        return found
+    if is_by_kind:
+        return found.get(layer_type) or {}
+    if found and not scaling:
+        raise ConfigError("config.json: rope_parameters needs an object for each kind of layer")
+    if found and "rope_type" not in found:  # transformers ignores the older name here
+        raise ConfigError("config.json: rope_scaling needs `rope_type`")
+    return found if layer_type == FULL else {}
 
 
 def _check(rope: RopeParameters) -> None:

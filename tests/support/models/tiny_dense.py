@@ -89,7 +89,7 @@ DENSE = [
          | _kinds({"rope_theta": 5000.0, **YARN}, {"rope_theta": 5000.0, **PLAIN})),
     Tiny("olmo3-old", hf.Olmo3Config, hf.Olmo3ForCausalLM,
          LLAMA | {"num_hidden_layers": 4, "sliding_window": 20}
-         | _kinds({"rope_theta": 5000.0, **YARN}, {"rope_theta": 5000.0, **PLAIN}),
+         | _kinds({"rope_theta": 5000.0, **YARN}, {"rope_theta": 500000.0, **PLAIN}),
          rewrite={"rope_parameters": None, "rope_scaling": YARN, "rope_theta": 5000.0}),
     Tiny("mistral-heads", hf.MistralConfig, hf.MistralForCausalLM,
          LLAMA | {"sliding_window": None, "head_dim": 32}, PLAIN),

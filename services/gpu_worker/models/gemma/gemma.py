@@ -7,24 +7,33 @@ import torch
 
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, biased, build_llama
 
-DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
+TANH = "gelu_pytorch_tanh"
+DEFAULTS = {  # of fields that config.json may omit
+    "head_dim": 256,
+    "hidden_act": TANH,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 16,
+    "tie_word_embeddings": True,
+}
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields = read_gemma(config)
+    config = with_defaults(config, DEFAULTS)
+    activation = TANH if config["hidden_act"] == "gelu" else config["hidden_act"]  # a name of early releases
+    fields = read_gemma(config | {"hidden_activation": activation})
     return build_llama(config, fields, table, gemma_variant(fields, table, attention=biased(fields.attention_bias)))
 
 
 def read_gemma(config: dict[str, Any]) -> LlamaConfig:
-    """Reads config.json. Its `hidden_act` is a name that early releases got wrong; `hidden_activation` holds."""
-    activation = str(config.get("hidden_activation") or "gelu_pytorch_tanh")
+    """Reads config.json, which calls the activation `hidden_activation`."""
+    activation = str(config.get("hidden_activation") or TANH)
     read_activation("hidden_activation", activation)
-    fields = parse(DEFAULTS | config | {"hidden_act": activation}, LlamaConfig)
+    fields = parse(config | {"hidden_act": activation}, LlamaConfig)
     return msgspec.structs.replace(fields, mlp_bias=False)
 
 

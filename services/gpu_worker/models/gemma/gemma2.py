@@ -6,7 +6,7 @@ import msgspec
 
 from blockyard.services.gpu_worker.layers.decoder_layers import PostNormLayer
 from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.gemma.gemma import gemma_variant, read_gemma
@@ -21,6 +21,12 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 
+DEFAULTS = {  # of fields that config.json may omit
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
 PERIOD = 2  # every so many layers have no window
 
 
@@ -32,6 +38,7 @@ class Gemma2Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS)
     fields, own = read_gemma(config), parse(config, Gemma2Config)
     kinds = read_layer_types(config, fields.num_hidden_layers, every(PERIOD))
     variant = gemma_variant(

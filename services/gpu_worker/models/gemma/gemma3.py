@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm
-from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING, read_rope, read_sliding_rope
+from blockyard.services.gpu_worker.layers.rope_parameters import DEFAULT_THETA, FULL, SLIDING, read_rope
 from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.gemma.gemma import gemma_variant, read_gemma
@@ -22,11 +22,16 @@ from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 from blockyard.shared.errors import ConfigError
 
-FULL_THETA, SLIDING_THETA = 1000000.0, 10000.0
 DEFAULTS = {  # of fields that config.json may omit: that of the 4B model has few
+    "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
     "max_position_embeddings": 131072,
     "num_attention_heads": 8,
+    "num_hidden_layers": 26,
     "num_key_value_heads": 4,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
     "vocab_size": 262208,
 }
 
@@ -37,19 +42,22 @@ class Gemma3Config(msgspec.Struct, frozen=True):
     sliding_window_pattern: Annotated[int, msgspec.Meta(ge=1)] = 6  # every so many layers have none
     attn_logit_softcapping: bounds.Scale | None = None
     final_logit_softcapping: bounds.Scale | None = None
-    rope_local_base_freq: bounds.Base = SLIDING_THETA
+    rope_local_base_freq: bounds.Base = DEFAULT_THETA
     use_bidirectional_attention: bool | None = False
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, own = read_gemma(DEFAULTS | config), parse(config, Gemma3Config)
+    config = with_defaults(config, DEFAULTS)
+    fields, own = read_gemma(config), parse(config, Gemma3Config)
     if own.use_bidirectional_attention:
         raise ConfigError("config.json: use_bidirectional_attention is not supported: tokens attend to earlier ones")
     table.leave_out("vision_tower.", "multi_modal_projector.")
     kinds = read_layer_types(config, fields.num_hidden_layers, every(own.sliding_window_pattern))
     size, longest = head_size(fields), fields.max_position_embeddings
-    full = RotaryEmbedding(read_rope(config, longest, FULL_THETA), size, longest)
-    near = RotaryEmbedding(read_sliding_rope(config, longest, own.rope_local_base_freq), size, longest)
+    full = RotaryEmbedding(read_rope(config, longest, layer_type=FULL), size, longest)
+    near = RotaryEmbedding(
+        read_rope(config | {"rope_theta": own.rope_local_base_freq}, longest, layer_type=SLIDING), size, longest
+    )
     attention = replace(biased(fields.attention_bias), qk_norm=head_rms_norm(fields.rms_norm_eps, unit_offset=True))
     variant = gemma_variant(
         fields,

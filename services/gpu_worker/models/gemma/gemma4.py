@@ -33,7 +33,7 @@ from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExpert
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import FULL, SLIDING, read_rope
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding, Rotation
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.gemma.gemma import read_gemma
@@ -54,9 +54,15 @@ ROPE = {
 }
 DEFAULTS = {  # of fields that config.json may omit
     "head_dim": 256,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
     "max_position_embeddings": 131072,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 30,
     "num_key_value_heads": 4,
     "rope_parameters": ROPE,
+    "tie_word_embeddings": True,
+    "vocab_size": 262144,
 }
 
 
@@ -69,6 +75,8 @@ class LayerSizes(msgspec.Struct, frozen=True):
 
 class Gemma4Config(msgspec.Struct, frozen=True):
     sliding_window: bounds.Window | None = UNSAID_WINDOWS["Gemma4ForCausalLM"]  # 0 or null: no window
+    head_dim: bounds.HeadSize = 256
+    num_key_value_heads: bounds.Heads = 4
     global_head_dim: bounds.HeadSize = 512  # of layers with full attention
     num_global_key_value_heads: bounds.Heads | None = None  # of these layers, if keys are values
     attention_k_eq_v: bool = False  # in these layers
@@ -79,9 +87,9 @@ class Gemma4Config(msgspec.Struct, frozen=True):
     use_bidirectional_attention: str | None = None
     enable_moe_block: bool = False
 
-    def sizes(self, layer: int, kind: str, fields: LlamaConfig) -> LayerSizes:
+    def sizes(self, layer: int, kind: str) -> LayerSizes:
         """The sizes of a layer, both known."""
-        size, kv_heads = fields.head_dim, fields.num_key_value_heads
+        size, kv_heads = self.head_dim, self.num_key_value_heads
         if kind == FULL and self.per_layer_config is None:
             size = self.global_head_dim
             kv_heads = (self.num_global_key_value_heads if self.attention_k_eq_v else None) or kv_heads
@@ -170,8 +178,8 @@ class Gemma4Layer:
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    config = config if config.get("rope_parameters") else config | {"rope_parameters": ROPE}
-    fields, own = read_gemma(DEFAULTS | config), parse(config, Gemma4Config)
+    config = with_defaults(config, DEFAULTS)
+    fields, own = read_gemma(config), parse(config, Gemma4Config)
     _refuse(own)
     table.leave_out("vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.")
     hidden, longest, num_layers = fields.hidden_size, fields.max_position_embeddings, fields.num_hidden_layers
@@ -232,7 +240,7 @@ def _refuse(own: Gemma4Config) -> None:
 
 
 def _shape(layer: int, kind: str, fields: LlamaConfig, own: Gemma4Config) -> AttentionShape:
-    heads, sizes = fields.num_attention_heads, own.sizes(layer, kind, fields)
+    heads, sizes = fields.num_attention_heads, own.sizes(layer, kind)
     assert sizes.head_dim is not None  # both have defaults
     assert sizes.num_key_value_heads is not None
     is_global = kind == FULL and own.attention_k_eq_v and own.num_global_key_value_heads is not None
@@ -254,7 +262,7 @@ def _rotations(
     found: dict[tuple[str, int], RotaryEmbedding] = {}
     for kind, shape in zip(kinds, shapes, strict=True):
         if (kind, shape.head_dim) not in found:
-            rope = read_rope({"rope_parameters": config["rope_parameters"]}, longest, layer_type=kind)
+            rope = read_rope(config, longest, layer_type=kind)
             found[kind, shape.head_dim] = RotaryEmbedding(rope, shape.head_dim, longest)
     return [found[kind, shape.head_dim] for kind, shape in zip(kinds, shapes, strict=True)]
 

@@ -7,7 +7,7 @@ import msgspec
 
 from blockyard.services.gpu_worker.layers.decoder_layers import ParallelLayer
 from blockyard.services.gpu_worker.layers.norm import LayerNorm, Norm, head_layer_norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -17,12 +17,11 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     biased,
     build_llama,
     llama_mlp,
-    read_rotary,
 )
 from blockyard.shared.config import model_bounds as bounds
 
-THETA = 500000.0
-DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": True}  # of fields that config.json may omit
+DEFAULTS = {"max_position_embeddings": 8192, "tie_word_embeddings": True}  # that config.json may omit, also of Cohere 2
+THETA = {"rope_theta": 500000.0}
 
 
 class CohereConfig(msgspec.Struct, frozen=True):
@@ -32,16 +31,16 @@ class CohereConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS | THETA)
     fields, own = read_cohere(config), parse(config, CohereConfig)
-    rotations = (read_rotary(config, fields, default_theta=THETA),) * fields.num_hidden_layers
-    variant = cohere_variant(fields, own, rotations=rotations)
+    variant = cohere_variant(fields, own)
     if own.use_qk_norm:
         variant = replace(variant, attention=replace(variant.attention, qk_norm=head_layer_norm(own.layer_norm_eps)))
     return build_llama(config, fields, table, variant)
 
 
 def read_cohere(config: dict[str, Any]) -> LlamaConfig:
-    return msgspec.structs.replace(parse(DEFAULTS | config, LlamaConfig), mlp_bias=False)
+    return msgspec.structs.replace(parse(config, LlamaConfig), mlp_bias=False)
 
 
 def cohere_variant(fields: LlamaConfig, own: CohereConfig, **parts: Any) -> LlamaVariant:

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.layer_norm.cohere import CohereConfig, cohere_variant, read_cohere
+from blockyard.services.gpu_worker.models.layer_norm.cohere import DEFAULTS, CohereConfig, cohere_variant, read_cohere
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
 from blockyard.services.gpu_worker.models.llama_style.llama import build_llama, read_rotary
 from blockyard.shared.config import model_bounds as bounds
@@ -21,6 +21,7 @@ class Cohere2Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS)
     fields, own = read_cohere(config), parse(config, Cohere2Config)
     kinds = read_layer_types(config, fields.num_hidden_layers, every(own.sliding_window_pattern))
     rotary, window = read_rotary(config, fields), own.sliding_window or None

@@ -12,14 +12,20 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
 from blockyard.services.gpu_worker.layers.norm import LayerNorm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
-MASKS = (".attn.bias", ".attn.masked_bias")  # of early checkpoints, no weights
+OTHER_NAMES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+MASK = ".attn.bias"  # of early checkpoints, no weight
 
 
 class GPT2Config(msgspec.Struct, frozen=True):
@@ -38,14 +44,14 @@ class GPT2Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, {}, OTHER_NAMES)
     fields = parse(config, GPT2Config)
     if fields.add_cross_attention:
         raise ConfigError("config.json: add_cross_attention is not supported: there is no encoder")
     if fields.n_embd % fields.n_head:
         raise ConfigError(f"config.json: n_head {fields.n_head} does not divide n_embd {fields.n_embd}")
     layers, hidden, shapes = LinearLayers(table, config), fields.n_embd, _shapes(fields)
-    for suffix in MASKS:
-        table.ignore_suffix(suffix)
+    table.ignore_suffix(MASK)
     embedding = TokenEmbedding(layers, "transformer.wte", fields.vocab_size, hidden)
     return Decoder(
         table,

@@ -11,7 +11,7 @@ from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
 from blockyard.services.gpu_worker.layers.norm import LayerNorm
-from blockyard.services.gpu_worker.layers.rope_parameters import DEFAULT_THETA, read_rope
+from blockyard.services.gpu_worker.layers.rope_parameters import DEFAULT_THETA, Share, read_rope
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -20,8 +20,7 @@ from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
-ROTATED_SHARE = 0.25  # of each head, if config.json does not say it
-MASKS = (".attention.bias", ".attention.masked_bias")  # of early checkpoints, no weights
+MASK = ".attention.bias"  # of early checkpoints, no weight
 
 
 class GPTNeoXConfig(msgspec.Struct, frozen=True):
@@ -34,6 +33,7 @@ class GPTNeoXConfig(msgspec.Struct, frozen=True):
     layer_norm_eps: bounds.Epsilon = 1e-5
     max_position_embeddings: bounds.Positions = 2048
     rotary_emb_base: bounds.Base = DEFAULT_THETA
+    rotary_pct: Share = 0.25  # of each head that is rotated
     use_parallel_residual: bool = True
     attention_bias: bool = True
     tie_word_embeddings: bool = False
@@ -46,11 +46,10 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         raise ConfigError(f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {hidden}")
     size, longest = hidden // heads, fields.max_position_embeddings
     shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=size, scale=size**-0.5)
-    rotary = RotaryEmbedding(
-        read_rope(config, longest, fields.rotary_emb_base, default_share=ROTATED_SHARE), size, longest
-    )
-    for suffix in MASKS:
-        table.ignore_suffix(suffix)
+    own = {"rope_theta": fields.rotary_emb_base, "partial_rotary_factor": fields.rotary_pct}
+    rope = read_rope(config | own, longest, rotates_part=True)
+    rotary = RotaryEmbedding(rope, size, longest)
+    table.ignore_suffix(MASK)
     table.alias("embed_out.weight", "lm_head.weight")
     layers = LinearLayers(table, config)
     embedding = TokenEmbedding(layers, "gpt_neox.embed_in", fields.vocab_size, hidden)

@@ -8,7 +8,7 @@ from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
 from blockyard.services.gpu_worker.layers.norm import LayerNorm, Norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, biased, build_llama
@@ -29,7 +29,8 @@ class Starcoder2Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, own = parse(DEFAULTS | config, LlamaConfig), parse(config, Starcoder2Config)
+    config = with_defaults(config, DEFAULTS)
+    fields, own = parse(config, LlamaConfig), parse(config, Starcoder2Config)
     hidden, inner, bias = fields.hidden_size, fields.intermediate_size, own.use_bias
     activation = read_activation("hidden_act", fields.hidden_act)
 

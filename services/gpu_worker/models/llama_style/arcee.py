@@ -5,7 +5,7 @@ from typing import Any
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, biased, build_llama
@@ -14,7 +14,8 @@ DEFAULTS = {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_ep
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields = parse(DEFAULTS | config, LlamaConfig)
+    config = with_defaults(config, DEFAULTS)
+    fields = parse(config, LlamaConfig)
     hidden, inner, bias = fields.hidden_size, fields.intermediate_size, fields.mlp_bias
     activation = read_activation("hidden_act", fields.hidden_act)
 

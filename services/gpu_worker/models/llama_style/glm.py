@@ -7,7 +7,7 @@ import msgspec
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions, SeparateQKV
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -15,7 +15,6 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     LlamaVariant,
     build_llama,
     llama_mlp,
-    read_rotary,
 )
 
 DEFAULTS = {  # of fields that config.json may omit
@@ -23,26 +22,26 @@ DEFAULTS = {  # of fields that config.json may omit
     "head_dim": 128,
     "max_position_embeddings": 131072,
     "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
     "rms_norm_eps": 1.5625e-07,
 }
-ROTATED_SHARE = 0.5  # of each head
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS)
     fields = read_glm(config)
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> GatedMLP:
         return llama_mlp(layers, fields, prefix, joined="gate_up_proj")
 
-    return build_llama(config, fields, table, glm_variant(config, fields, make_mlp=make_mlp))
+    return build_llama(config, fields, table, glm_variant(fields, make_mlp=make_mlp))
 
 
 def read_glm(config: dict[str, Any]) -> LlamaConfig:
-    return msgspec.structs.replace(parse(DEFAULTS | config, LlamaConfig), mlp_bias=False)
+    return msgspec.structs.replace(parse(config, LlamaConfig), mlp_bias=False)
 
 
-def glm_variant(config: dict[str, Any], fields: LlamaConfig, **parts: Any) -> LlamaVariant:
+def glm_variant(fields: LlamaConfig, **parts: Any) -> LlamaVariant:
     """Returns the attention that GLM models share, with other `parts` of the variant."""
     attention = AttentionOptions(qkv=SeparateQKV(bias=fields.attention_bias), halves_dim=0)
-    rotary = read_rotary(config, fields, default_share=ROTATED_SHARE)
-    return LlamaVariant(attention=attention, rotations=(rotary,) * fields.num_hidden_layers, **parts)
+    return LlamaVariant(attention=attention, rotates_part=True, **parts)

@@ -3,13 +3,15 @@
 from typing import Any
 
 from blockyard.services.gpu_worker.layers.decoder_layers import PostNormLayer
+from blockyard.services.gpu_worker.loading.hf_config import with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.llama_style.glm import glm_variant, read_glm
+from blockyard.services.gpu_worker.models.llama_style.glm import DEFAULTS, glm_variant, read_glm
 from blockyard.services.gpu_worker.models.llama_style.llama import LayerParts, build_llama, llama_mlp
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS)
     fields = read_glm(config)
 
     def make_layer(parts: LayerParts) -> PostNormLayer:
@@ -22,4 +24,4 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
             before_mlp=parts.make_norm("post_attention_layernorm"),
         )
 
-    return build_llama(config, fields, table, glm_variant(config, fields, make_layer=make_layer))
+    return build_llama(config, fields, table, glm_variant(fields, make_layer=make_layer))

@@ -73,6 +73,7 @@ class LlamaVariant:
     rotations: Sequence[RotaryEmbedding | QueryScales | None] | None = (
         None  # of each layer; None: of config.json, in all layers
     )
+    rotates_part: bool = False  # of each head, see `read_rope`
     max_positions: int | None = None  # longest sequence; None: the shortest that a layer's rotation supports
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
@@ -99,7 +100,7 @@ def build_llama(
     variant = variant or LlamaVariant()
     hidden, num_layers = fields.hidden_size, fields.num_hidden_layers
     shapes = _shapes(fields, variant, table)
-    rotations = variant.rotations or (read_rotary(config, fields),) * num_layers
+    rotations = variant.rotations or (read_rotary(config, fields, variant.rotates_part),) * num_layers
     layers = LinearLayers(table, config)
     embedding = TokenEmbedding(layers, "model.embed_tokens", fields.vocab_size, hidden, factor=variant.embedding_factor)
 
@@ -171,9 +172,9 @@ def check_shared_heads(heads: int, kv_heads: int, kv_field: str = "num_key_value
         )
 
 
-def read_rotary(config: dict[str, Any], fields: LlamaConfig, **options: Any) -> RotaryEmbedding:
-    """Reads the rotation of config.json. options: arguments of `read_rope`."""
-    rope = read_rope(config, fields.max_position_embeddings, **options)
+def read_rotary(config: dict[str, Any], fields: LlamaConfig, rotates_part: bool = False) -> RotaryEmbedding:
+    """Reads the rotation of config.json. rotates_part: see `read_rope`."""
+    rope = read_rope(config, fields.max_position_embeddings, rotates_part=rotates_part)
     return RotaryEmbedding(rope, head_size(fields), fields.max_position_embeddings)
 
 

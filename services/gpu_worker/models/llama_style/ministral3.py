@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
@@ -23,9 +23,15 @@ ROPE = {
 }
 DEFAULTS = {  # of fields that config.json may omit
     "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
     "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 34,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
+    "rope_parameters": ROPE,
+    "vocab_size": 131072,
 }
 
 
@@ -34,8 +40,7 @@ class Ministral3Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
-        config = config | {"rope_parameters": ROPE}
-    fields = msgspec.structs.replace(parse(DEFAULTS | config, LlamaConfig), mlp_bias=False)
+    config = with_defaults(config, DEFAULTS)
+    fields = msgspec.structs.replace(parse(config, LlamaConfig), mlp_bias=False)
     windows = (parse(config, Ministral3Config).sliding_window or None,) * fields.num_hidden_layers
     return build_llama(config, fields, table, LlamaVariant(windows=windows))

@@ -7,7 +7,7 @@ import msgspec
 
 from blockyard.services.gpu_worker.layers.decoder_layers import PostNormLayer
 from blockyard.services.gpu_worker.layers.norm import whole_rms_norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -23,12 +23,13 @@ DEFAULTS = {"rms_norm_eps": 1e-5}  # of fields that config.json may omit
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS)
     fields = read_olmo(config)
     return build_llama(config, fields, table, olmo_variant(fields))
 
 
 def read_olmo(config: dict[str, Any]) -> LlamaConfig:
-    return msgspec.structs.replace(parse(DEFAULTS | config, LlamaConfig), mlp_bias=False)
+    return msgspec.structs.replace(parse(config, LlamaConfig), mlp_bias=False)
 
 
 def olmo_variant(fields: LlamaConfig, **parts: Any) -> LlamaVariant:

@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions, SeparateQKV
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
 
-DEFAULTS = {"max_position_embeddings": 524288, "head_dim": 128}  # that config.json may omit
+DEFAULTS = {"head_dim": 128, "max_position_embeddings": 524288, "num_key_value_heads": 8}  # that config.json may omit
 
 
 class BiasConfig(msgspec.Struct, frozen=True):
@@ -19,6 +19,7 @@ class BiasConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, biases = parse(DEFAULTS | config, LlamaConfig), parse(config, BiasConfig)
+    config = with_defaults(config, DEFAULTS)
+    fields, biases = parse(config, LlamaConfig), parse(config, BiasConfig)
     attention = AttentionOptions(qkv=SeparateQKV(bias=biases.attention_bias), out_bias=biases.attention_out_bias)
     return build_llama(config, fields, table, LlamaVariant(attention=attention))

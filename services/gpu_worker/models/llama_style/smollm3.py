@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from blockyard.services.gpu_worker.layers.rope_parameters import FULL, SLIDING
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import read_layer_types, read_rotating_layers
@@ -18,10 +18,10 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
 )
 from blockyard.shared.config import model_bounds as bounds
 
-THETA = 2000000.0
 DEFAULTS = {  # of fields that config.json may omit
     "max_position_embeddings": 32768,
     "num_key_value_heads": 4,
+    "rope_theta": 2000000.0,
     "tie_word_embeddings": True,
 }
 
@@ -32,10 +32,11 @@ class SmolLM3Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, own = parse(DEFAULTS | config, LlamaConfig), parse(config, SmolLM3Config)
+    config = with_defaults(config, DEFAULTS)
+    fields, own = parse(config, LlamaConfig), parse(config, SmolLM3Config)
     num_layers = fields.num_hidden_layers
     rotates = read_rotating_layers(config, num_layers)
-    rotary = read_rotary(config, fields, default_theta=THETA)
+    rotary = read_rotary(config, fields)
     kinds = read_layer_types(config, num_layers, lambda layer: FULL if rotates[layer] else SLIDING)
     window = (own.sliding_window or None) if own.use_sliding_window else None
     variant = LlamaVariant(

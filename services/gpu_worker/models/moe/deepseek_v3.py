@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker.layers.moe.routed_experts import ExactRouter,
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import read_rope
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.interface import ModelShape
@@ -29,9 +29,26 @@ from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, leav
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
+DEFAULTS = {  # of fields that config.json may omit
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "v_head_dim": 128,
+}
+OTHER_NAMES = {"num_local_experts": "n_routed_experts"}
+
 
 class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that DeepSeek models use."""
+    """The fields of config.json that DeepSeek models use. Families have their own defaults."""
 
     vocab_size: bounds.Vocabulary
     hidden_size: bounds.Width
@@ -63,6 +80,7 @@ class DeepseekConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
     fields = parse(config, DeepseekConfig)
     routing = make_routing(
         "n_routed_experts",

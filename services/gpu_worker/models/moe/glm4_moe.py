@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import ExactRouter, RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -22,20 +22,23 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     LlamaVariant,
     build_llama,
     llama_mlp,
-    read_rotary,
 )
 from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, leave_out_draft_layers, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
-DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}  # of fields that config.json may omit
-ROTATED_SHARE = 0.5  # of a head, unless config.json says another
+DEFAULTS = {  # of fields that config.json may omit
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+}
+OTHER_NAMES = {"num_local_experts": "n_routed_experts"}
 
 
 class GlmMoeConfig(msgspec.Struct, frozen=True):
-    moe_intermediate_size: bounds.Width
-    num_experts_per_tok: bounds.Experts
-    n_routed_experts: bounds.Experts | None = None
-    num_local_experts: bounds.Experts | None = None  # another name of it
+    moe_intermediate_size: bounds.Width = 1408
+    num_experts_per_tok: bounds.Experts = 8
+    n_routed_experts: bounds.Experts = 128
     n_shared_experts: bounds.Experts = 1
     n_group: bounds.Experts = 1
     topk_group: bounds.Experts = 1
@@ -46,13 +49,14 @@ class GlmMoeConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, moe = parse(DEFAULTS | config, LlamaConfig), parse(config, GlmMoeConfig)
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
+    fields, moe = parse(config, LlamaConfig), parse(config, GlmMoeConfig)
     hidden = fields.hidden_size
     check_silu(fields.hidden_act)
     leave_out_draft_layers(config, table, fields.num_hidden_layers)
     routing = make_routing(
         "n_routed_experts",
-        moe.n_routed_experts or moe.num_local_experts,
+        moe.n_routed_experts,
         moe.num_experts_per_tok,
         sigmoid=True,
         renormalize=moe.norm_topk_prob,
@@ -80,5 +84,4 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         qkv=SeparateQKV(bias=fields.attention_bias),
         qk_norm=head_rms_norm(fields.rms_norm_eps) if moe.use_qk_norm else None,
     )
-    rotations = (read_rotary(config, fields, default_share=ROTATED_SHARE),) * fields.num_hidden_layers
-    return build_llama(config, fields, table, LlamaVariant(attention=attention, rotations=rotations, make_mlp=make_mlp))
+    return build_llama(config, fields, table, LlamaVariant(attention=attention, rotates_part=True, make_mlp=make_mlp))

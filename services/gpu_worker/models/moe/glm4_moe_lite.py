@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.moe.deepseek_v3 import DeepseekConfig, build_deepseek
@@ -12,13 +12,21 @@ from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
 from blockyard.shared.errors import ConfigError
 
 DEFAULTS = {  # of fields that config.json may omit
-    "n_shared_experts": 1,
-    "q_lora_rank": 768,
-    "routed_scaling_factor": 1.8,
     "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
     "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "v_head_dim": 256,
 }
+OTHER_NAMES = {"num_local_experts": "n_routed_experts"}
 
 
 class LiteConfig(msgspec.Struct, frozen=True):
@@ -26,7 +34,8 @@ class LiteConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields = parse(DEFAULTS | config, DeepseekConfig)
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
+    fields = parse(config, DeepseekConfig)
     kinds = parse(config, LiteConfig).mlp_layer_types
     if kinds is not None:
         fields = msgspec.structs.replace(fields, first_k_dense_replace=_num_dense(kinds, fields.num_hidden_layers))

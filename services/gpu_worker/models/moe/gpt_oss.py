@@ -13,17 +13,32 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import transposed_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
-from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama, read_rotary
+from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
 from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
-DEFAULTS = {"head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True}
-DEFAULT_THETA = 150000.0
+DEFAULTS = {  # of fields that config.json may omit
+    "attention_bias": True,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rope_theta": 150000.0,
+}
+OTHER_NAMES = {"num_experts": "num_local_experts"}
 
 
 class GptOssConfig(msgspec.Struct, frozen=True):
@@ -36,7 +51,8 @@ class GptOssConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, own = parse(DEFAULTS | config, LlamaConfig), parse(config, GptOssConfig)
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
+    fields, own = parse(config, LlamaConfig), parse(config, GptOssConfig)
     if (own.swiglu_alpha, own.swiglu_limit) != (SWIGLU_ALPHA, SWIGLU_LIMIT):
         raise ConfigError(
             f"config.json: swiglu_alpha {own.swiglu_alpha:g} and swiglu_limit {own.swiglu_limit:g} are not supported; "
@@ -61,7 +77,6 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         attention=AttentionOptions(qkv=SeparateQKV(bias=fields.attention_bias), out_bias=fields.attention_bias),
         windows=[own.sliding_window if kind == SLIDING else None for kind in types],
         has_sinks=True,
-        rotations=(read_rotary(config, fields, default_theta=DEFAULT_THETA),) * num_layers,
         make_mlp=make_mlp,
     )
     return build_llama(config, fields, table, variant)

@@ -18,8 +18,8 @@ from blockyard.shared.config import model_bounds as bounds
 
 
 class GraniteMoeConfig(msgspec.Struct, frozen=True):
-    num_local_experts: bounds.Experts
-    num_experts_per_tok: bounds.Experts
+    num_local_experts: bounds.Experts = 8
+    num_experts_per_tok: bounds.Experts = 2
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:

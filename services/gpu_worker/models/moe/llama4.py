@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExpert
 from blockyard.services.gpu_worker.layers.norm import head_l2_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED, FULL, read_rope
 from blockyard.services.gpu_worker.layers.rotary import QueryScales, RotaryEmbedding
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import read_layer_types, read_rotating_layers
@@ -33,13 +33,16 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
 from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
-THETA = 500000.0
 DEFAULTS = {  # of fields that config.json may omit
     "head_dim": 128,
+    "hidden_size": 5120,
     "intermediate_size": 8192,
     "max_position_embeddings": 131072,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 48,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
     "vocab_size": 202048,
 }
 Index = Annotated[int, msgspec.Meta(ge=0)]
@@ -59,13 +62,14 @@ class Llama4Config(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, own = parse(DEFAULTS | config, LlamaConfig), parse(config, Llama4Config)
+    config = with_defaults(config, DEFAULTS)
+    fields, own = parse(config, LlamaConfig), parse(config, Llama4Config)
     check_silu(fields.hidden_act)
     table.leave_out("vision_model.", "multi_modal_projector.")
     num_layers, longest = fields.num_hidden_layers, fields.max_position_embeddings
     rotates = read_rotating_layers(config, num_layers)
     kinds = read_layer_types(config, num_layers, lambda layer: CHUNKED if rotates[layer] else FULL, (FULL, CHUNKED))
-    rope = read_rope(config, longest, THETA)
+    rope = read_rope(config, longest)
     if own.use_qk_norm and rope.rope_type in ("yarn", "longrope"):  # the norm behind the rotation undoes its factor
         rope = msgspec.structs.replace(rope, attention_factor=1.0)
     rotary = RotaryEmbedding(rope, head_size(fields), longest)

@@ -11,7 +11,7 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import whole_rms_norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -19,21 +19,27 @@ from blockyard.services.gpu_worker.models.llama_style.llama import (
     LlamaVariant,
     build_llama,
     head_size,
-    read_rotary,
 )
 from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, leave_out_draft_layers, make_routing
 from blockyard.shared.config import model_bounds as bounds
 
-DEFAULT_THETA = 5e6
+DEFAULTS = {  # of fields that config.json may omit
+    "head_dim": 128,
+    "max_position_embeddings": 196608,
+    "num_key_value_heads": 8,
+    "rope_theta": 5000000.0,
+}
+OTHER_NAMES = {"num_experts": "num_local_experts"}
 
 
 class MiniMaxM2Config(msgspec.Struct, frozen=True):
-    num_local_experts: bounds.Experts
-    num_experts_per_tok: bounds.Experts
+    num_local_experts: bounds.Experts = 256
+    num_experts_per_tok: bounds.Experts = 8
     rotary_dim: bounds.HeadSize | None = None  # numbers of a head that are rotated; None: all
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
     fields, moe = parse(config, LlamaConfig), parse(config, MiniMaxM2Config)
     hidden, inner = fields.hidden_size, fields.intermediate_size
     check_silu(fields.hidden_act)
@@ -52,10 +58,9 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         )
 
     share = (moe.rotary_dim or head_size(fields)) / head_size(fields)
-    rotary = read_rotary(config, fields, default_theta=DEFAULT_THETA, default_share=share)
     variant = LlamaVariant(
         attention=AttentionOptions(qk_norm=whole_rms_norm(fields.rms_norm_eps)),
-        rotations=(rotary,) * fields.num_hidden_layers,
+        rotates_part=True,
         make_mlp=make_mlp,
     )
-    return build_llama(config, fields, table, variant)
+    return build_llama({"partial_rotary_factor": share} | config, fields, table, variant)

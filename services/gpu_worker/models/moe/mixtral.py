@@ -8,12 +8,20 @@ from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
 from blockyard.services.gpu_worker.models.moe.moe_config import check_silu, make_routing
 from blockyard.shared.config import model_bounds as bounds
+
+DEFAULTS = {  # of fields that config.json may omit
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+OTHER_NAMES = {"num_experts": "num_local_experts"}
 
 
 class MixtralConfig(msgspec.Struct, frozen=True):
@@ -23,6 +31,7 @@ class MixtralConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
     fields, moe = parse(config, LlamaConfig), parse(config, MixtralConfig)
     check_silu(fields.hidden_act)
     routing = make_routing("num_local_experts", moe.num_local_experts, moe.num_experts_per_tok)

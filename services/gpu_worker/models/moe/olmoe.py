@@ -9,7 +9,7 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import whole_rms_norm
-from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
@@ -20,6 +20,9 @@ from blockyard.shared.errors import ConfigError
 DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}  # of fields that config.json may omit
 
 
+OTHER_NAMES = {"num_local_experts": "num_experts"}
+
+
 class OlmoeConfig(msgspec.Struct, frozen=True):
     num_experts: bounds.Experts = 64
     num_experts_per_tok: bounds.Experts = 8
@@ -28,7 +31,8 @@ class OlmoeConfig(msgspec.Struct, frozen=True):
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    fields, moe = parse(DEFAULTS | config, LlamaConfig), parse(config, OlmoeConfig)
+    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
+    fields, moe = parse(config, LlamaConfig), parse(config, OlmoeConfig)
     if moe.clip_qkv is not None:
         raise ConfigError(f"config.json: clip_qkv {moe.clip_qkv}: q, k and v with bounds are not supported")
     hidden, inner = fields.hidden_size, fields.intermediate_size

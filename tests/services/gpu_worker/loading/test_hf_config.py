@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker import cores as cores_file
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.rope_parameters import read_rope
 from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding, extended_length, rotation_table
-from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
+from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.registry import find_family
@@ -73,12 +73,13 @@ def test_rope_spellings(tmp_path: Path, fields: dict[str, Any], overrides: str) 
     [
         ({}, 5e5),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5),
+        ({"rope_theta": None}, 5e5),
         ({"rope_theta": 9.0}, 9.0),
         ({"rope_parameters": {"rope_theta": 9.0}}, 9.0),
     ],
 )
 def test_a_family_has_its_own_default_theta(fields: dict[str, Any], theta: float) -> None:
-    assert read_rope(fields, 256, default_theta=5e5).rope_theta == theta
+    assert read_rope(with_defaults(fields, {"rope_theta": 5e5}), 256).rope_theta == theta
     assert read_rope(fields, 256).rope_theta == (theta if theta == 9.0 else 10000.0)
 
 
@@ -105,7 +106,7 @@ def test_rope_flags_override_the_layers_with_full_attention(tmp_path: Path) -> N
     patch = json.dumps({"rope_theta": 5.0, "rope_scaling": linear})
     config = read_config(write(tmp_path, rope_parameters=kinds), patch, notes.append)
     assert config["rope_parameters"]["full_attention"] == linear | {"rope_theta": 5.0}
-    assert read_rope(config, 256).rope_theta == 5.0
+    assert read_rope(config, 256, layer_type="full_attention").rope_theta == 5.0
     assert read_rope(config, 256, layer_type="sliding_attention").rope_theta == 7.0
     assert notes == ["rotation: --rope-theta and --rope-scaling apply to the layers with full attention"]
 
@@ -120,7 +121,7 @@ def test_rope_flags_override_the_layers_with_full_attention(tmp_path: Path) -> N
 )
 def test_rotations_of_a_part_of_a_head(rope: dict[str, Any], angles: list[float]) -> None:
     """Numbers that are not rotated are multiplied by 1 + 0i."""
-    table = rotation_table(read_rope({"rope_theta": 100.0} | rope, 64), 8, 64, 4)
+    table = rotation_table(read_rope({"rope_theta": 100.0} | rope, 64, rotates_part=True), 8, 64, 4)
     torch.testing.assert_close(table[1], torch.polar(torch.ones(4), torch.tensor(angles)))
     assert torch.equal(table[3, 2:].imag == 0, torch.tensor([angles[2] == 0, angles[3] == 0]))
 
@@ -209,8 +210,10 @@ def test_refused_configs(tmp_path: Path) -> None:
     assert "needs `original_max" in refusal(tmp_path, rope_scaling={"llama_4_scaling_beta": 0.1})
     assert "needs `factor`" in refusal(tmp_path, rope_scaling={"type": "linear"})
     assert "low_freq_factor" in refusal(tmp_path, rope_scaling={"rope_type": "llama3", "factor": 2})
-    assert "partial_rotary_factor 0.2 rotates 3 numbers" in refusal(tmp_path, partial_rotary_factor=0.2)
-    assert "partial_rotary_factor" in refusal(tmp_path, rope_scaling={"partial_rotary_factor": 1.5})
+    glm = ["GlmForCausalLM"]
+    few = refusal(tmp_path, architectures=glm, partial_rotary_factor=0.2)
+    assert "partial_rotary_factor 0.2 rotates 25 numbers" in few
+    assert "partial_rotary_factor" in refusal(tmp_path, architectures=glm, rope_scaling={"partial_rotary_factor": 1.5})
     assert "overrides" in refusal(tmp_path, "{nonsense")
     assert "layer_types" in refusal(tmp_path, architectures=["Qwen2ForCausalLM"], layer_types=["linear_attention"])
     (tmp_path / "config.json").write_text("{broken")

@@ -96,7 +96,7 @@ def build(config: dict[str, Any]) -> Any:
         (GPT2 | {"n_embd": None}, "n_embd"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
         (DEEPSEEK | {"n_group": 3}, "n_group 3 does not divide n_routed_experts 8"),
-        (DEEPSEEK | {"topk_group": 5}, "topk_group 5 is more than n_group 1"),
+        (DEEPSEEK | {"n_group": 1, "topk_group": 5}, "topk_group 5 is more than n_group 1"),
         (
             DEEPSEEK | {"n_group": 4, "topk_group": 1},
             "topk_group 1 leaves 2 experts, fewer than num_experts_per_tok 3",
@@ -114,7 +114,7 @@ def build(config: dict[str, Any]) -> Any:
             "mlp_layer_types has to name 3 layers, first dense ones",
         ),
         (LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "num_attention_heads": 5}, "5 heads do not divide"),
-        (LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 2.0}, "partial_rotary_factor"),
+        (LLAMA | {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 2.0}, "rotary_pct"),
         (LLAMA | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 3}, "4 heads cannot share 3"),
         (LLAMA | {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         (LLAMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_logits import all_logits
 from plan_driver import Driver
 from ties import Ties
 from tiny_models import BY_NAME, MODELS, VOCAB, Tiny, greedy_score, start
 from transformers import PreTrainedModel
 
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.messages import Sampling
 
 PROMPT_LENGTHS = (1, 3, 8, 9, 17, 30, 45, 64)
@@ -49,32 +49,6 @@ def pair(request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp(tiny.name)
     theirs = tiny.save(folder).to(device)
     yield Pair(tiny, theirs, start(folder, device=device), folder)
-
-
-def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """Logits at every position, computed in chunks of the given sizes on blocks in random order."""
-    size = runner.geometry.block_size
-    table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[: -(-len(ids) // size)]
-    device = runner.pool.device
-    parts, done = [], 0
-    with torch.inference_mode():
-        for count in chunks:
-            positions = np.arange(done, done + count)
-            done += count
-            attend = runner.host.metadata_builder.attention(
-                table[positions // size],
-                positions % size,
-                table[None],
-                np.array([count]),
-                np.array([done]),
-                np.array([0]),
-                num_decodes=int(count == 1),
-            )
-            tokens = torch.tensor(ids, device=device)[positions]
-            hidden = runner.model.forward(Step(tokens, torch.from_numpy(positions).to(device), attend))
-            parts.append(runner.model.logits(hidden))
-    assert done == len(ids)
-    return torch.cat(parts)
 
 
 def test_logits(pair: Pair) -> None:
