@@ -148,6 +148,11 @@ def with_custom_inputs(parts: Format, custom: Collection[str]) -> Format:
 def _read_input(text: TextInput) -> Reading[None]:
     place = text.keep()
     yield from text.spaces()
+    if (yield from text.peek()) == '"':  # the text alone
+        text.release()
+        yield from string_value(text, PartKind.ARGUMENTS)
+        yield from text.drop_rest()
+        return
     if (yield from text.literal("{")):
         yield from text.spaces()
         key = yield from json_string(text)

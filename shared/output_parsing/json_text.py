@@ -10,6 +10,8 @@ MAX_NAME_CHARS = 256  # of a tool's name or a key that a format knows
 PIECE = 1 << 14  # characters that are looked at together
 _STRING_STOPS = Markers('"', "\\")
 _BEHIND_SCALAR = ",]}" + SPACES
+_STRING_SPACES = Markers(" ", "\t", "\n", "\r", "\\t", "\\n", "\\r")
+_NO_ARGUMENTS_IN_STRING = Markers('"', 'null"')
 
 
 def json_string(text: TextInput, limit: int = MAX_NAME_CHARS) -> Reading[str | None]:
@@ -132,6 +134,43 @@ class _Brackets:
             self.closed = self._depth == 0
 
 
+def object_value(text: TextInput, kind: PartKind, ends: Markers | None = None) -> Reading[Reading[bool] | None]:
+    """Looks at the JSON value that follows, which is to be an object. Returns what yields it, `json_value` mostly.
+
+    null, and a string of nothing or of null, is an empty object. A string with an object in it is that object: some
+    models write the object as the text of a string. Other JSON is yielded as it is. None, with nothing read, for text
+    that is no JSON.
+    """
+    first = yield from text.peek()
+    if first == '"':
+        place = text.keep()
+        text.skip(1)
+        while (yield from text.one_of(_STRING_SPACES)):
+            pass
+        is_empty = bool((yield from text.one_of(_NO_ARGUMENTS_IN_STRING)))
+        is_object = (yield from text.peek()) == "{"
+        if is_empty:
+            text.release()
+            return empty_object(kind)
+        text.rewind(place)
+        return string_value(text, kind) if is_object else json_value(text, kind, ends)
+    if not first or first in "{[":
+        return json_value(text, kind, ends)
+    place = text.keep()
+    raw = yield from collected(json_value(text, kind, ends), MAX_NAME_CHARS)
+    if raw in ("null", "None"):
+        text.release()
+        return empty_object(kind)
+    text.rewind(place)
+    return json_value(text, kind, ends) if raw is not None and _is_json(raw) else None
+
+
+def empty_object(kind: PartKind) -> Reading[bool]:
+    """Yields {}, as the value of arguments that were left out."""
+    yield Part(kind, "{}")
+    return True
+
+
 def string_value(text: TextInput, kind: PartKind) -> Reading[bool]:
     """Yields the value of a JSON string, without quotes and escapes, as it comes. True if its end was read."""
     if not (yield from text.literal('"')):
@@ -163,6 +202,14 @@ def _is_high_surrogate(raw: str) -> bool:
 
 def _ends_here(text: TextInput, ends: Markers | None) -> Reading[bool]:
     return ends is not None and bool((yield from text.next_marker(ends)))
+
+
+def _is_json(raw: str) -> bool:
+    try:
+        msgspec.json.decode(raw, type=msgspec.Raw)  # also numbers that no float holds
+    except (msgspec.DecodeError, UnicodeError):
+        return False
+    return True
 
 
 def _decoded(raw: str) -> str | None:

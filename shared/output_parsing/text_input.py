@@ -129,6 +129,16 @@ class TextInput:
                 return
             yield None
 
+    def spaced_literal(self, text: str) -> Reading[bool]:
+        """Reads whitespace, if any follows, and `text`. False, with nothing read, if something else follows."""
+        place = self.keep()
+        yield from self.spaces()
+        if (yield from self.literal(text)):
+            self.release()
+            return True
+        self.rewind(place)
+        return False
+
     def until(self, kind: PartKind, markers: Markers, encode: Callable[[str], str] | None = None) -> Reading[str]:
         """Yields the text before the next marker as parts of this kind, and reads the marker.
 

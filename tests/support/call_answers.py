@@ -29,5 +29,9 @@ def common_answers(spell: Callable[..., str], markers: tuple[str, ...], rest: st
             content("Let me look.\n") + call(*WEATHER) + content(rest),
         ),
         Answer("cut short", search[: search.index(" way")], call("search", '{"query": "half')),
+        Answer("null for arguments", spell(("search", "null"), WEATHER), call("search", "{}") + call(*WEATHER)),
+        Answer("null in a text", spell(("search", '"null"'), ("get_time", '""')), call("search", "{}") + call(*TIME)),
+        Answer("a text for arguments", spell(("search", '"Paris"')), call("search", '"Paris"')),
+        Answer("arguments that are no JSON", spell(("search", "Paris")), content(spell(("search", "Paris")))),
         Answer("cut in the name", search[: search.index("arch")], content(search[: search.index("arch")])),
     ]

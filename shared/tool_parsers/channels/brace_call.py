@@ -47,7 +47,8 @@ class BraceCalls:
             yield Part(PartKind.CALL, name)
             yield from values.read(text, "")
             yield CALL_END
-            yield from self._end(text)
+            if (yield from text.spaced_literal(self.end)):
+                yield from text.spaces()
 
     def write_grammar(self, rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
         calls = [f"{rules.text(_HEAD + tool.name)} {rules.arguments(tool)}" for tool in tools]
@@ -56,15 +57,6 @@ class BraceCalls:
     def _name(self, text: TextInput) -> Reading[str]:
         """Reads the name up to the brace behind it, which stays unread. Empty if something else follows."""
         return ((yield from text.before(_BEHIND_NAME, MAX_NAME_CHARS, _may_be_name)) or "").strip()
-
-    def _end(self, text: TextInput) -> Reading[None]:
-        place = text.keep()
-        yield from text.spaces()
-        if (yield from text.literal(self.end)):
-            text.release()
-            yield from text.spaces()
-        else:
-            text.rewind(place)
 
     def _read_string(self, text: TextInput, behind: str) -> Reading[bool | None]:
         """Writes the string that follows: see `Notation`."""

@@ -11,7 +11,7 @@ are mostly not in its text.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from blockyard.shared.output_parsing.json_text import json_value
+from blockyard.shared.output_parsing.json_text import object_value
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
@@ -151,8 +151,9 @@ def _call(text: TextInput, name: str) -> Reading[None]:
     yield Part(PartKind.CALL, name)
     yield from text.spaces()
     first = yield from text.peek()
-    if first == "{":
-        yield from json_value(text, PartKind.ARGUMENTS, _BEHIND_BODY)
+    value = (yield from object_value(text, PartKind.ARGUMENTS, _BEHIND_BODY)) if first and first in '{"nN' else None
+    if value is not None:
+        yield from value
         yield CALL_END
         yield from text.spaces()
         return

@@ -7,7 +7,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, write_call
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, read_no_calls, write_call
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<tool_call>", "</tool_call>"
@@ -31,7 +31,7 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
         if found != START:
             in_response = False
             yield from text.spaces()
-        elif (yield from read_calls(text, CALL, ENDS)):
+        elif (yield from read_calls(text, CALL, ENDS)) or (yield from read_no_calls(text, ENDS)):
             yield from text.spaces()
             yield from text.literal(END)
             yield from text.spaces()

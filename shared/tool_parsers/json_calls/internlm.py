@@ -7,7 +7,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, write_call
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, read_no_calls, write_call
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, PLUGIN, END = "<|action_start|>", "<|plugin|>", "<|action_end|>"
@@ -19,7 +19,10 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
     while (yield from text.until(PartKind.CONTENT, STARTS)):
         place = text.keep()
         yield from text.spaces()
-        if not (yield from text.literal(PLUGIN)) or not (yield from read_calls(text, CALL, ENDS)):
+        is_call = (yield from text.literal(PLUGIN)) and (
+            (yield from read_calls(text, CALL, ENDS)) or (yield from read_no_calls(text, ENDS))
+        )
+        if not is_call:
             text.rewind(place)
             yield Part(PartKind.CONTENT, START)  # of another kind: code, for <|interpreter|>
             continue

@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
-from blockyard.shared.output_parsing.json_text import collected, json_string, json_value, string_value
+from blockyard.shared.output_parsing.json_text import collected, json_string, object_value
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
@@ -33,22 +31,21 @@ class JsonCall:
         """
         place = text.keep()
         yield from text.spaces()
-        header = None
+        header = value = None
         if (yield from text.literal("{")):
             header = yield from self._header(text, names)
-        if header is None:
+        if header is not None and header.arguments is None:
+            value = yield from object_value(text, PartKind.ARGUMENTS, ends)
+        if header is None or (header.arguments is None and value is None):
             text.rewind(place)
             return False
         text.release()
         yield Part(PartKind.CALL, header.name, header.call_id)
-        if header.arguments is not None:
-            yield Part(PartKind.ARGUMENTS, header.arguments)
+        if value is None:
+            yield Part(PartKind.ARGUMENTS, header.arguments or "")
             yield CALL_END
             return True
-        if (yield from text.peek()) == '"':  # some models write the object as the text of a string
-            yield from string_value(text, PartKind.ARGUMENTS)
-        else:
-            yield from json_value(text, PartKind.ARGUMENTS, ends)
+        yield from value
         yield CALL_END
         yield from self._close(text)
         return True
@@ -65,7 +62,8 @@ class JsonCall:
                 if not name:
                     return None
             elif key in self.arguments and arguments is None and not self.name_first:
-                arguments = yield from collected(json_value(text, PartKind.ARGUMENTS), MAX_EARLY_ARGUMENTS)
+                value = yield from object_value(text, PartKind.ARGUMENTS)
+                arguments = None if value is None else (yield from collected(value, MAX_EARLY_ARGUMENTS))
                 if arguments is None:
                     return None
             elif key == self.call_id and not call_id:
@@ -74,7 +72,7 @@ class JsonCall:
                 return None
             yield from text.spaces()
             if (yield from text.literal("}")):
-                return _Header(name, call_id, _unquoted(arguments or "{}")) if name else None
+                return _Header(name, call_id, arguments or "{}") if name else None
             if not (yield from text.literal(",")):
                 return None
         return None
@@ -128,17 +126,27 @@ def read_calls(
             break
         text.release()
     if in_list:
-        yield from _list_end(text)
+        yield from text.spaced_literal("]")
     return True
 
 
-def _list_end(text: TextInput) -> Reading[None]:
+def read_no_calls(text: TextInput, ends: Markers | None = None) -> Reading[bool]:
+    """Reads an empty list, or nothing before one of `ends`: what models write behind a marker that call no tool.
+
+    False, with nothing read, if something else follows.
+    """
     place = text.keep()
     yield from text.spaces()
-    if (yield from text.literal("]")):
+    if (yield from text.literal("[")):
+        yield from text.spaces()
+        is_empty = yield from text.literal("]")
+    else:
+        is_empty = ends is not None and bool((yield from text.next_marker(ends)))
+    if is_empty:
         text.release()
     else:
         text.rewind(place)
+    return is_empty
 
 
 def tagged_reader(starts: Markers, ends: Markers) -> Callable[[TextInput, Sequence[Tool]], Reading[None]]:
@@ -150,7 +158,7 @@ def tagged_reader(starts: Markers, ends: Markers) -> Callable[[TextInput, Sequen
 
     def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
         while start := (yield from text.until(PartKind.CONTENT, starts)):
-            if not (yield from read_calls(text, call, ends)):
+            if not ((yield from read_calls(text, call, ends)) or (yield from read_no_calls(text, ends))):
                 yield Part(PartKind.CONTENT, start)
                 continue
             yield from text.spaces()
@@ -192,7 +200,3 @@ def _key(text: TextInput) -> Reading[str | None]:
         return None
     yield from text.spaces()
     return key
-
-
-def _unquoted(arguments: str) -> str:
-    return msgspec.json.decode(arguments, type=str) if arguments.startswith('"') else arguments

@@ -31,18 +31,9 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
             is_call = yield from read_calls(text, BARE, ENDS, names, SEPARATORS)
             text.skip(0 if is_call else 1)
         if is_call:
-            yield from _end(text)
+            yield from text.spaced_literal(END)
         else:
             yield Part(PartKind.CONTENT, found)
-
-
-def _end(text: TextInput) -> Reading[None]:
-    place = text.keep()
-    yield from text.spaces()
-    if (yield from text.literal(END)):
-        text.release()
-    else:
-        text.rewind(place)
 
 
 def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:

@@ -1,4 +1,4 @@
-"""xLAM: a JSON list of {"name": ..., "arguments": {...}}, alone or in a code block.
+"""xLAM: a JSON list of {"name": ..., "arguments": {...}}, alone, in a code block or between the marks of others.
 
 There is no marker: an object is a call only if it names one of the given tools.
 """
@@ -10,26 +10,43 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, quoted_names, read_calls, write_list
+from blockyard.shared.tool_parsers.json_calls.json_call import (
+    JsonCall,
+    quoted_names,
+    read_calls,
+    read_no_calls,
+    write_list,
+)
 from blockyard.shared.tool_parsers.tools import Tool
 
-FENCE, FENCE_END, LIST = "```json", "```", "["
-STARTS, ENDS = Markers(FENCE, LIST), Markers(FENCE_END)
+LIST = "["
+# what may stand before the list -> what stands behind it
+ENDS = {"```json": "```", "```": "```", "<tool_call>": "</tool_call>", "[TOOL_CALLS]": ""}
+STARTS, BEHIND = Markers(*ENDS, LIST), Markers(*filter(None, ENDS.values()))
 CALL = JsonCall(name_first=True)
 
 
 def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    names = quoted_names(tools)
+    """An empty list calls nothing, if it stands between two marks or is the whole answer."""
+    names, place = quoted_names(tools), text.keep()
+    if (yield from read_no_calls(text)):
+        yield from text.spaces()
+        if not (yield from text.peek()):
+            text.release()
+            return
+    text.rewind(place)
     while found := (yield from text.until(PartKind.CONTENT, STARTS)):
         if found == LIST:
             text.back(1)
-        is_call = yield from read_calls(text, CALL, ENDS, names)
-        if is_call and found == FENCE:
+        is_read = yield from read_calls(text, CALL, BEHIND, names)
+        if found == LIST:
+            text.skip(0 if is_read else 1)
+        elif is_read or (yield from read_no_calls(text)):
             yield from text.spaces()
-            yield from text.literal(FENCE_END)
+            yield from text.literal(ENDS[found])
             yield from text.spaces()
-        elif not is_call:
-            text.skip(1 if found == LIST else 0)
+            continue
+        if not is_read:
             yield Part(PartKind.CONTENT, found)
 
 

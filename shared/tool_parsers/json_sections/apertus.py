@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from blockyard.shared.output_parsing.json_text import json_string, json_value
+from blockyard.shared.output_parsing.json_text import json_string, object_value
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import ToolFormat
+from blockyard.shared.tool_parsers.json_calls.json_call import read_no_calls
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<|tools_prefix|>", "<|tools_suffix|>"
@@ -16,12 +17,13 @@ STARTS, ENDS = Markers(START), Markers(END)
 
 def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
     while (yield from text.until(PartKind.CONTENT, STARTS)):
-        if not (yield from _call(text, "[")):
+        if (yield from _call(text, "[")):
+            while (yield from _call(text, ",")):
+                pass
+            yield from text.spaced_literal("]")
+        elif not (yield from read_no_calls(text, ENDS)):
             yield Part(PartKind.CONTENT, START)
             continue
-        while (yield from _call(text, ",")):
-            pass
-        yield from _syntax(text, "]")
         yield from text.spaces()
         yield from text.literal(END)
         yield from text.spaces()
@@ -30,28 +32,20 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
 def _call(text: TextInput, before: str) -> Reading[bool]:
     """Reads `before` and one call. False, with nothing read, if no call follows."""
     place = text.keep()
-    if (yield from _syntax(text, before)) and (yield from _syntax(text, "{")):
+    if (yield from text.spaced_literal(before)) and (yield from text.spaced_literal("{")):
         yield from text.spaces()
         name = yield from json_string(text)
-        if name and (yield from _syntax(text, ":")):
+        value = None
+        if name and (yield from text.spaced_literal(":")):
+            yield from text.spaces()
+            value = yield from object_value(text, PartKind.ARGUMENTS, ENDS)
+        if name and value is not None:
             text.release()
             yield Part(PartKind.CALL, name)
-            yield from text.spaces()
-            yield from json_value(text, PartKind.ARGUMENTS, ENDS)
+            yield from value
             yield CALL_END
-            yield from _syntax(text, "}")
+            yield from text.spaced_literal("}")
             return True
-    text.rewind(place)
-    return False
-
-
-def _syntax(text: TextInput, sign: str) -> Reading[bool]:
-    """Reads whitespace and a sign. False, with nothing read, if something else follows."""
-    place = text.keep()
-    yield from text.spaces()
-    if (yield from text.literal(sign)):
-        text.release()
-        return True
     text.rewind(place)
     return False
 

@@ -11,7 +11,7 @@ from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, read_no_calls
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<|START_ACTION|>", "<|END_ACTION|>"
@@ -24,7 +24,7 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
     while found := (yield from text.until(PartKind.CONTENT, STARTS)):
         if found != START:
             continue
-        if not (yield from read_calls(text, CALL, ENDS)):
+        if not ((yield from read_calls(text, CALL, ENDS)) or (yield from read_no_calls(text, ENDS))):
             yield Part(PartKind.CONTENT, START)
             continue
         yield from text.spaces()

@@ -39,20 +39,11 @@ def read_marked(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
             if not is_list:
                 text.rewind(place)
             if is_list and (yield from read_calls(text, tools, CLOSE, names, place)):
-                yield from _end(text, found)
+                if found == PYTHON_START:
+                    yield from text.spaced_literal(PYTHON_END)
             else:
                 yield Part(PartKind.CONTENT, found)
     yield from text.rest(PartKind.CONTENT)
-
-
-def _end(text: TextInput, start: str) -> Reading[None]:
-    """Reads the marker behind a list that has one before it."""
-    place = text.keep()
-    yield from text.spaces()
-    if start == PYTHON_START and (yield from text.literal(PYTHON_END)):
-        text.release()
-    else:
-        text.rewind(place)
 
 
 def _names(tools: Sequence[Tool]) -> Markers:

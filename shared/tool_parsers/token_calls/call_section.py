@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockyard.shared.output_parsing.json_text import json_value
+from blockyard.shared.output_parsing.json_text import empty_object, object_value
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
@@ -27,37 +27,35 @@ class CallSection:
         starts = Markers(self.start, self.call)
         ends = Markers(*filter(None, (self.tail, self.call, self.call_end, self.end)))
         while found := (yield from text.until(PartKind.CONTENT, starts)):
+            if found == self.start and (yield from text.spaced_literal(self.end)):  # the model calls no tool
+                yield from text.spaces()
+                continue
             place = text.keep()
             if found == self.start:
                 yield from text.spaces()
             is_call = found == self.call or (yield from text.literal(self.call))
             begin = (yield from self.head(text)) if is_call else None
-            if begin is None or not (yield from arguments_follow(text, ends)):
+            value = None if begin is None else (yield from arguments_value(text, ends))
+            if begin is None or value is None:
                 text.rewind(place)
                 yield Part(PartKind.CONTENT, found)
                 continue
             text.release()
             yield begin
-            yield from read_arguments(text, ends)
+            yield from value
+            yield CALL_END
             for marker in filter(None, (self.tail, self.call_end, self.end)):
                 yield from text.spaces()
                 yield from text.literal(marker)
             yield from text.spaces()
 
 
-def arguments_follow(text: TextInput, ends: Markers) -> Reading[bool]:
-    """Whether an object or nothing comes before one of `ends`, or the end of the text. Reads whitespace before it."""
+def arguments_value(text: TextInput, ends: Markers) -> Reading[Reading[bool] | None]:
+    """Returns what yields the arguments up to one of `ends`: see `object_value`. No text is no arguments: {}."""
     yield from text.spaces()
-    return (yield from text.peek()) in ("{", "") or bool((yield from text.next_marker(ends)))
-
-
-def read_arguments(text: TextInput, ends: Markers) -> Reading[None]:
-    """Yields the arguments that follow, and the end of the call. No text is no arguments: {}."""
     if (yield from text.next_marker(ends)):
-        yield Part(PartKind.ARGUMENTS, "{}")
-    else:
-        yield from json_value(text, PartKind.ARGUMENTS, ends)
-    yield CALL_END
+        return empty_object(PartKind.ARGUMENTS)
+    return (yield from object_value(text, PartKind.ARGUMENTS, ends))
 
 
 def is_name(text: str) -> bool:

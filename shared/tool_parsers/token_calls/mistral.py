@@ -7,17 +7,12 @@ from collections.abc import Sequence
 
 from blockyard.shared.output_parsing.json_text import MAX_NAME_CHARS
 from blockyard.shared.output_parsing.markers import Markers
-from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
+from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, write_list
-from blockyard.shared.tool_parsers.token_calls.call_section import (
-    arguments_follow,
-    begins_name,
-    is_name,
-    read_arguments,
-)
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, read_no_calls, write_list
+from blockyard.shared.tool_parsers.token_calls.call_section import arguments_value, begins_name, is_name
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -28,18 +23,20 @@ CALL = JsonCall()
 
 def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
     while (yield from text.until(PartKind.CONTENT, STARTS)):
-        if (yield from read_calls(text, CALL, STARTS)):
+        if (yield from read_calls(text, CALL, STARTS)) or (yield from read_no_calls(text)):
             yield from text.spaces()
             continue
         place = text.keep()
         begin = yield from _head(text)
-        if begin is None or not (yield from arguments_follow(text, STARTS)):
+        value = None if begin is None else (yield from arguments_value(text, STARTS))
+        if begin is None or value is None:
             text.rewind(place)
             yield Part(PartKind.CONTENT, START)
             continue
         text.release()
         yield begin
-        yield from read_arguments(text, STARTS)
+        yield from value
+        yield CALL_END
         yield from text.spaces()
 
 

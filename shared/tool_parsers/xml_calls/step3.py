@@ -33,7 +33,10 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
         text.back(len(found))
         if not (yield from _call(text, tools)):
             text.skip(len(found))
-            yield Part(PartKind.CONTENT, found)  # it was no marker
+            if found == CALLS_BEGIN and (yield from text.spaced_literal(CALLS_END)):  # no calls
+                yield from text.spaces()
+            else:
+                yield Part(PartKind.CONTENT, found)  # it was no marker
             continue
         while (yield from _call(text, tools)):
             pass
@@ -52,12 +55,7 @@ def _call(text: TextInput, tools: Sequence[Tool]) -> Reading[bool]:
         yield from text.spaces()
         if (yield from text.literal("function" + SEPARATOR)) and (yield from CALL.read(text, tools)):
             text.release()
-            place = text.keep()
-            yield from text.spaces()
-            if (yield from text.literal(CALL_END)):
-                text.release()
-            else:
-                text.rewind(place)
+            yield from text.spaced_literal(CALL_END)
             return True
     text.rewind(place)
     return False

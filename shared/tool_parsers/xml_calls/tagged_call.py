@@ -220,7 +220,11 @@ class TaggedCalls:
         if not (yield from self.call.read(text, tools, known=is_bare and bool(self.start))):
             if is_bare:
                 text.skip(len(found))
-            yield Part(PartKind.CONTENT, found)
+            end = self.end if not is_bare else "" if self.start else self.call.end
+            if end and (yield from text.spaced_literal(end)):  # the model calls no tool
+                yield from text.spaces()
+            else:
+                yield Part(PartKind.CONTENT, found)
             return
         while not is_bare and (yield from self.call.read(text, tools)):
             pass

@@ -95,6 +95,7 @@ ANSWERS = (
         call("get_time", "{}") + content("and more"),
     ),
     Answer("no arguments", "<|channel|>commentary to=functions.get_time<|message|><|call|>", call("get_time", "{}")),
+    Answer("null", "<|channel|>commentary to=functions.get_time<|message|>null<|call|>", call("get_time", "{}")),
     Answer("arguments that are no JSON", "<|channel|>commentary to=get_time<|message|>now", call("get_time", "now")),
     Answer(
         "a tool of the model's own",

@@ -16,7 +16,7 @@ ANSWERS = [
     *common_answers(spell, ("<|tool_call|>", "<tool_call>")),
     Answer("the marker of 3.1", spell(WEATHER).replace("<|tool_call|>", "<tool_call>"), call(*WEATHER)),
     Answer("no list", '<|tool_call|>{"name": "get_time", "arguments": {}}', call(*TIME)),
-    Answer("an empty list", "a <|tool_call|>[] b", content("a <|tool_call|>[] b")),
+    Answer("an empty list", "a <|tool_call|>[] b", content("a b")),
     Answer("an object that is no call", '<|tool_call|>[{"a": 1}]', content('<|tool_call|>[{"a": 1}]')),
     Answer("no call behind a call", spell(WEATHER)[:-1] + ', {"a": 1}]', call(*WEATHER) + content(', {"a": 1}]')),
     Answer("an end marker", spell(WEATHER) + "</tool_call>", call(*WEATHER)),

@@ -58,6 +58,20 @@ ANSWERS = (
         call("get_weather", '{"city": "Rome"}'),
     ),
     Answer(
+        "null for arguments",
+        '<tool_call>\n{"name": "get_time", "arguments": null}\n</tool_call>\n' + ONE,
+        call("get_time", "{}") + call("get_weather", '{"city": "Paris", "days": 3}'),
+    ),
+    Answer(
+        "null before the name", '<tool_call>{"arguments": null, "name": "get_time"}</tool_call>', call("get_time", "{}")
+    ),
+    Answer(
+        "arguments that are no JSON",
+        '<tool_call>{"name": "search", "arguments": Paris}</tool_call>',
+        content('<tool_call>{"name": "search", "arguments": Paris}</tool_call>'),
+    ),
+    Answer("no call", "a <tool_call>\n</tool_call> b", content("a b")),
+    Answer(
         "arguments as a text",
         '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"R\\u00e9\\\\n\\"}"}</tool_call>',
         call("get_weather", '{"city": "Ré\\n"}'),

@@ -21,7 +21,7 @@ ANSWERS = [
         content(" ") + call(*WEATHER) + call(*TIME),
     ),
     Answer("no end", spell(WEATHER)[: -len("]</tool_calls>")], call(*WEATHER)),
-    Answer("an empty list", "a <tool_calls>[]</tool_calls> b", content("a <tool_calls>[]</tool_calls> b")),
+    Answer("an empty list", "a <tool_calls>[]</tool_calls> b", content("a b")),
     Answer("malformed", "<tool_calls>get_time()</tool_calls>", content("<tool_calls>get_time()</tool_calls>")),
     Answer(
         "brackets do not close",

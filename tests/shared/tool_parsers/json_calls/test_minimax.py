@@ -16,7 +16,7 @@ ANSWERS = [
     *common_answers(spell, ("<tool_calls>", "</tool_calls>")),
     Answer("no end", spell(WEATHER, TIME)[: -len("</tool_calls>")], call(*WEATHER) + call(*TIME)),
     Answer("one line", spell(WEATHER, TIME).replace("\n", ""), call(*WEATHER) + call(*TIME)),
-    Answer("nothing", "a <tool_calls>\n</tool_calls> b", content("a <tool_calls>\n</tool_calls> b")),
+    Answer("nothing", "a <tool_calls>\n</tool_calls> b", content("a b")),
     Answer(
         "a line that is no call",
         spell(WEATHER).replace("</tool_calls>", "and more</tool_calls>"),

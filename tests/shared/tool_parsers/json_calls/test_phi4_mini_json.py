@@ -17,7 +17,7 @@ ANSWERS = [
     Answer("special tokens", f"<|tool_call|>{spell(WEATHER).removeprefix('functools')}<|/tool_call|>", call(*WEATHER)),
     Answer("spaces", spell(WEATHER).replace("[", " [\n").replace("]", "\n]"), call(*WEATHER)),
     Answer("a module of Python", "import functools\n[functools.cache]", content("import functools\n[functools.cache]")),
-    Answer("an empty list", "functools[] b", content("functools[] b")),
+    Answer("an empty list", "functools[] b", content("b")),
     Answer("no end", spell(WEATHER)[:-1], call(*WEATHER)),
 ]
 

@@ -31,7 +31,7 @@ ANSWERS = [
         '<|tools_prefix|>[{"get_time": {"a": [1}]<|tools_suffix|> b',
         call("get_time", '{"a": [1}]') + content("b"),
     ),
-    Answer("an empty list", "<|tools_prefix|>[]<|tools_suffix|>", content("<|tools_prefix|>[]<|tools_suffix|>")),
+    Answer("an empty list", "<|tools_prefix|>[]<|tools_suffix|>", ()),
     Answer("no name", '<|tools_prefix|>[{"": {}}]', content('<|tools_prefix|>[{"": {}}]')),
 ]
 

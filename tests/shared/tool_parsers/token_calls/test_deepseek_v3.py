@@ -35,7 +35,7 @@ ANSWERS = [
     Answer(
         "nothing in the section",
         "a <｜tool▁calls▁begin｜><｜tool▁calls▁end｜>",
-        content("a <｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        content("a "),
     ),
 ]
 

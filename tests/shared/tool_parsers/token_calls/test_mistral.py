@@ -39,7 +39,7 @@ ANSWERS = [
     Answer("empty arguments", "[TOOL_CALLS]get_time[ARGS][TOOL_CALLS]get_time[ARGS]{}", call(*TIME) * 2),
     Answer("a parameter called name", spell(("search", '{"name": "x"}')), call("search", '{"name": "x"}')),
     Answer("text behind arguments", spell(TIME) + " Done.", call(*TIME) + content("Done.")),
-    Answer("an empty list", "a [TOOL_CALLS][] b", content("a [TOOL_CALLS][] b")),
+    Answer("an empty list", "a [TOOL_CALLS][] b", content("a b")),
     Answer("no calls in the list", "[TOOL_CALLS][get_time]", content("[TOOL_CALLS][get_time]")),
     Answer("no name", "[TOOL_CALLS]the tool[ARGS]{}", content("[TOOL_CALLS]the tool[ARGS]{}")),
     Answer("arguments are no object", spell(("search", "query")), content(spell(("search", "query")))),

@@ -39,7 +39,7 @@ ANSWERS = (
         BEGIN + write("search", {"filter": '[{"a": "</parameter>"}, 2]'}) + END,
         call("search", '{"filter": [{"a": "</parameter>"}, 2]}'),
     ),
-    Answer("an empty block", BEGIN + END, content(BEGIN + END)),
+    Answer("an empty block", f"a {BEGIN}{END} b", content("a b")),
     Answer("without its block it is no call", ONE, content(ONE)),
     Answer(
         "malformed",
