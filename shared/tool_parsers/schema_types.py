@@ -9,6 +9,18 @@ NUMBERS = frozenset({"integer", "number"})
 NOT_STRINGS = NESTED | NUMBERS | {"boolean", "null"}
 ALL_TYPES = NOT_STRINGS | {"string"}
 MAX_SCHEMAS = 200  # looked at for the types of one argument
+ANY = "any"
+# names that tools' schemas use for the types of JSON: those of Python and C -> a type
+OTHER_NAMES = {
+    "str": "string",
+    **dict.fromkeys(("int", "uint", "long", "ulong", "short", "ushort"), "integer"),
+    **dict.fromkeys(("float", "double", "decimal", "num"), "number"),
+    "bool": "boolean",
+    **dict.fromkeys(("list", "arr", "tuple", "set"), "array"),
+    **dict.fromkeys(("dict", "map", "mapping"), "object"),
+    **dict.fromkeys(("none", "nonetype"), "null"),
+    ANY: ANY,
+}
 
 
 def parameter_types(schema: dict[str, Any], name: str) -> frozenset[str]:
@@ -93,10 +105,16 @@ class _Types:
 
 
 def named_types(kind: object) -> frozenset[str]:
-    names = frozenset(name for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
-    if not names:
+    names = frozenset(json_type(name) for name in (kind if isinstance(kind, list) else [kind]) if isinstance(name, str))
+    if not names or ANY in names:
         return ALL_TYPES
     return names | {"integer"} if "number" in names else names
+
+
+def json_type(name: str) -> str:
+    """The JSON type of this name, such as `list[int]` or `INT64`; `ANY` for each. The name itself if none is known."""
+    plain = name.strip().lower().partition("[")[0]
+    return plain if plain in ALL_TYPES else OTHER_NAMES.get(plain.rstrip("0123456789"), name)
 
 
 def listed(schema: dict[str, Any], keyword: str) -> list[Any]:

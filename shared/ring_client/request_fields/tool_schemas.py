@@ -1,14 +1,14 @@
-"""The JSON schemas of tools: checks their form, and moves them into other schemas.
+"""The JSON schemas of tools: checks their form, names their types, and moves them into other schemas.
 
 Chat templates take any object, and a model would then be shown a tool that it cannot call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from blockyard.shared.errors import RequestError
+from blockyard.shared.tool_parsers.schema_types import ALL_TYPES, ANY, json_type
 
-TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 MAX_DEPTH = 64  # of schemas in schemas
 
 # keywords -> what they hold: one schema, a list of them, or schemas by name
@@ -25,29 +25,58 @@ def check_parameters(schema: object, field: str) -> None:
     if not isinstance(schema, dict):
         raise RequestError(f"a JSON schema is an object, got {type(schema).__name__}", field)
     kind = schema.get("type", "object")
-    if kind not in ("object", ["object"]):
+    if _json_types(kind) not in ("object", ["object"]):
         raise RequestError(f"the arguments of a tool are an object, got a schema of type {str(kind)[:40]}", field)
     _check(schema, field, 0)
 
 
-def moved(schema: Any, place: str) -> Any:
-    """A copy of a checked schema for this place in another one, such as `#/$defs/tool0`: its references lead there."""
-    if not isinstance(schema, dict):
-        return schema
-    copy = {keyword: _moved_parts(keyword, value, place) for keyword, value in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        copy["$ref"] = place + reference[1:]
+def with_json_types(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a checked schema in which types have their names of JSON schemas: many tools have those of Python."""
+
+    def renamed(copy: dict[str, Any]) -> None:
+        if "type" in copy:
+            copy["type"] = _json_types(copy["type"])
+            if copy["type"] == ANY or (isinstance(copy["type"], list) and ANY in copy["type"]):
+                del copy["type"]
+
+    copy: dict[str, Any] = _rebuilt(schema, renamed)
     return copy
 
 
-def _moved_parts(keyword: str, value: Any, place: str) -> Any:
-    """Values such as `const`, `enum` and `default` may look like schemas, and stay as they are."""
-    if keyword in _NAMED and isinstance(value, dict):
-        return {name: moved(part, place) for name, part in value.items()}
-    if keyword in _LISTED | _ONE:
-        return [moved(part, place) for part in value] if isinstance(value, list) else moved(value, place)
-    return value
+def _json_types(kind: object) -> Any:
+    """The `type` of a schema in the names of JSON schemas. Other values than texts stay as they are."""
+    if isinstance(kind, list):
+        return [_json_types(one) for one in kind]
+    return json_type(kind) if isinstance(kind, str) else kind
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A copy of a checked schema for this place in another one, such as `#/$defs/tool0`: its references lead there."""
+
+    def lead(copy: dict[str, Any]) -> None:
+        reference = copy.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            copy["$ref"] = place + reference[1:]
+
+    return _rebuilt(schema, lead)
+
+
+def _rebuilt(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """A copy of a schema after `change` of it and of each schema in it.
+
+    Values such as `const`, `enum` and `default` may look like schemas, and stay as they are.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _NAMED and isinstance(value, dict):
+            copy[keyword] = {name: _rebuilt(part, change) for name, part in value.items()}
+        elif keyword in _LISTED | _ONE:
+            parts = isinstance(value, list)
+            copy[keyword] = [_rebuilt(part, change) for part in value] if parts else _rebuilt(value, change)
+    change(copy)
+    return copy
 
 
 def _check(schema: object, field: str, depth: int) -> None:
@@ -84,7 +113,7 @@ def _check_values(schema: dict[str, Any], field: str) -> None:
     kinds = schema.get("type")
     if kinds is not None:
         listed = kinds if isinstance(kinds, list) else [kinds]
-        wrong = [kind for kind in listed if not isinstance(kind, str) or kind not in TYPES]
+        wrong = [kind for kind in listed if not isinstance(kind, str) or json_type(kind) not in (*ALL_TYPES, ANY)]
         if wrong or not listed:
             raise RequestError(f"{str(wrong or kinds)[:60]} is no type of JSON schemas", f"{field}.type")
     required = schema.get("required")

@@ -12,7 +12,7 @@ import msgspec
 
 from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.ring_client.request_fields.tool_schemas import check_parameters
+from blockyard.shared.ring_client.request_fields.tool_schemas import check_parameters, with_json_types
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, Tool, ToolKind
 
 MAX_TOOLS = 1024
@@ -169,7 +169,7 @@ def _function(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str
         parameters = {"type": "object", "properties": {}}
     check_parameters(parameters, f"{at}.parameters")
     shown = {key: item for key, item in inner.items() if item is not None and key != "strict"}
-    return Tool(ToolKind.FUNCTION, name, parameters, bool(strict)), {"type": "function", "function": shown}
+    return Tool(ToolKind.FUNCTION, name, with_json_types(parameters), bool(strict)), {"type": "function", "function": shown}
 
 
 def _custom(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str, Any]]:

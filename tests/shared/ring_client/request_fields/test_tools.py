@@ -225,3 +225,27 @@ def test_tools_whose_grammar_is_too_long_are_refused() -> None:
     with pytest.raises(RequestError) as e:
         grammar_of(tools=[function("f", parameters={"properties": names})], tool_choice="required")
     assert e.value.field == "tools"
+
+
+def test_types_of_python_are_those_of_json() -> None:
+    """Templates show a tool as the client sent it; the grammar and the parsers know its types."""
+    given = {
+        "type": "dict",
+        "properties": {
+            "a": {"type": "float"},
+            "b": {"type": ["list", "None"], "items": {"type": "int"}},
+            "c": {"anyOf": [{"type": "any"}, {"type": "bool"}], "default": {"type": "float"}},
+            "type": {"type": "str"},
+        },
+    }
+    use = used(tools=[function("f", parameters=given)], tool_choice="required")
+    assert use.tools[0].parameters == {
+        "type": "object",
+        "properties": {
+            "a": {"type": "number"},
+            "b": {"type": ["array", "null"], "items": {"type": "integer"}},
+            "c": {"anyOf": [{}, {"type": "boolean"}], "default": {"type": "float"}},
+            "type": {"type": "string"},
+        },
+    }
+    assert json.loads(use.template_tools)[0]["function"]["parameters"] == given
