@@ -165,6 +165,17 @@ class TextInput:
                 return ""
             yield None
 
+    def past(self, markers: Markers) -> Reading[str]:
+        """Reads the text before the next marker, and the marker, as syntax. Returns it; empty at the end of the text."""
+        inside = self.until(PartKind.CONTENT, markers)
+        while True:
+            try:
+                part = next(inside)
+            except StopIteration as end:
+                return str(end.value)
+            if part is None:
+                yield None
+
     def before(self, markers: Markers, limit: int, fits: Callable[[str], bool] = _any) -> Reading[str | None]:
         """Reads the text before the next marker, which stays unread.
 

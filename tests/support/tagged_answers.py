@@ -9,13 +9,17 @@ WriteCall = Callable[[str, Values], str]  # one call with its tags, as the forma
 PARIS = call("get_weather", '{"city": "Paris", "days": 3}')
 
 
-def tagged_answers(begin: str, write: WriteCall, between: str, end: str) -> tuple[Answer, ...]:
-    """The answers that every such format has to read. `begin` and `end` stand around all calls of an answer."""
+def tagged_answers(begin: str, write: WriteCall, between: str, end: str, value_end: str) -> tuple[Answer, ...]:
+    """The answers that every such format has to read. `begin` and `end` stand around all calls of an answer.
+
+    `value_end` is the closing tag of a value.
+    """
 
     def calls(*written: str) -> str:
         return begin + between.join(written) + end
 
     paris = write("get_weather", {"city": "Paris", "days": "3"})
+    three = write("get_weather", {"days": "3", "city": "Paris"})
     code = 'if a < b && c > "d":\n    print("</b>\\n")\n\n'
     return (
         Answer("none", "It is sunny < 5 and <b>fine</b>.", content("It is sunny < 5 and <b>fine</b>.")),
@@ -43,6 +47,13 @@ def tagged_answers(begin: str, write: WriteCall, between: str, end: str) -> tupl
             "code in a string",
             calls(write("search", {"query": code})),
             call("search", '{"query": "if a < b && c > \\"d\\":\\n    print(\\"</b>\\\\n\\")\\n\\n"}'),
+        ),
+        Answer("a closing tag is missing", calls(paris.replace(value_end, "", 1), paris), PARIS + PARIS),
+        Answer("the last closing tag is missing", calls("".join(paris.rsplit(value_end, 1)), paris), PARIS + PARIS),
+        Answer(
+            "all closing tags are missing",
+            calls(three.replace(value_end, ""), paris),
+            call("get_weather", '{"days": 3, "city": "Paris"}') + PARIS,
         ),
         Answer("an empty string", calls(write("search", {"query": ""})), call("search", '{"query": ""}')),
         Answer(

@@ -169,7 +169,10 @@ def _function(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str
         parameters = {"type": "object", "properties": {}}
     check_parameters(parameters, f"{at}.parameters")
     shown = {key: item for key, item in inner.items() if item is not None and key != "strict"}
-    return Tool(ToolKind.FUNCTION, name, with_json_types(parameters), bool(strict)), {"type": "function", "function": shown}
+    return Tool(ToolKind.FUNCTION, name, with_json_types(parameters), bool(strict)), {
+        "type": "function",
+        "function": shown,
+    }
 
 
 def _custom(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str, Any]]:

@@ -5,6 +5,8 @@ A call is <｜DSML｜invoke name="NAME">. An argument is a tag of its own, such 
 The two versions name the block differently.
 """
 
+from dataclasses import replace
+
 from blockyard.shared.tool_parsers.interface import ToolFormat
 from blockyard.shared.tool_parsers.xml_calls.tagged_call import TaggedCall, TaggedCalls
 
@@ -22,7 +24,8 @@ CALL = TaggedCall(
 
 
 def _calls(block: str) -> TaggedCalls:
-    return TaggedCalls(CALL, f"<{TOKEN}{block}>", f"</{TOKEN}{block}>", all_together=True)
+    end = f"</{TOKEN}{block}>"
+    return TaggedCalls(replace(CALL, outer_end=end), f"<{TOKEN}{block}>", end, all_together=True)
 
 
 V32, V4 = _calls("function_calls"), _calls("tool_calls")

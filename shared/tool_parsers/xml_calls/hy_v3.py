@@ -32,6 +32,7 @@ def _calls(suffix: str) -> TaggedCalls:
             value=f"<arg_value{suffix}>",
             value_end=f"</arg_value{suffix}>",
             special=_markers(suffix),
+            outer_end=f"</tool_calls{suffix}>",
         ),
         f"<tool_calls{suffix}>",
         f"</tool_calls{suffix}>",

@@ -13,6 +13,7 @@ CALLS = TaggedCalls(
         key_end=">",
         value_end="</parameter>",
         special=(START, END),
+        outer_end=END,
     ),
     START,
     END,

@@ -18,6 +18,7 @@ CALLS = TaggedCalls(
         value_end="</parameter>",
         padding="\n",
         special=(START, END),
+        outer_end=END,
     ),
     START,
     END,

@@ -25,6 +25,7 @@ CALL = TaggedCall(
     key_end='">',
     value_end="</steptml:parameter>",
     line_break="",
+    outer_end=CALL_END,
 )
 
 

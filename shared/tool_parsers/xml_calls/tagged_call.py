@@ -1,6 +1,6 @@
 """Reads and forces calls in tags: <function=get_weather><parameter=city>Paris</parameter></function>."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ class TaggedCall:
     says_string: bool = False
     special: tuple[str, ...] = ()
     line_break: str = "\n"  # between tags, as the template writes it
+    outer_end: str = ""  # may stand behind `end`
 
     def read(self, text: TextInput, tools: Sequence[Tool], known: bool = False) -> Reading[bool]:
         """Reads the call that follows, of a `known` tool only or of any.
@@ -71,7 +72,14 @@ class TaggedCall:
 
     def _arguments(self, text: TextInput, schema: dict[str, Any]) -> Reading[None]:
         """The object stays open if the answer ends before the call does."""
-        values, before = ValueText(self.value_end, self.padding), "{"
+        properties = schema.get("properties")
+        unseen = set(properties) if isinstance(properties, dict) and properties else None
+
+        def is_missing(text: TextInput, mark: str) -> Reading[bool]:
+            return self._value_end_is_missing(text, mark, unseen)
+
+        later = [one for one in (self.key, self.end, self.outer_end) if one]
+        values, before = ValueText(self.value_end, self.padding, later, is_missing), "{"
         start, end = self.quotes
         in_key = False  # the text ends in the tag before a value
         while True:
@@ -83,6 +91,8 @@ class TaggedCall:
                 break
             text.release()
             key, types = head
+            if unseen is not None:
+                unseen.discard(key)
             yield Part(PartKind.ARGUMENTS, f'{before}"{escaped(key)}": ')
             before = ", "
             quoted = bool(start) and (yield from text.literal(start))
@@ -95,7 +105,7 @@ class TaggedCall:
         """Reads up to a value. Returns the argument's name and the types of its values."""
         if not (yield from text.literal(self.key)):
             return None
-        key = yield from text.before(Markers(self.key_end), MAX_NAME_CHARS)
+        key = yield from text.before(Markers(*filter(None, (self.key_end, self.value))), MAX_NAME_CHARS)
         if key is None:
             return None
         yield from text.literal(self.key_end)
@@ -111,6 +121,29 @@ class TaggedCall:
             if not (yield from text.literal(self.value)):
                 return None
         return key, types
+
+    def _value_end_is_missing(self, text: TextInput, mark: str, unseen: Collection[str] | None) -> Reading[bool]:
+        """Whether the value that is read ends without its closing tag before the tag `mark`, which follows.
+
+        It does if all closing tags behind it are of other arguments. A tag in a value is text, and has to look like one
+        that may follow: an argument that is still `unseen` (None: any), or the end of the call and what is behind it.
+        """
+        place = text.keep()
+        text.skip(len(mark))
+        if mark == self.key:
+            name = yield from text.before(Markers(self.key_end), MAX_NAME_CHARS, _may_be_name)
+            may_follow = bool(name) and (unseen is None or name in unseen)
+        else:
+            yield from text.spaces()
+            behind = Markers(*filter(None, (self.start, self.outer_end)))
+            may_follow = mark != self.end or mark in self.special or bool((yield from text.next_marker(behind)))
+            may_follow = may_follow or not (yield from text.peek())
+        depth, tags = int(mark == self.key), Markers(self.key, self.value_end)
+        while may_follow and (found := (yield from text.past(tags))):
+            depth += 1 if found == self.key else -1
+            may_follow = depth >= 0
+        text.rewind(place)
+        return may_follow
 
     def _is_cut(self, text: TextInput) -> Reading[bool]:
         """Reads the end of the call. True if instead the text ends, perhaps in a tag, which is then read."""

@@ -23,7 +23,7 @@ def argument(key: str, value: str, is_string: bool) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers(BEGIN, write, "\n", END),
+    *tagged_answers(BEGIN, write, "\n", END, "</｜DSML｜parameter>"),
     Answer(
         "the attribute decides",
         f'{BEGIN}<{TOKEN}invoke name="get_time">\n{argument("a", "[1]", True)}{argument("b", "[1]", False)}'

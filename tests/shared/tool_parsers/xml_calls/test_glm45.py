@@ -19,7 +19,7 @@ def in_one_line(name: str, values: Values) -> str:
 
 
 ANSWERS = (
-    *tagged_answers("", write, "\n", ""),
+    *tagged_answers("", write, "\n", "", "</arg_value>"),
     Answer("spaces around the name", "<tool_call> get_time \n </tool_call>", call("get_time", "{}")),
     Answer(
         "spaces between tags",
@@ -60,7 +60,7 @@ ANSWERS = (
         content('<tool_call>\n{"tool": "get_time"}\n</tool_call> b'),
     ),
 )
-ANSWERS_IN_ONE_LINE = tagged_answers("", in_one_line, "", "")
+ANSWERS_IN_ONE_LINE = tagged_answers("", in_one_line, "", "", "</arg_value>")
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)

@@ -20,7 +20,7 @@ def write(name: str, values: Values) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers(BEGIN, write, "\n", END),
+    *tagged_answers(BEGIN, write, "\n", END, "</arg_value:opensource>"),
     Answer(
         "key and value in one line",
         BEGIN + ONE.replace("</arg_key:opensource>\n", "</arg_key:opensource>") + END,

@@ -15,7 +15,7 @@ def write(name: str, values: Values) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers("", write, "", ""),
+    *tagged_answers("", write, "", "", "</parameter>"),
     Answer(
         "values are preserved with their newlines and spaces",
         write("search", {"query": "\n  a \n\n"}),

@@ -19,7 +19,7 @@ def _value(key: str, value: str) -> str:
 
 
 ANSWERS = (
-    *tagged_answers("", write, "\n", ""),
+    *tagged_answers("", write, "\n", "", "</param>"),
     Answer(
         "line breaks between tags",
         '<function name="get_weather">\n  <param name="city">Paris</param>\n  <param name="days">3</param>\n'

@@ -16,7 +16,7 @@ def write(name: str, values: Values) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers(BEGIN, write, "\n", END),
+    *tagged_answers(BEGIN, write, "\n", END, "</parameter>"),
     Answer("two blocks", BEGIN + ONE + END + "\n" + BEGIN + ONE + END, PARIS + PARIS),
     Answer("the end of the block is missing", BEGIN + ONE + "\n" + ONE, PARIS + PARIS),
     Answer(

@@ -2,6 +2,7 @@ import pytest
 from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
+from blockyard.shared.tool_parsers.tools import Tool, ToolKind
 from blockyard.shared.tool_parsers.xml_calls.qwen3_coder import QWEN3_CODER
 
 READ = tool_reader(QWEN3_CODER)
@@ -14,7 +15,7 @@ def write(name: str, values: Values) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers("", write, "\n", ""),
+    *tagged_answers("", write, "\n", "", "</parameter>"),
     Answer(
         "no line breaks",
         "<tool_call><function=get_weather><parameter=city>Paris</parameter><parameter=days> 3 </parameter>"
@@ -25,6 +26,26 @@ ANSWERS = (
         "one line break on either side belongs to the tags",
         "<tool_call>\n<function=search>\n<parameter=query>\n\n  a\n\n</parameter>\n</function>\n</tool_call>",
         call("search", '{"query": "\\n  a\\n"}'),
+    ),
+    Answer(
+        "a closing tag and its line are missing",
+        ONE.replace("\n</parameter>", "", 1) + "\n" + ONE.replace("\n</parameter>", ""),
+        PARIS + PARIS,
+    ),
+    Answer(
+        "all that closes is missing",
+        ONE.replace("\n</parameter>", "").replace("\n</function>", "") + " b",
+        PARIS + content("b"),
+    ),
+    Answer(
+        "tags in a value",
+        write("search", {"query": "a </function> <parameter=exact> <parameter=no> <tool_call> b", "score": "1"}),
+        call("search", '{"query": "a </function> <parameter=exact> <parameter=no> <tool_call> b", "score": 1}'),
+    ),
+    Answer(
+        "cut behind a tag in a value",
+        "<tool_call>\n<function=search>\n<parameter=query>\n</function>\nand",
+        call("search", '{"query": "</function>\\nand'),
     ),
     Answer(
         "words of Python",
@@ -78,3 +99,11 @@ def test_damaged_answers() -> None:
 
 def test_little_is_held_back() -> None:
     check_held_back(READ, "a <tool <tool_cal> <functio b </tool_call> <tool_c", len("<tool_call>"))
+
+
+def test_types_of_python() -> None:
+    types = {"a": "float", "b": "int", "c": "bool", "d": "list", "e": "dict", "f": "str"}
+    tool = Tool(ToolKind.FUNCTION, "f", {"properties": {name: {"type": kind} for name, kind in types.items()}})
+    text = write("f", {"a": "1.5", "b": "2", "c": "True", "d": "[1]", "e": "{}", "f": "3"})
+    expected = call("f", '{"a": 1.5, "b": 2, "c": true, "d": [1], "e": {}, "f": "3"}')
+    check_answer(tool_reader(QWEN3_CODER, [tool]), Answer("", text, expected))

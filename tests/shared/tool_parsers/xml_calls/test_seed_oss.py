@@ -15,7 +15,7 @@ def write(name: str, values: Values) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers("", write, "\n", ""),
+    *tagged_answers("", write, "\n", "", "</parameter>"),
     Answer(
         "line breaks belong to the value",
         write("search", {"query": "\na\n", "exact": "\ntrue\n"}),

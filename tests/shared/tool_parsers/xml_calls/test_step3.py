@@ -25,7 +25,7 @@ def write(name: str, values: Values) -> str:
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
 ANSWERS = (
-    *tagged_answers(BEGIN, write, "\n", END),
+    *tagged_answers(BEGIN, write, "\n", END, "</steptml:parameter>"),
     Answer(
         "line breaks between tags",
         f'{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}\n<steptml:invoke name="get_weather">\n'
