@@ -24,3 +24,15 @@ T = TypeVar("T")
 Reading = Generator[Part | None, None, T]
 
 CALL_END = Part(PartKind.CALL_END)
+
+
+def silent(reading: Reading[T]) -> Reading[T]:
+    """Reads without the parts, as syntax. Returns what `reading` does."""
+    while True:
+        try:
+            part = next(reading)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        if part is None:
+            yield None

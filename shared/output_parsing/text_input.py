@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from blockyard.shared.output_parsing.markers import Markers
-from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
+from blockyard.shared.output_parsing.parts import Part, PartKind, Reading, silent
 
 SPACES = " \t\r\n"
 
@@ -166,15 +166,8 @@ class TextInput:
             yield None
 
     def past(self, markers: Markers) -> Reading[str]:
-        """Reads the text before the next marker, and the marker, as syntax. Returns it; empty at the end of the text."""
-        inside = self.until(PartKind.CONTENT, markers)
-        while True:
-            try:
-                part = next(inside)
-            except StopIteration as end:
-                return str(end.value)
-            if part is None:
-                yield None
+        """Reads the text up to and with the next marker as syntax. Returns the marker; empty at the end of the text."""
+        return (yield from silent(self.until(PartKind.CONTENT, markers)))
 
     def before(self, markers: Markers, limit: int, fits: Callable[[str], bool] = _any) -> Reading[str | None]:
         """Reads the text before the next marker, which stays unread.

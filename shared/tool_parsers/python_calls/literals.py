@@ -53,6 +53,8 @@ def read_calls(
         yield Part(PartKind.CALL, name)
         is_whole = yield from _arguments(text, _positions(name, tools))
         yield CALL_END
+        if not is_whole:  # calls may follow all the same
+            is_whole = yield from text.spaced_literal(")")
     if num_calls:
         yield from _close(text, closer)
     return num_calls > 0
@@ -102,7 +104,7 @@ def _arguments_follow(text: TextInput, positions: Collection[str]) -> Reading[bo
     first = yield from text.peek()
     if not first:
         return False
-    if first == ")" or (positions and first in _VALUE_STARTS):
+    if first == ")" or first in _VALUE_STARTS:
         return True
     if (yield from text.literal("**")):
         yield from text.spaces()
@@ -138,9 +140,7 @@ def _arguments(text: TextInput, positions: Sequence[str]) -> Reading[bool]:
         if key == "":
             return False
         if key is None:
-            if num_read >= len(positions):
-                return False
-            key = positions[num_read]
+            key = positions[num_read] if num_read < len(positions) else str(num_read)
         yield _json(f'{", " if num_read else ""}"{escaped(key)}": ')
         if not (yield from VALUES.read(text, ",)")):
             return False

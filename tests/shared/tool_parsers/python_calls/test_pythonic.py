@@ -18,6 +18,7 @@ from recorded_answers import (
 from blockyard.shared.output_parsing.parts import PartKind
 from blockyard.shared.output_parsing.reader import OutputReader, read_all
 from blockyard.shared.tool_parsers.interface import ToolFormat
+from blockyard.shared.tool_parsers.python_calls.marked_calls import LFM2, OLMO3
 from blockyard.shared.tool_parsers.python_calls.pythonic import LLAMA4_PYTHONIC, PYTHONIC
 
 READ = tool_reader(PYTHONIC)
@@ -100,6 +101,58 @@ ANSWERS = (
     Answer("missing end", "[get_time()", call("get_time", "{}")),
     Answer("a number as a key", "[search(filter={1: 'a'})]", call("search", '{"filter": {"1": "a"}}')),
 )
+
+# what is no literal, and its JSON
+EXPRESSIONS = {
+    "{'a', 'b'}": '["a", "b"]',
+    "{'a'}": '["a"]',
+    "{1, (2, {3}), None}": "[1, [2, [3]], null]",
+    "{('a', 1), 2}": '[["a", 1], 2]',
+    "{'a': {1, 2}, 'b': {float('nan')}}": '{"a": [1, 2], "b": ["float(\'nan\')"]}',
+    "float('inf')": "\"float('inf')\"",
+    "-float('inf')": "\"-float('inf')\"",
+    "get_time()": '"get_time()"',
+    "[date(2024, 1, 2), range(3)]": '["date(2024, 1, 2)", "range(3)"]',
+    "dict(a='x, )', b=[1, 2])": "\"dict(a='x, )', b=[1, 2])\"",
+    "f(it's)": '"f(it\'s)"',
+    "1 + (2 * 3)": '"1 + (2 * 3)"',
+    "[i for i in range(3)]": '["i for i in range(3)"]',
+    "[1] + [2, 3]": "[1] + [2, 3]",
+    "{'a': 1}.get('a', 2)": "{\"a\": 1}.get('a', 2)",
+}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize(
+    ("tool_format", "before", "behind"),
+    [
+        (PYTHONIC, "[", "]"),
+        (LLAMA4_PYTHONIC, "<|python_start|>[", "]<|python_end|>"),
+        (LFM2, "<|tool_call_start|>[", "]<|tool_call_end|>"),
+        (OLMO3, "<function_calls>\n", "\n</function_calls>"),
+    ],
+)
+def test_calls_follow_what_is_no_literal(tool_format: ToolFormat, before: str, behind: str, expression: str) -> None:
+    text = f"{before}search(query={expression}, exact=True), get_weather(city='Paris', days=3){behind}"
+    expected = call("search", f'{{"query": {EXPRESSIONS[expression]}, "exact": true}}') + WEATHER
+    check_answer(tool_reader(tool_format), Answer("", text, expected))
+
+
+@pytest.mark.parametrize(
+    ("damaged", "arguments"),
+    [
+        ("search(query=[1, 2)", '{"query": [1, 2'),
+        ("search(query=)", '{"query": '),
+        (
+            "search('a', {}, True, 1.5, 'more')",
+            '{"query": "a", "filter": {}, "exact": true, "score": 1.5, "4": "more"}',
+        ),
+    ],
+)
+def test_calls_follow_damaged_ones(damaged: str, arguments: str) -> None:
+    check_answer(
+        READ, Answer("", f"[{damaged}, get_weather(city='Paris', days=3)]", call("search", arguments) + WEATHER)
+    )
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
