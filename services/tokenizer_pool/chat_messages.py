@@ -1,15 +1,17 @@
 """Turns chat messages of the API into the form that templates written for transformers expect."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 from jinja2 import nodes
 
 from blockyard.shared.errors import RequestError
+from blockyard.shared.tool_parsers.call_arguments import template_arguments
 
 Message = dict[str, Any]
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+TEXT_ARGUMENT = "arguments"  # the name of a text in place of arguments
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -91,21 +93,32 @@ def _texts(content: list[Any]) -> Iterator[str]:
 
 def _with_arguments(message: Message) -> Message:
     """Decodes arguments of tool calls, which are JSON text in the API and objects in templates."""
+    return _with_functions(
+        message, lambda function: {**function, "arguments": template_arguments(function["arguments"])}
+    )
+
+
+def with_objects(messages: list[Message]) -> list[Message]:
+    """Arguments that are text as objects, for templates that look into them. The same messages if there are none."""
+
+    def wrapped(function: dict[str, Any]) -> dict[str, Any]:
+        text = function["arguments"]
+        return {**function, "arguments": {TEXT_ARGUMENT: text}} if isinstance(text, str) else function
+
+    return [_with_functions(message, wrapped) for message in messages]
+
+
+def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+    """The message with the functions of its calls, as far as they have arguments, after `change`."""
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": change(function)}
+
     calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function.get("arguments") or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-        raise RequestError(f"arguments of a tool call are not JSON: {e}", "messages") from e
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else message
 
 
 def _with_reasoning(message: Message) -> Message:

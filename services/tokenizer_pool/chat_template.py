@@ -8,7 +8,14 @@ from typing import Any
 from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from blockyard.services.tokenizer_pool.chat_messages import STYLES, ContentStyle, Message, content_style, for_template
+from blockyard.services.tokenizer_pool.chat_messages import (
+    STYLES,
+    ContentStyle,
+    Message,
+    content_style,
+    for_template,
+    with_objects,
+)
 from blockyard.services.tokenizer_pool.sandbox import Sandbox
 from blockyard.shared.errors import RequestError
 
@@ -116,12 +123,22 @@ class ChatTemplates:
             "tools": chat.tools or None,
         }
         try:
-            text = _join(compiled.template.generate(context), max_chars)
+            text = _rendered(compiled.template, context, max_chars)
         except RequestError:
-            raise
-        except RENDER_ERRORS as e:
-            raise RequestError(str(e) or repr(e), "messages") from e
+            objects = with_objects(messages)
+            if objects == messages:
+                raise
+            text = _rendered(compiled.template, {**context, "messages": objects}, max_chars)
         return _cut_at_tag(text, final) if chat.continue_final_message else text
+
+
+def _rendered(template: Template, context: dict[str, Any], max_chars: int | None) -> str:
+    try:
+        return _join(template.generate(context), max_chars)
+    except RequestError:
+        raise
+    except RENDER_ERRORS as e:
+        raise RequestError(str(e) or repr(e), "messages") from e
 
 
 def _join(parts: Iterable[str], max_chars: int | None) -> str:

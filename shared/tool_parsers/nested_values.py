@@ -150,7 +150,7 @@ class ValueReader:
 
         None, with nothing read, if the text ends before, or more than `MAX_WORD_CHARS` characters come before it.
         """
-        place, raw, brackets = text.keep(), "", _Brackets()
+        place, raw, brackets = text.keep(), "", _Nesting()
         while len(raw) <= MAX_WORD_CHARS:
             char = yield from text.peek()
             if not char:
@@ -193,7 +193,7 @@ class _Open(NamedTuple):
     is_object: bool
 
 
-class _Brackets:
+class _Nesting:
     """The brackets and quotes of an expression."""
 
     __slots__ = ("_closers", "_is_escaped", "_quote")

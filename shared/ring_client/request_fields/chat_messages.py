@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.tool_parsers.call_arguments import template_arguments
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT
 
 NULL = msgspec.Raw(b"null")
@@ -28,7 +29,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The function of an earlier call. Clients send back what their libraries parsed, too."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None  # JSON text
+    arguments: Any = None  # JSON text, or its value
     parsed_arguments: msgspec.Raw = NULL
 
 
@@ -69,7 +70,7 @@ class TextPart(msgspec.Struct, frozen=True):
 
 class TemplateFunction(msgspec.Struct, frozen=True):
     name: str
-    arguments: msgspec.Raw  # a JSON value, as templates written for transformers expect it
+    arguments: dict[str, Any] | str
 
 
 class TemplateCall(msgspec.Struct, frozen=True):
@@ -93,7 +94,11 @@ def read_messages(messages: list[Message] | None) -> bytes:
     """Returns the messages as JSON for Tokenize. Raises RequestError."""
     if not messages:
         raise RequestError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
-    return msgspec.json.encode([_message(m, f"messages[{i}]") for i, m in enumerate(messages)])
+    shown = [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    try:
+        return msgspec.json.encode(shown)
+    except RecursionError as e:
+        raise RequestError("the arguments of a call are nested too deeply", "messages") from e
 
 
 def _message(message: Message, where: str) -> TemplateMessage:
@@ -134,7 +139,7 @@ def _calls(message: Message, where: str) -> list[TemplateCall] | None:
         raise RequestError(f"calls belong into messages of the role assistant, not {message.role}", f"{where}.{field}")
     calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(given)]
     if older is not None:
-        calls.append(TemplateCall(_id_of(older.name), "function", _function(older, f"{where}.function_call")))
+        calls.append(TemplateCall(_id_of(older.name), "function", _function(older)))
     return calls
 
 
@@ -145,25 +150,14 @@ def _call(call: ToolCall, where: str) -> TemplateCall:
         if call.custom is None:
             raise RequestError("a call of type custom needs the field custom", f"{where}.custom")
         # as templates show the tool: a function with one argument
-        arguments = msgspec.Raw(msgspec.json.encode({CUSTOM_INPUT: call.custom.input}))
-        return TemplateCall(call.id, "function", TemplateFunction(call.custom.name, arguments))
+        return TemplateCall(call.id, "function", TemplateFunction(call.custom.name, {CUSTOM_INPUT: call.custom.input}))
     if call.function is None:
         raise RequestError("a call of type function needs the field function", f"{where}.function")
-    return TemplateCall(call.id, "function", _function(call.function, f"{where}.function"))
+    return TemplateCall(call.id, "function", _function(call.function))
 
 
-def _function(function: CalledFunction, where: str) -> TemplateFunction:
-    """With the arguments as a JSON value; text without a character is an empty object."""
-    arguments = function.arguments or {}
-    try:
-        if isinstance(arguments, str):
-            encoded = arguments.encode()
-            msgspec.json.decode(encoded)
-        else:
-            encoded = msgspec.json.encode(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as e:
-        raise RequestError(f"the arguments of a call are not JSON: {e}", f"{where}.arguments") from e
-    return TemplateFunction(function.name, msgspec.Raw(encoded))
+def _function(function: CalledFunction) -> TemplateFunction:
+    return TemplateFunction(function.name, template_arguments(function.arguments))
 
 
 def _id_of(name: str) -> str:

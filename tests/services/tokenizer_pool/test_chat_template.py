@@ -137,6 +137,31 @@ def test_tool_calls_are_as_in_transformers_and_their_arguments_may_be_text(byte_
     assert render(LLAMA3, as_text) == expected
 
 
+ITEMS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %};{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "as_json", "as_items"),
+    [
+        ('{"a":', '"{\\"a\\":"', ' arguments={"a":'),
+        ("null", "{}", ""),
+        ("", "{}", ""),
+        ("[1]", '"[1]"', " arguments=[1]"),
+        ('"{\\"a\\": 1}"', '{"a": 1}', " a=1"),
+        ('"no"', '"no"', " arguments=no"),
+    ],
+)
+def test_arguments_that_are_no_object(arguments: str, as_json: str, as_items: str) -> None:
+    """Templates get the text; those that look into an object get one with the text in it."""
+    calls = [{"function": {"name": "f", "arguments": one}} for one in (arguments, {"b": 2})]
+    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}]
+    assert f'{{"name": "f", "parameters": {as_json}}}' in render(LLAMA3, chat)
+    assert render(ITEMS, chat) == f"f{as_items};f b=2;"
+
+
 def test_content_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert "user\na\nb<|im_end|>" in render(CHATML, [{"role": "user", "content": parts}])
