@@ -35,12 +35,10 @@ def calls_grammar(
     """The grammar of an answer that calls tools. None where the model decides and nothing limits its calls or text.
 
     `other` limits the text: where the model decides, an answer is either calls or as `other` says, and arguments are
-    valid for all tools. Raises RequestError, also for a forced call and `other`.
+    valid for all tools. An answer whose call is forced has no text. Raises RequestError.
     """
-    if other is not None and use.is_forced:
-        raise RequestError(
-            f"{other.field} and a forced tool call both limit the answer: leave one of them out", other.field
-        )
+    if use.is_forced:
+        other = None
     if form is None or form.calls != CallForm.FAMILY or formats.tools is None:
         return other or forced_grammar(use, defaults)
     if not use.is_forced and other is None and not any(tool.strict for tool in use.tools):

@@ -140,8 +140,16 @@ def test_where_the_model_decides_both_fields_hold_or_both_are_named(kind: Gramma
     with pytest.raises(RequestError, match=r"response_format .* and tools cannot .* the format of llama3_json"):
         calls_grammar(form_of, asked, llama, GrammarDefaults(), other)
     assert calls_grammar(None, without, NONE, GrammarDefaults(), other) is other
-    with pytest.raises(RequestError, match="response_format and a forced tool call"):
-        limits(use("required"))
+
+
+@pytest.mark.parametrize("formats", [NONE, FAMILY, REASONS], ids=["none", "hermes", "qwen3"])
+@pytest.mark.parametrize("choice", ["required", named("a"), named("run", "custom")])
+def test_a_forced_call_has_no_text_that_another_field_limits(choice: Any, formats: OutputFormats) -> None:
+    other = FieldGrammar(Grammar(GrammarKind.REGEX, "x"), "response_format")
+    asked = use(choice)
+    found = calls_grammar(read_output_form(asked, formats), asked, formats, GrammarDefaults(), other)
+    assert found == calls_grammar(read_output_form(asked, formats), asked, formats, GrammarDefaults())
+    assert found is None or found.field == "tools"
 
 
 def test_a_format_that_cannot_write_its_grammar_fails_the_request_by_name() -> None:
