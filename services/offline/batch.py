@@ -234,6 +234,7 @@ class RequestBatch:
             max_tokens=params.max_tokens,
             seed=request.seed if params.seed is None else params.seed,
             prompt_field=where,
+            tools=self._tools,
         )
         frame = Generate(
             request_id=prompt.request_id,

@@ -87,7 +87,7 @@ class TextCodec:
         if 0 < request.max_tokens < count(data):
             raise _too_long(f"{count(data)} tokens in the {field}", request.max_tokens, field)
         opened = self._reasoning_opened(request, text, data)
-        begin_after = self._open_reasoning(request.reasoning_end, data)
+        begin_after = [] if opened is False else self._open_reasoning(request.reasoning_end, data)
         root = root_hash(self._config.block_scope, cache_salt=request.cache_salt)
         if not request.want_text:
             text = ""
@@ -102,7 +102,7 @@ class TextCodec:
             [self._tokenizer.id_to_token(i) or "" for i in unpack(data)] if request.want_pieces else [],
             begin_after=begin_after,
             reasoning_opened=opened,
-            only_behind=self._unopened(request.reasoning_start, data) if begin_after else [],
+            only_behind=self._unopened(request.reasoning_start, data) if begin_after and not opened else [],
         )
 
     def _open_reasoning(self, end: str, ids: bytes) -> list[int]:

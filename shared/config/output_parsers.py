@@ -84,6 +84,7 @@ def output_parsers(values: Values, model: Checkpoint) -> OutputParsers:
         reasoning_parser_plugin=_plugin(values, _REASONING),
         reasoning_end=reasoning.end if reasoning else "",
         reasoning_start=_start_of(reasoning) if reasoning else "",
+        reasoning_other_ends=list(reasoning.other_ends) if reasoning else [],
     )
     return OutputParsers(defaults, notes)
 

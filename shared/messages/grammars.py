@@ -53,3 +53,5 @@ class OutputConstraint(FrameStruct, frozen=True):
     begin_after: list[int] = []  # token ids of a marker, such as the end of reasoning
     budget: int | None = None  # most output tokens before the marker; then the marker is forced. None: no limit
     only_behind: list[int] = []  # token ids of the marker that begins reasoning; empty: the output is inside of it
+    end: str = ""  # the text of `begin_after`, which other tokens may spell; empty: its ids alone count
+    other_ends: list[str] = []  # texts not allowed before `end` if a grammar follows: readers take them for an end

@@ -35,6 +35,7 @@ def _thinks(
         read=marked(*THINK, opens_by_itself=opens_by_itself, also_ends_before=calls),
         markers=(*THINK, *answer_marks),
         template_marks=template_marks,
+        other_ends=calls,
         answer_marks=answer_marks,
     )
 
@@ -106,6 +107,7 @@ MISTRAL = ReasoningFormat(
     end=MISTRAL_THINK[1],
     read=marked(*MISTRAL_THINK, also_ends_before=("[TOOL_CALLS]",)),
     markers=MISTRAL_THINK,
+    other_ends=("[TOOL_CALLS]",),
     template_marks=("[THINK]",),
 )
 SEED_OSS = ReasoningFormat(
@@ -115,6 +117,7 @@ SEED_OSS = ReasoningFormat(
     end=SEED_THINK[1],
     read=marked(*SEED_THINK, also_ends_before=("<seed:tool_call>",)),
     markers=SEED_THINK,
+    other_ends=("<seed:tool_call>",),
     template_marks=("<seed:think>",),
 )
 GRANITE = ReasoningFormat(
@@ -123,6 +126,7 @@ GRANITE = ReasoningFormat(
     start=GRANITE_STARTS[0],
     end=GRANITE_ENDS[0],
     read=between(GRANITE_STARTS, GRANITE_ENDS),
+    other_ends=GRANITE_ENDS[1:],
     template_marks=("Granite, developed by IBM", "thought process"),
     answer_marks=("<response>", "</response>"),
 )
@@ -133,6 +137,7 @@ GEMMA4 = ReasoningFormat(
     end=GEMMA_THOUGHT[1],
     read=marked(*GEMMA_THOUGHT, also_ends_before=("<|tool_call>",)),
     markers=("<|channel>", "<channel|>"),
+    other_ends=("<|tool_call>",),
     template_marks=("<|channel>thought",),
 )
 OPENAI_GPTOSS = ReasoningFormat(

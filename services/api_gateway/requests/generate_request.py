@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 
+from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize, Tokenized
 from blockyard.shared.ring_client.request_fields.choices import Choices
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
@@ -68,6 +69,7 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
+    reasoning: ToolDefaults | None = None  # the deployment's texts of reasoning
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""
@@ -80,4 +82,6 @@ class GenerateRequest:
             max_new_tokens=self.max_new_tokens,
             prompt_field=self.prompt_field,
             thinking_budget=self.thinking_budget,
+            tools=self.reasoning,
+            call_is_forced=self.tools is not None and self.tools.is_forced,
         )

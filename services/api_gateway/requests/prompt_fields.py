@@ -60,6 +60,12 @@ def chat_prompt(
     )
 
 
+def thinking_is_off(request: ChatRequest, config: GatewayConfig) -> bool:
+    """Whether the template is told that the model does not reason."""
+    kwargs = config.chat_template_kwargs | _template_kwargs(request)
+    return any(kwargs.get(name) is False for name in REASONING_SWITCHES)
+
+
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """The variables that the request sets. Those of chat_template_kwargs go before fields that are named alike."""
     kwargs: dict[str, Any] = {}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from blockyard.services.api_gateway.requests.generate_request import Api, GenerateRequest, ResponseOptions
-from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
+from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts, thinking_is_off
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
@@ -70,6 +70,8 @@ def parse_chat(
         grammar = calls_grammar(output, tools, formats, config.grammars, grammar)
     of_prompt = options.prompt_logprobs
     parsed = _generate_request(request, options, card, config, [prompt], asked, num_logprobs, of_prompt, grammar)
+    if parsed.thinking_budget is None and grammar is not None and thinking_is_off(request, config):
+        parsed = replace(parsed, thinking_budget=0)  # the template may ignore it
     return _with_output(replace(parsed, prompt_field="messages", tools=tools), output, formats)
 
 
@@ -226,4 +228,5 @@ def _generate_request(
         cache_salt=salt,
         grammar_field=grammar.field if grammar is not None else "",
         thinking_budget=budget,
+        reasoning=config.tools,
     )

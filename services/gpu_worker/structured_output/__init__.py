@@ -4,7 +4,7 @@
    engine, and starts that process if there is none. Each engine has processes of its own, so a slow engine delays its
    own slots alone: one, or several if a device samples. `matcher_client` starts one, `matcher_frames` are the messages.
 2. `matcher_process` (its main loop) gives the slot to `slot_matchers.SlotMatchers`, which compiles the grammar in a
-   thread and keeps a `mask_program.MaskProgram` for the slot.
+   thread and keeps a `mask_program.MaskProgram` for the slot; `reasoning_ends` finds the text behind which one begins.
 3. Sampled tokens and masks pass through shared memory: `mask_memory` describes every word of it.
 4. Where the host samples, `sampling.host_steps.Constraint` waits for the masks of a step. On a GPU its kernels do:
    `execution.device_masks` gives them the shared memory, and `execution.device_loop` reports rows without a mask. Such

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,14 +11,22 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import Outpu
 from blockyard.shared.grammars.interface import CompiledGrammar, MaskWords, MatcherError
 
 
+class EndsOfReasoning(Protocol):
+    """`reasoning_ends.ReasoningEnds`."""
+
+    def follow(self, before: bytes, token: int) -> tuple[bytes, bool]: ...
+    def banned(self, before: bytes) -> MaskWords: ...
+
+
 class MaskProgram:
     """Follows the output of one choice. The same outputs give the same mask, in whatever pieces they are accepted.
 
     1. Without `begin_after` the grammar begins with the first output token. With it, every token is allowed until the
        output ends with the marker, except for end-of-sequence ids if a grammar is to follow. Once `budget` tokens are
-       there without it, only the marker's next token is allowed. With `only_behind`, all this holds for output that
-       begins with those ids; the grammar of other output begins with the first token. Output that may be either is
-       allowed what the grammar allows, and the next of those ids.
+       there without it, only the marker's next token is allowed. With `end` the output's text is compared, too: tokens
+       that end reasoning and go on behind it are not allowed if a grammar is to follow. With `only_behind`, all this
+       holds for output that begins with those ids; the grammar of other output begins with the first token. Output that
+       may be either is allowed what the grammar allows, and the next of those ids.
     2. Behind the marker, or from the start, the grammar decides. Without a grammar every token is allowed.
     3. `allowed_token_ids` limit all of it.
     4. End-of-sequence and stop ids are banned below `min_tokens`, and end-of-sequence ids with `ignore_eos`.
@@ -27,10 +36,16 @@ class MaskProgram:
     """
 
     def __init__(
-        self, rules: OutputRules, compiled: CompiledGrammar | None, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        rules: OutputRules,
+        compiled: CompiledGrammar | None,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        ends: EndsOfReasoning | None = None,
     ) -> None:
-        """compiled: of the grammar in `rules`, None without one."""
+        """compiled: of the grammar in `rules`, None without one. ends: of the constraint's `end`; None: ids tell."""
         constraint = rules.constraint
+        self._ends, self._tail = ends, b""  # what the text ends with, as far as it may begin an end
         self._marker, self._budget = constraint.begin_after, constraint.budget
         self._matched = 0  # leading tokens of the marker that the output ends with
         self._fallback = _failure_links(self._marker)
@@ -77,6 +92,8 @@ class MaskProgram:
             else:
                 if self._compiled is not None:
                     words &= ~self._eos_mask
+                    if self._ends is not None:
+                        words &= ~self._ends.banned(self._tail)
                 self._limit(words, complete=False, bans_ends=True)
         elif self._matcher is None:
             words[:] = self._free
@@ -119,6 +136,9 @@ class MaskProgram:
         if marker[self._matched] == token:
             self._matched += 1
         self._before_marker = self._matched < len(marker)
+        if self._ends is not None:
+            self._tail, is_end = self._ends.follow(self._tail, token)
+            self._before_marker &= not is_end
         self.has_ended = self._before_marker and token in self._eos
 
     def _accept_grammar(self, token_ids: Sequence[int]) -> None:

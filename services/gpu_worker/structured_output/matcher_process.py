@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     SlotOpen,
     ToMatcher,
 )
+from blockyard.services.gpu_worker.structured_output.reasoning_ends import EndsByText, load_texts
 from blockyard.services.gpu_worker.structured_output.slot_matchers import SlotMatchers
 from blockyard.shared import tokenizer_files
 from blockyard.shared.grammars.engines import Engines
@@ -68,7 +69,8 @@ def serve(frames: FrameSocket[ToMatcher], memory_fd: int, make_engine: MakeEngin
     if first.poll_s:
         wake_on_time()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    matchers = SlotMatchers(engine, memory, first.eos_token_ids, frames.send, lambda: _write_byte(wake))
+    ends = EndsByText(lambda: load_texts(first), first.vocab_size)
+    matchers = SlotMatchers(engine, memory, first.eos_token_ids, frames.send, lambda: _write_byte(wake), ends)
     inbound = others
     while frames.is_open:
         for frame in inbound:

@@ -24,6 +24,7 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     SlotFailed,
     SlotOpen,
 )
+from blockyard.services.gpu_worker.structured_output.reasoning_ends import EndsByText
 from blockyard.shared.grammars.interface import (
     CompiledGrammar,
     Engine,
@@ -94,8 +95,10 @@ class SlotMatchers:
         eos_token_ids: list[int],
         answer: Callable[[FromMatcher], None],
         wake: Callable[[], None],
+        ends: EndsByText,
     ) -> None:
         """answer: sends a frame to the worker. wake: called in another thread when `turn` has something to do."""
+        self._ends = ends
         self._memory, self._eos, self._answer, self._wake = memory, eos_token_ids, answer, wake
         self._compiled = CompiledGrammars(engine)
         self._slots: dict[int, OpenSlot] = {}
@@ -124,7 +127,8 @@ class SlotMatchers:
         self._keys_changed = True
         grammar = frame.rules.constraint.grammar
         compiled = None if grammar is None else self._compiled.find(grammar)
-        if (grammar is None or compiled is not None) and not frame.output_ids:
+        is_quick = not frame.output_ids and self._ends.are_ready(frame.rules.constraint)
+        if (grammar is None or compiled is not None) and is_quick:
             self._opened.append((slot, compiled))  # quick, while a thread would wait for the GIL for milliseconds
         else:
             future = self._compilers.submit(self._prepare, frame)
@@ -168,7 +172,8 @@ class SlotMatchers:
         return self._program(frame, None if grammar is None else self._compiled.get(grammar))
 
     def _program(self, frame: SlotOpen, compiled: CompiledGrammar | None) -> MaskProgram:
-        program = MaskProgram(frame.rules, compiled, self._memory.vocab_size, self._eos)
+        ends = self._ends.of(frame.rules.constraint)
+        program = MaskProgram(frame.rules, compiled, self._memory.vocab_size, self._eos, ends)
         program.accept(np.frombuffer(frame.output_ids, "<u4").tolist())
         return program
 

@@ -58,6 +58,7 @@ class ToolDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     reasoning_parser_plugin: str = ""
     reasoning_end: str = ""  # the marker that ends reasoning, of the parser's family
     reasoning_start: str = ""  # that begins it; empty: answers begin inside of reasoning
+    reasoning_other_ends: list[str] = []  # texts that end it as well, such as that of a tool call
 
 
 class MetricsNames(enum.StrEnum):

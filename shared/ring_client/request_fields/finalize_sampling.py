@@ -5,8 +5,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, OutputConstraint, Sampling, Tokenized
+
+CALL_TOKENS = 256  # of `max_tokens`, left for a forced call
 
 
 def finalize_sampling(
@@ -19,13 +22,16 @@ def finalize_sampling(
     max_new_tokens: int | None = None,
     prompt_field: str = "prompt",
     thinking_budget: int | None = None,
+    tools: ToolDefaults | None = None,
+    call_is_forced: bool = False,
 ) -> Sampling:
     """Returns the sampling of this prompt, with its bad words and its grammar.
 
-    Where the model reasons first, the grammar begins behind the end of reasoning, and `thinking_budget` limits the
-    output tokens up to there. `max_tokens` is limited to the rest of the context, and None means all of it;
-    `max_new_tokens` caps it. A missing seed is drawn at random. Raises RequestError if the prompt does not fit or no
-    token could be sampled.
+    Where the model reasons first, the grammar begins behind the end of reasoning, whose texts `tools` has, and
+    `thinking_budget` limits the output tokens up to there; 0 is no reasoning beside a grammar. A forced call has room
+    behind reasoning: `CALL_TOKENS`, or half of the output. `max_tokens` is limited to the rest of the context, and None
+    means all of it; `max_new_tokens` caps it. A missing seed is drawn at random. Raises RequestError if the prompt does
+    not fit or no token could be sampled.
     """
     num_prompt_tokens, bad_words = len(prompt.token_ids) // 4, prompt.bad_words
     if num_prompt_tokens == 0:
@@ -41,11 +47,21 @@ def finalize_sampling(
     _check_choice(sampling, bad_words, card.eos_token_ids)
     # max_tokens 0 asks for the prompt's log-probabilities: one token is sampled if it fits, and not shown
     seed = secrets.randbits(64) if seed is None else seed % 2**64
+    if call_is_forced:
+        most = wanted - min(wanted // 2, CALL_TOKENS)
+        thinking_budget = most if thinking_budget is None else min(thinking_budget, most)
     constraint = None
-    if prompt.begin_after:
-        constraint = OutputConstraint(prompt.grammar, prompt.begin_after, thinking_budget, prompt.only_behind)
-    elif prompt.grammar is not None:
+    if prompt.grammar is not None and (not prompt.begin_after or (prompt.only_behind and thinking_budget == 0)):
         constraint = OutputConstraint(prompt.grammar)
+    elif prompt.begin_after:
+        constraint = OutputConstraint(
+            prompt.grammar,
+            prompt.begin_after,
+            thinking_budget,
+            prompt.only_behind,
+            "" if tools is None else tools.reasoning_end,
+            [] if tools is None else tools.reasoning_other_ends,
+        )
     return msgspec.structs.replace(
         sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words, constraint=constraint
     )

@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     SlotFailed,
     SlotOpen,
 )
+from blockyard.services.gpu_worker.structured_output.reasoning_ends import EndsByText
 from blockyard.services.gpu_worker.structured_output.slot_matchers import SlotMatchers
 from blockyard.shared.grammars.interface import MatcherError
 from blockyard.shared.messages import OutputConstraint
@@ -28,7 +29,9 @@ class Bench:
     def __init__(self) -> None:
         self.memory, self.answers = MaskMemory.create(NUM_SLOTS, VOCAB), list[FromMatcher]()
         self.engine = FakeEngine(VOCAB, EOS)
-        self.matchers = SlotMatchers(self.engine, self.memory, EOS, self.answers.append, lambda: None)
+        self.matchers = SlotMatchers(
+            self.engine, self.memory, EOS, self.answers.append, lambda: None, EndsByText(list, 0)
+        )
 
     def open(self, slot: int, owner: int, constrained: OutputConstraint = GRAMMAR, output_ids: bytes = b"") -> None:
         rules = OutputRules(constrained, [], 0, False, [])
