@@ -286,6 +286,24 @@ def test_an_answer_need_not_begin_with_the_marker_that_the_prompt_ends_with(text
     assert done(texts, text=text, reasoning_end="</think>").only_behind == []
 
 
+@pytest.mark.parametrize(("final", "reasons"), [("a", False), ("<think>a", True), ("<think>a</think>b", False)])
+def test_a_grammar_begins_where_readers_see_the_end_of_a_continued_message(
+    texts: TextCodec, final: str, reasons: bool
+) -> None:
+    messages = json.dumps([{"role": "user", "content": "hi"}, {"role": "assistant", "content": final}]).encode()
+    answer = done(
+        texts,
+        messages=messages,
+        add_generation_prompt=False,
+        continue_final_message=True,
+        reasoning_end="</think>",
+        reasoning_start="<think>",
+        reasoning_markers=["<think>", "</think>"],
+    )
+    assert answer.reasoning_opened is reasons
+    assert (bool(answer.begin_after), answer.only_behind) == (reasons, [])
+
+
 @pytest.mark.parametrize(
     ("text", "opened"),
     [("hi", None), ("a</think>b", None), ("x <think>", True), ("<think>x</think>", False), ("<think>x", None)],

@@ -114,7 +114,6 @@ CASES += [
     (CHAT, chat(tools=[*TOOLS, *TOOLS], tool_choice="none"), "tools[1].function.name"),
     (CHAT, chat(tools=TOOLS, tool_choice="auto"), "tool_choice"),
     (CHAT, chat(tools=TOOLS), "tool_choice"),
-    (CHAT, chat(tools=TOOLS, tool_choice="required", response_format={"type": "json_object"}), "response_format"),
     (CHAT, chat(thinking_token_budget=5), "thinking_token_budget"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * 300}]), "messages"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * 300}], max_tokens=None), "messages"),

@@ -5,9 +5,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockyard.shared.config.services.gateway import ToolDefaults
-from blockyard.shared.messages import Generate, Grammar, GrammarKind, Tokenize
+from blockyard.services.api_gateway.requests.schemas import ChatRequest
+from blockyard.services.api_gateway.requests.validate import parse_chat
+from blockyard.shared.config.services.gateway import GatewayConfig, ToolDefaults
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.messages import Generate, Grammar, GrammarKind, ModelCard, Tokenize
+from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 
+PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
 CHAT = "/v1/chat/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -58,6 +63,27 @@ async def test_the_end_of_reasoning_goes_with_grammars_and_budgets(rig) -> None:
         status, answer = await r.post(CHAT, {"messages": USER, "thinking_token_budget": -2})
         assert (status, answer["error"]["param"]) == (400, "thinking_token_budget")
         assert len(r.ring.frames(Generate)) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 0),
+        ({"chat_template_kwargs": {"thinking": False}}, 0),
+        ({"reasoning_effort": "none"}, 0),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "thinking_token_budget": 5}, 5),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, None),
+        ({"tool_choice": "none", "reasoning_effort": "none"}, None),
+    ],
+)
+def test_thinking_that_is_off_is_a_budget_beside_a_grammar(fields: dict[str, Any], budget: int | None) -> None:
+    """The template may ignore the switch."""
+    tools = ToolDefaults(parser="hermes", reasoning_end="</think>", reasoning_start="<think>")
+    config = GatewayConfig(process=PROCESS, tools=tools)
+    body = {"messages": USER, "tools": TOOLS, "tool_choice": "required"} | fields
+    request = msgspec.json.decode(msgspec.json.encode(body), type=ChatRequest)
+    parsed = parse_chat(request, ModelCard(["m"], "m", 100, 300, 0, [2]), config, OutputFormats.load(tools), "x")
+    assert parsed.thinking_budget == budget
 
 
 async def test_grammars_of_harmony_begin_with_the_answer(rig) -> None:

@@ -1,12 +1,15 @@
 """max_tokens and the context length, and sampling without an allowed token."""
 
+import msgspec
 import pytest
 
+from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Grammar, GrammarKind, ModelCard, OutputConstraint, Sampling, Tokenized
-from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
+from blockyard.shared.ring_client.request_fields.finalize_sampling import CALL_TOKENS, finalize_sampling
 
 CARD = ModelCard(["m"], "m", 100, 300, 0, [2])
+TEXTS = ToolDefaults(reasoning_end="</think>", reasoning_other_ends=["<tool_call>"])
 ANY = Grammar(GrammarKind.JSON_OBJECT, "")
 
 
@@ -75,6 +78,33 @@ def test_the_checked_grammar_becomes_the_constraint() -> None:
         finalize_sampling(Sampling(1), Tokenized("", bytes(20), b""), card=CARD, max_tokens=4, seed=0).constraint
         is None
     )
+
+
+def test_a_grammar_without_reasoning_begins_at_once() -> None:
+    """Where the prompt is inside of reasoning, its end is forced at once, and otherwise there is none."""
+
+    def made(only_behind: list[int], grammar: Grammar | None) -> OutputConstraint | None:
+        prompt = Tokenized("", bytes(4), b"", grammar=grammar, begin_after=[7], only_behind=only_behind)
+        return finalize_sampling(
+            Sampling(1), prompt, card=CARD, max_tokens=9, seed=0, thinking_budget=0, tools=TEXTS
+        ).constraint
+
+    assert made([5], ANY) == OutputConstraint(ANY)
+    assert made([], ANY) == OutputConstraint(ANY, [7], 0, [], "</think>", ["<tool_call>"])
+    assert made([5], None) == OutputConstraint(None, [7], 0, [5], "</think>", ["<tool_call>"])
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "budget", "expected"),
+    [(600, None, 600 - CALL_TOKENS), (100, None, 50), (1, None, 1), (600, 20, 20), (600, 500, 600 - CALL_TOKENS)],
+)
+def test_a_forced_call_has_room_behind_reasoning(max_tokens: int, budget: int | None, expected: int) -> None:
+    prompt = Tokenized("", bytes(4), b"", grammar=ANY, begin_after=[7])
+    card = msgspec.structs.replace(CARD, max_model_len=1000)
+    done = finalize_sampling(
+        Sampling(1), prompt, card=card, max_tokens=max_tokens, seed=0, thinking_budget=budget, call_is_forced=True
+    )
+    assert done.constraint == OutputConstraint(ANY, [7], expected)
 
 
 @pytest.mark.parametrize(
