@@ -1,4 +1,4 @@
-"""The arguments of an earlier call as chat templates take them: models write what is no object, or is cut off."""
+"""The arguments of an earlier call as chat templates take them: models write other values, and cut texts."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ class ValueReader:
     """Reads values of one notation.
 
     An expression that is no value, such as a call or a sum, is a word, with all that stands in its brackets. Behind an
-    object or list an expression goes on as it is written: the arguments are no JSON then, but those behind it are read.
+    object or list an expression goes on as it is written: the arguments are no JSON then, but later ones are read.
     """
 
     __slots__ = ("_behind_key", "_behind_word", "_notation", "_stops")

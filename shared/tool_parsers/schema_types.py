@@ -10,7 +10,7 @@ NOT_STRINGS = NESTED | NUMBERS | {"boolean", "null"}
 ALL_TYPES = NOT_STRINGS | {"string"}
 MAX_SCHEMAS = 200  # looked at for the types of one argument
 ANY = "any"
-# names that tools' schemas use for the types of JSON: those of Python and C -> a type
+# names that tools' schemas use for the types of JSON: Python's and C's -> a type
 OTHER_NAMES = {
     "str": "string",
     **dict.fromkeys(("int", "uint", "long", "ulong", "short", "ushort"), "integer"),

@@ -27,7 +27,7 @@ def finalize_sampling(
 ) -> Sampling:
     """Returns the sampling of this prompt, with its bad words and its grammar.
 
-    Where the model reasons first, the grammar begins behind the end of reasoning, whose texts `tools` has, and
+    Where the model reasons first, the grammar begins behind the end of reasoning (`tools` has its texts), and
     `thinking_budget` limits the output tokens up to there; 0 is no reasoning beside a grammar. A forced call has room
     behind reasoning: `CALL_TOKENS`, or half of the output. `max_tokens` is limited to the rest of the context, and None
     means all of it; `max_new_tokens` caps it. A missing seed is drawn at random. Raises RequestError if the prompt does

@@ -35,7 +35,7 @@ def calls_grammar(
     """The grammar of an answer that calls tools. None where the model decides and nothing limits its calls or text.
 
     `other` limits the text: where the model decides, an answer is either calls or as `other` says, and arguments are
-    valid for all tools. An answer whose call is forced has no text. Raises RequestError.
+    valid for all tools. A forced call leaves no text. Raises RequestError.
     """
     if use.is_forced:
         other = None

@@ -31,7 +31,7 @@ def check_parameters(schema: object, field: str) -> None:
 
 
 def with_json_types(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a checked schema in which types have their names of JSON schemas: many tools have those of Python."""
+    """A copy of a checked schema with the names of JSON schemas for types: many tools use Python's."""
 
     def renamed(copy: dict[str, Any]) -> None:
         if "type" in copy:

@@ -30,7 +30,7 @@ class ValueText:
     """The text of a value up to its closing tag. `padding` is what the format puts on either side of it.
 
     Models forget closing tags: a value ends before one of `later`, which stays unread, if `is_missing` says so there.
-    A line break before those is the layout's.
+    A line break before such a tag is the layout's.
     """
 
     __slots__ = ("_end", "_ends", "_is_missing", "_later", "_padding", "_text_ends")

@@ -126,7 +126,7 @@ class TaggedCall:
         """Whether the value that is read ends without its closing tag before the tag `mark`, which follows.
 
         It does if all closing tags behind it are of other arguments. A tag in a value is text, and has to look like one
-        that may follow: an argument that is still `unseen` (None: any), or the end of the call and what is behind it.
+        that may follow: an argument still `unseen` (None: any), or the end of the call before text that follows calls.
         """
         place = text.keep()
         text.skip(len(mark))
