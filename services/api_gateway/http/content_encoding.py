@@ -18,7 +18,7 @@ except ImportError:
 try:
     from backports import zstd
 except ImportError:
-    zstd = None
+    zstd = None  # type: ignore[assignment]
 
 FIELD = "Content-Encoding"
 PIECE_BYTES = 256 * 1024  # decoded at once
