@@ -145,8 +145,8 @@ LAYERS["shared/ring_client"] += (
     "client",
 )
 LAYERS["services/tokenizer_pool"] = ("worker_frames", "job_limits", "token_chars", "chat_messages", "sandbox")
-LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "grammar_worker", "job_queue")
-LAYERS["services/tokenizer_pool"] += ("text_process", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "text_worker", "grammar_worker")
+LAYERS["services/tokenizer_pool"] += ("job_turns", "job_queue", "job_workers", "grammar_checks", "service", "__main__")
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")

@@ -57,11 +57,11 @@ class RequestPipeline:
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.admission.check_capacity(model, arrived_s, tenant, request.user)
         prompts = await self.tokenizer_client.tokenize(
-            request.prompts, name, request.truncate, request.options.echo, request.grammar_field
+            request.prompts, name, request.truncate, request.options.echo, request.grammar_field, tenant
         )
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [request.finalize_sampling(p) for p in prompts]
-        echoes = await self._echoes(request, prompts) if request.options.echo else []
+        echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
         num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
         generation = HttpGeneration(request, self._dispatch.close)
@@ -131,7 +131,7 @@ class RequestPipeline:
             generation.count_reasoning_of(reader)
         return reader
 
-    async def _echoes(self, request: GenerateRequest, prompts: list[Tokenized]) -> list[tuple[str, str]]:
+    async def _echoes(self, request: GenerateRequest, prompts: list[Tokenized], tenant: str) -> list[tuple[str, str]]:
         """Each prompt's text and first token. No log-probability brings the first token's text, so it is asked for."""
         texts = [p.text or asked.text or "" for asked, p in zip(request.prompts, prompts, strict=True)]
         if not request.options.logprobs:
@@ -142,7 +142,7 @@ class RequestPipeline:
         names = [f"{p.request_id}-first" for p in prompts]
         model = request.card.names[0]
         firsts = await asyncio.gather(
-            *(self.detokenize(Detokenize(n, model, i)) for n, i in zip(names, first_ids, strict=True))
+            *(self.detokenize(Detokenize(n, model, i, tenant)) for n, i in zip(names, first_ids, strict=True))
         )
         return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
 

@@ -1,8 +1,8 @@
 """Tokenizer pool: text and chat messages to token ids and KV block hashes, and ids to text; grammars are checked here.
 
-The service process (`TokenizerPool`) hands jobs to its text process (`TextProcess`). A fork server loads the tokenizer
-once and forks a text worker; the worker runs templates of clients in a sandbox under limits of CPU time and memory, and
-is replaced when a job breaks them. `TextCodec` does the work and knows nothing of processes. `GrammarChecks` starts a
-second fork server with a grammar worker when the first grammar arrives; a prompt goes to the text worker once its
-grammar is taken.
+The service process (`TokenizerPool`) hands jobs to two sets of `JobWorkers`. Each is a fork server with its workers,
+which are replaced when a job breaks its limits of CPU time and memory, or when they end. Text workers share one
+loaded tokenizer, and run templates of clients in a sandbox; `TextCodec` does the work and knows nothing of processes.
+Grammar workers share the engines, and `GrammarChecks` asks them; a prompt goes to a text worker once its grammar is
+taken. In each set tenants take turns, and long jobs leave a worker to quick ones (`JobTurns`).
 """

@@ -1,24 +1,23 @@
-"""Verdicts about grammars, from a cache or from the grammar worker. The service loop never waits for them."""
+"""Verdicts about grammars, from a cache or from grammar workers. The service loop never waits for them."""
 
 import asyncio
 import hashlib
 import logging
-import socket
-import subprocess
-import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import msgspec
 
+from blockyard.services.tokenizer_pool.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.job_limits import JobLimits
-from blockyard.services.tokenizer_pool.text_process import TextProcess
-from blockyard.services.tokenizer_pool.worker_frames import Answer, pair
+from blockyard.services.tokenizer_pool.job_workers import JobWorkers
+from blockyard.services.tokenizer_pool.worker_frames import Answer, ModelVocabulary
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     BUSY,
     MAX_GRAMMAR_BYTES,
+    TAKES_LONG,
     UNAVAILABLE,
     Grammar,
     TextRejected,
@@ -33,34 +32,60 @@ OnVerdict = Callable[[int, Tokenize, Verdict], None]
 
 MODULE = "blockyard.services.tokenizer_pool.grammar_worker"
 MAX_KNOWN = 4096  # verdicts in the cache; each has at most the 400 characters of its message
-MAX_WAITING = 256  # different grammars that wait; each may take `check_cpu_s`
+MAX_WAITING = 256  # different grammars of one tenant that wait; gateways send a few at a time
 FIELD = "grammar"  # of a rejection; the gateway names the request's own field
 
 
+class _Check:
+    """A grammar that waits for its verdict, with all works that have it. The first is the job that workers have."""
+
+    def __init__(self, peer: int, work: Tokenize) -> None:
+        self.works = [(peer, work)]
+
+    @property
+    def job(self) -> Tokenize:
+        return self.works[0][1]
+
+    def take_quick(self) -> list[tuple[int, Tokenize]]:
+        """Removes and returns the works that wait for no long check."""
+        quick = [(peer, work) for peer, work in self.works if work.quick]
+        self.works = [(peer, work) for peer, work in self.works if not work.quick]
+        return quick
+
+
 class GrammarChecks:
-    """Starts the grammar worker when it is needed, and again when it ended or the model changed."""
+    """Asks grammar workers about each grammar once."""
 
     def __init__(self, config: TokenizerConfig, limits: JobLimits) -> None:
-        self._config, self._limits = config, limits
-        self._model: tuple[int, list[int]] = (0, [])  # vocabulary size and end-of-sequence ids
+        self._settings = ServerSettings(config=config, limits=limits)
+        self._model: ModelVocabulary | None = None
         self._known: OrderedDict[bytes, Grammar | str] = OrderedDict()  # with its engine and no source; or why not
-        self._waiting: dict[str, list[tuple[int, Tokenize]]] = {}  # by the hash of the grammar, in hexadecimal
+        self._waiting: dict[str, _Check] = {}  # by the hash of the grammar, in hexadecimal
+        self._num_waiting: Counter[str] = Counter()  # by tenant
         self._on_verdict: OnVerdict = lambda peer, work, verdict: None
-        self._process: TextProcess | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._workers: JobWorkers | None = None
         self._needed = asyncio.Event()
 
     @property
-    def worker_pid(self) -> int | None:
-        return self._process.worker_pid if self._process is not None else None
+    def worker_pids(self) -> list[int]:
+        return self._workers.worker_pids if self._workers is not None else []
+
+    def start(self) -> None:
+        """Starts the fork server, which imports the engines before a grammar needs them."""
+        self._workers = JobWorkers(MODULE, self._settings)
+        if self._model is not None:
+            self._workers.set_vocabulary(self._model)
+        for key, check in self._waiting.items():
+            self._workers.submit(0, _job(key, check.job))
 
     def set_model(self, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Sets the model's vocabulary. Verdicts about another one are forgotten."""
-        if (vocab_size, eos_token_ids) != self._model:
-            self._model = (vocab_size, eos_token_ids)
+        model = ModelVocabulary(vocab_size, eos_token_ids)
+        if model != self._model:
+            self._model = model
             self._known.clear()
-            if self._serving is not None:
-                self._serving.cancel()
+            if self._workers is not None:
+                self._workers.set_vocabulary(model)
 
     def submit(self, peer: int, work: Tokenize) -> None:
         """Calls `on_verdict` for this work: now, or when the grammar was compiled."""
@@ -71,99 +96,87 @@ class GrammarChecks:
             message = f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
             self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message))
             return
-        key = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
-        known = self._known.get(key)
-        if known is not None:
-            self._known.move_to_end(key)
+        digest = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
+        if (known := self._known.get(digest)) is not None:
+            self._known.move_to_end(digest)
             self._on_verdict(peer, work, _verdict(work, known))
-        elif key.hex() in self._waiting:
-            self._waiting[key.hex()].append((peer, work))
-        elif len(self._waiting) >= MAX_WAITING:
-            message = f"{len(self._waiting)} grammars wait to be compiled; try again"
-            self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, BUSY))
+            return
+        check = self._waiting.get(key := digest.hex())
+        if check is None:
+            self._begin(key, peer, work)
+        elif work.quick and not check.job.quick:
+            self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, "its check takes long", TAKES_LONG))
         else:
-            self._waiting[key.hex()] = [(peer, work)]
-            self._needed.set()
-            if self._process is not None:
-                self._process.submit(0, _job(key.hex(), work))
+            check.works.append((peer, work))
 
     async def run(self, on_verdict: OnVerdict) -> None:
         """Serves until cancelled."""
         self._on_verdict = on_verdict
         while True:
-            await self._needed.wait()
-            self._serving = asyncio.create_task(self._serve())
+            if self._workers is None:
+                self.start()
+            assert self._workers is not None
             try:
-                await asyncio.wait([self._serving])
+                await self._workers.load()
+                await self._workers.run(self._answered)
+            except BlockyardError as e:
+                log.warning("no grammars can be checked: %s", e)
+                self._reject_waiting(str(e))
             finally:
-                self._serving.cancel()
-            if not self._serving.cancelled() and (error := self._serving.exception()) is not None:
-                if not isinstance(error, BlockyardError):
-                    raise error
-                log.warning("the grammar worker ended: %s", error)
-                self._reject_waiting(str(error))
-            if not self._waiting:
-                self._needed.clear()
+                self._workers.close()
+                self._workers = None
+            await self._needed.wait()
 
-    async def _serve(self) -> None:
-        """Runs one grammar worker with its fork server. Raises BlockyardError if it ends."""
-        control, theirs = pair(socket.SOCK_SEQPACKET)
-        with theirs:
-            child = self._start(theirs)
-        process = TextProcess(control, self._limits)
-        try:
-            for note in await process.load():
-                log.warning("grammars: %s", note)
-            for key, works in self._waiting.items():
-                process.submit(0, _job(key, works[0][1]))
-            self._process = process
-            await process.run(self._answered)
-        finally:
-            self._process = None
-            process.close()
-            child.kill()  # its workers end with it
-            child.wait()
+    def _begin(self, key: str, peer: int, work: Tokenize) -> None:
+        if self._num_waiting[work.tenant] >= MAX_WAITING:
+            message = f"{self._num_waiting[work.tenant]} grammars wait to be compiled; try again"
+            self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, BUSY))
+            return
+        self._waiting[key] = _Check(peer, work)
+        self._num_waiting[work.tenant] += 1
+        if self._model is None:  # no scheduler has joined
+            self.set_model(0, [])
+        if self._workers is not None:
+            self._workers.submit(0, _job(key, work))
+        self._needed.set()
+
+    def _end(self, key: str) -> _Check:
+        """Removes a check that waits."""
+        check = self._waiting.pop(key)
+        self._num_waiting -= Counter([check.job.tenant])
+        return check
 
     def _answered(self, _peer: int, answer: Answer) -> None:
-        works = self._waiting.pop(answer.request_id, [])
-        if not works:
+        key = answer.request_id
+        check = self._end(key)
+        if isinstance(answer, TextRejected) and answer.code == TAKES_LONG:
+            for peer, work in check.take_quick():
+                self._on_verdict(peer, work, msgspec.structs.replace(answer, request_id=work.request_id))
+            for peer, work in check.works:
+                self.submit(peer, work)
             return
         known: Grammar | str = ""
         if isinstance(answer, Tokenized) and answer.grammar is not None:
             known = msgspec.structs.replace(answer.grammar, source="")
         elif isinstance(answer, TextRejected):
             known = answer.message
-        self._known[bytes.fromhex(answer.request_id)] = known
+        self._known[bytes.fromhex(key)] = known
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-        for peer, work in works:
+        for peer, work in check.works:
             self._on_verdict(peer, work, _verdict(work, known))
 
     def _reject_waiting(self, why: str) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for works in waiting.values():
-            for peer, work in works:
+        self._needed.clear()
+        for key in list(self._waiting):
+            for peer, work in self._end(key).works:
                 message = f"the grammar could not be compiled: {why}"
                 self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, UNAVAILABLE))
-
-    def _start(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        settings = msgspec.json.encode(
-            {
-                "name": self._config.process.name,
-                "tokenizer_path": self._config.tokenizer_path,
-                "vocab_size": self._model[0],
-                "eos_token_ids": self._model[1],
-                "limits": self._limits,
-            }
-        )
-        command = [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), settings.decode()]
-        fds = [theirs.fileno()]
-        return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _job(key: str, work: Tokenize) -> Tokenize:
     """The job of checking this work's grammar; its answer has the hash as its request id."""
-    return Tokenize(key, work.model, grammar=work.grammar)
+    return Tokenize(key, work.model, grammar=work.grammar, tenant=work.tenant, quick=work.quick)
 
 
 def _verdict(work: Tokenize, known: Grammar | str) -> Verdict:

@@ -1,5 +1,6 @@
 """Limits on CPU time and memory of one job of a text worker. The kernel enforces them, also for code in C."""
 
+import math
 import os
 import resource
 import signal
@@ -14,6 +15,7 @@ import msgspec
 from blockyard.shared.errors import RequestError
 
 MIB = 1 << 20
+NUM_WORKERS = 2  # of a fork server
 # Each part of a job has its own timer. Its signal ends the process and tells which part took too long.
 RENDERING, ENCODING = signal.SIGPROF, signal.SIGVTALRM
 _TIMERS = {RENDERING: signal.ITIMER_PROF, ENCODING: signal.ITIMER_VIRTUAL}
@@ -28,6 +30,7 @@ class JobLimits(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 256 * MIB
     memory_bytes_per_token: int = 2048  # ordinary text takes about 500
     check_cpu_s: float = 2.0  # of one grammar
+    quick_cpu_s: float = 0.25  # of each part of a quick job, if the limits above are larger
     silence_s: float = 20.0  # wall-clock time: a stopped process uses no CPU time
     growth_bytes: int = 128 * MIB  # a worker is replaced after a job that raised its peak by more
 
@@ -62,13 +65,15 @@ class ProcessLimits:
     def __init__(self, limits: JobLimits) -> None:
         self._limits = limits
         self._max_model_len: int | None = None
+        self._most_cpu_s = math.inf  # of a part of the current job
         self._data_bytes = _data_bytes()
         self._peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in _TIMERS:
             signal.signal(number, signal.SIG_DFL)
 
-    def begin(self, max_model_len: int) -> None:
+    def begin(self, max_model_len: int, quick: bool) -> None:
         """To be called before each job. Uses RLIMIT_DATA instead of RLIMIT_AS, so that mapped files do not count."""
+        self._most_cpu_s = self._limits.quick_cpu_s if quick else math.inf
         if max_model_len != self._max_model_len:
             _, hard = resource.getrlimit(resource.RLIMIT_DATA)
             soft = self._data_bytes + self._limits.memory(max_model_len)
@@ -91,7 +96,7 @@ class ProcessLimits:
 
     @contextmanager
     def _phase(self, number: signal.Signals, cpu_s: float, what: str, field: str) -> Iterator[None]:
-        signal.setitimer(_TIMERS[number], cpu_s)
+        signal.setitimer(_TIMERS[number], min(cpu_s, self._most_cpu_s))
         try:
             yield
         except MemoryError as e:

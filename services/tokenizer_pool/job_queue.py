@@ -1,15 +1,16 @@
-"""Jobs of a text worker: queued and sent ones, and the job that made the worker end."""
+"""Jobs of a tokenizer's workers: queued and sent ones, and the job that made a worker end."""
 
 import signal
 from collections import deque
 from dataclasses import dataclass
 
-from blockyard.services.tokenizer_pool.job_limits import ENCODING, RENDERING, JobLimits
+from blockyard.services.tokenizer_pool.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
+from blockyard.services.tokenizer_pool.job_turns import JobTurns
 from blockyard.services.tokenizer_pool.worker_frames import Work
-from blockyard.shared.messages import Detokenize, TextRejected, Tokenize
+from blockyard.shared.messages import TAKES_LONG, Detokenize, TextRejected, Tokenize
 
-MAX_SENT = 2  # the worker never waits for a job, and few are resent when it ends
-MAX_KILLED = 2  # workers killed from outside (by the kernel for memory, by an operator) before a job fails
+MAX_SENT = 2  # a worker never waits for a job, and few are resent when it ends
+MAX_KILLED = NUM_WORKERS + 1  # workers killed from outside (by the kernel, an operator, as stopped) before a job fails
 
 
 @dataclass(slots=True)
@@ -25,51 +26,73 @@ class Job:
 
 
 class JobQueue:
-    """No sockets. The worker answers in order, so it ended during the first sent job."""
+    """No sockets. A worker answers in order, so it ended during its first sent job.
+
+    No job is sent behind a long one, and long jobs run on all workers but one, so that a quick job waits for none.
+    """
 
     def __init__(self, limits: JobLimits) -> None:
         self._limits = limits
-        self._waiting: deque[Job] = deque()
-        self._sent: deque[Job] = deque()
+        self._turns: JobTurns[Job] = JobTurns()
+        self._sent: dict[int, deque[Job]] = {}  # by worker
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._sent)
+        return len(self._turns) + sum(map(len, self._sent.values()))
 
-    @property
-    def current(self) -> Job | None:
-        """Returns the job the worker runs."""
-        return self._sent[0] if self._sent else None
+    def worker_started(self, worker: int) -> None:
+        self._sent[worker] = deque()
+
+    def current(self, worker: int) -> Job | None:
+        """Returns the job that the worker runs."""
+        sent = self._sent.get(worker)
+        return sent[0] if sent else None
 
     def submit(self, peer: int, work: Work) -> None:
-        self._waiting.append(Job(peer, work))
+        self._turns.push(work.tenant, Job(peer, work), work.quick)
 
-    def to_send(self) -> list[Work]:
-        """Returns the jobs to send to the worker now, in order."""
+    def to_send(self) -> list[tuple[int, Work]]:
+        """Returns the jobs to send now, in order, each with its worker."""
         out = []
-        while self._waiting and len(self._sent) < MAX_SENT:
-            job = self._waiting.popleft()
-            self._sent.append(job)
-            out.append(job.work)
+        while (worker := self._least_loaded()) is not None:
+            job = self._turns.take(may_be_long=self._num_long() < NUM_WORKERS - 1)
+            if job is None:
+                break
+            self._sent[worker].append(job)
+            out.append((worker, job.work))
         return out
 
-    def answered(self) -> Job:
-        return self._sent.popleft()
+    def answered(self, worker: int) -> Job:
+        return self._sent[worker].popleft()
 
-    def worker_ended(self, exit_code: int, max_model_len: int = 0) -> tuple[Job, TextRejected] | None:
-        """Queues all unanswered jobs again, except the one that made the worker end: returned with its answer."""
-        job = self.current
-        self._waiting.extendleft(reversed(self._sent))
-        self._sent.clear()
-        if job is None or exit_code == 0:  # it ended by itself, between two jobs
-            return None
-        if exit_code == -signal.SIGKILL and job.on_killed():
-            return None
-        self._waiting.popleft()
-        work = job.work
-        if not isinstance(work, Detokenize) and work.grammar is not None:
-            return job, TextRejected(work.request_id, "grammar", self._grammar_reason(exit_code))
-        field = "tokens" if isinstance(work, Detokenize) else "prompt" if work.messages is None else "messages"
-        return job, TextRejected(work.request_id, field, self._reason(work, exit_code, max_model_len))
+    def worker_ended(self, worker: int, exit_code: int, max_model_len: int = 0) -> tuple[Job, TextRejected] | None:
+        """Queues the worker's unanswered jobs again, except the one that made it end: returned with its answer."""
+        sent = self._sent.pop(worker)
+        job = sent[0] if sent else None
+        refused: tuple[Job, TextRejected] | None = None
+        # with exit code 0 it ended by itself, between two jobs
+        if job is not None and exit_code != 0 and (exit_code != -signal.SIGKILL or not job.on_killed()):
+            sent.popleft()
+            refused = job, self._answer(job.work, exit_code, max_model_len)
+        for kept in reversed(sent):
+            self._turns.put_back(kept.work.tenant, kept, kept.work.quick)
+        return refused
+
+    def _least_loaded(self) -> int | None:
+        free = [w for w, sent in self._sent.items() if len(sent) < MAX_SENT and (not sent or sent[-1].work.quick)]
+        return min(free, key=lambda w: len(self._sent[w])) if free else None
+
+    def _num_long(self) -> int:
+        return sum(not job.work.quick for sent in self._sent.values() for job in sent)
+
+    def _answer(self, work: Work, exit_code: int, max_model_len: int) -> TextRejected:
+        is_check = isinstance(work, Tokenize) and work.grammar is not None
+        if is_check:
+            field, reason = "grammar", self._grammar_reason(exit_code)
+        else:
+            field = "tokens" if isinstance(work, Detokenize) else "prompt" if work.messages is None else "messages"
+            reason = self._reason(work, exit_code, max_model_len)
+        is_over = exit_code in (-RENDERING, -ENCODING)
+        return TextRejected(work.request_id, field, reason, TAKES_LONG if work.quick and is_over else "")
 
     def _grammar_reason(self, exit_code: int) -> str:
         if exit_code == -RENDERING:

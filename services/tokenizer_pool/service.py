@@ -1,4 +1,4 @@
-"""The loop of a tokenizer: answers each request of a gateway on the same link, in order."""
+"""The loop of a tokenizer: answers each request of a gateway on the same link."""
 
 import logging
 from collections import Counter
@@ -11,6 +11,7 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Changed, Event, Joined
 from blockyard.shared.messages import (
     BUSY,
+    TAKES_LONG,
     Detokenize,
     Frame,
     Grammar,
@@ -35,8 +36,8 @@ class TokenizerLinks(Protocol):
     def count(self, stats: Stats) -> None: ...
 
 
-class TextProcessClient(Protocol):
-    """The methods of `TextProcess` that the service uses."""
+class TextWorkers(Protocol):
+    """The methods of `JobWorkers` that the service uses."""
 
     def set_model(self, vocab_size: int, max_model_len: int) -> bool: ...
 
@@ -57,7 +58,7 @@ class TokenizerPool:
     def __init__(
         self,
         links: TokenizerLinks,
-        worker: TextProcessClient,
+        worker: TextWorkers,
         served_model_names: list[str],
         checks: GrammarChecker,
     ) -> None:
@@ -98,14 +99,15 @@ class TokenizerPool:
     def on_verdict(self, peer: int, work: Tokenize, verdict: Grammar | TextRejected) -> None:
         """The prompt of a grammar goes to the text worker once the grammar is taken, and without it."""
         if isinstance(verdict, TextRejected):
-            self._refused["busy" if verdict.code == BUSY else "invalid"] += 1
+            if verdict.code != TAKES_LONG:  # such a grammar comes again
+                self._refused["busy" if verdict.code == BUSY else "invalid"] += 1
             self.on_answer(peer, verdict)
             return
         self._grammars[peer, work.request_id] = verdict
         self._worker.submit(peer, msgspec.structs.replace(work, grammar=None))
 
     def on_answer(self, peer: int, answer: Answer) -> None:
-        self._requests_total += 1
+        self._requests_total += not (isinstance(answer, TextRejected) and answer.code == TAKES_LONG)
         grammar = self._grammars.pop((peer, answer.request_id), None)
         if isinstance(answer, Tokenized):
             self._prompt_tokens_total += len(answer.token_ids) // 4

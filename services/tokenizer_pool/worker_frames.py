@@ -1,4 +1,4 @@
-"""Frames between a tokenizer's service process, its fork server and its text worker, on sockets of their own."""
+"""Frames between a tokenizer's service process, its fork servers and their workers, on sockets of their own."""
 
 import socket
 import struct
@@ -26,8 +26,8 @@ class Task(LocalFrame, frozen=True):
     work: Work
 
 
-class TokenizerLoaded(LocalFrame, frozen=True):
-    """The tokenizer is loaded; WorkerStarted of the first worker follows."""
+class Loaded(LocalFrame, frozen=True):
+    """The fork server has loaded what its workers need; WorkerStarted of each follows."""
 
     notes: list[str]
 
@@ -45,9 +45,24 @@ class WorkerStarted(LocalFrame, frozen=True):
 
 class WorkerEnded(LocalFrame, frozen=True):
     exit_code: int  # negative: killed by this signal
+    pid: int
 
 
-FromServer = TokenizerLoaded | LoadFailed | WorkerStarted | WorkerEnded
+class Kill(LocalFrame, frozen=True):
+    """Asks the server to end a worker."""
+
+    pid: int
+
+
+class ModelVocabulary(LocalFrame, frozen=True):
+    """What the server of grammar workers waits for before it makes its engines."""
+
+    vocab_size: int  # 0: the tokenizer's own
+    eos_token_ids: list[int]
+
+
+FromServer = Loaded | LoadFailed | WorkerStarted | WorkerEnded
+MAX_FRAME_BYTES = 65536  # of a frame of a fork server, or to it
 
 encode = msgspec.msgpack.Encoder().encode
 

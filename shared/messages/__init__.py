@@ -88,6 +88,7 @@ from blockyard.shared.messages.streams import (
 )
 from blockyard.shared.messages.text import (
     BUSY,
+    TAKES_LONG,
     UNAVAILABLE,
     Detokenize,
     Detokenized,

@@ -6,6 +6,7 @@ from blockyard.shared.messages.grammars import Grammar
 # codes of a TextRejected that says nothing about the input: try again later
 BUSY = "rate_limit_exceeded"
 UNAVAILABLE = "service_unavailable"
+TAKES_LONG = "takes_long"  # of a job with `quick`: it takes longer than such a job may; ask again without
 
 
 class Tokenize(Frame, frozen=True):
@@ -32,6 +33,8 @@ class Tokenize(Frame, frozen=True):
     reasoning_end: str = ""  # the marker that ends reasoning; empty: the model does not reason
     reasoning_markers: list[str] = []  # start and end: the answer says with which of them the prompt ends
     reasoning_start: str = ""  # the marker that begins reasoning; empty: answers begin inside of reasoning
+    tenant: str = ""  # as in Generate: jobs of tenants are run in turns
+    quick: bool = False  # is expected to take little time: runs before long jobs, with a small limit of CPU time
 
 
 class Tokenized(Frame, frozen=True):
@@ -51,6 +54,8 @@ class Detokenize(Frame, frozen=True):
     request_id: str
     model: str
     token_ids: bytes
+    tenant: str = ""  # as in Tokenize
+    quick: bool = False
 
 
 class Detokenized(Frame, frozen=True):

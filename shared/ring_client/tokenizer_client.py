@@ -9,6 +9,7 @@ import msgspec
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import (
     BUSY,
+    TAKES_LONG,
     UNAVAILABLE,
     Detokenize,
     Detokenized,
@@ -20,11 +21,15 @@ from blockyard.shared.messages import (
 )
 from blockyard.shared.ring_client.grammar_verdicts import TAKEN, GrammarVerdicts
 from blockyard.shared.ring_client.ring_links import RingLinks
-from blockyard.shared.ring_client.tokenizer_jobs import JobPool
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, JobKind, JobPool
 
 Answer = Tokenized | Detokenized
 Work = Tokenize | Detokenize
 
+QUICK_BYTES = 64 << 10  # of a prompt, about 20 ms
+QUICK_GRAMMAR_BYTES = 8 << 10
+ALIVE_S = 5.0  # between answers to two checks of grammars, unless tokenizers stood still or restarted
+MAX_CHECK_WAITS = 6  # a check waits at most so many times `check_wait_s`, whatever happens
 SHORT_IDS = 8192  # shorter prompts of ids skip the pool: the scheduler hashes their blocks in 0.4 ms, a hop's time
 
 
@@ -33,20 +38,36 @@ class _Unanswered:
     """Work without an answer."""
 
     answer: asyncio.Future[Answer]
-    model: str
+    work: Work
     since_s: float
+    since_served_s: float  # by `ServedTime`
     grammar: bytes | None  # its key in `GrammarVerdicts`
     is_check: bool  # the grammar is not known yet
+
+
+class ServedTime:
+    """The time in which grammars were checked: what one waits while no tokenizer checks any is not counted."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._heard_s = -math.inf
+
+    def heard(self, now: float) -> None:
+        """A check was answered."""
+        if now - self._heard_s < ALIVE_S:
+            self.total_s += now - self._heard_s
+        self._heard_s = now
 
 
 class TokenizerClient:
     """Texts of a lost tokenizer are sent to another one."""
 
     def __init__(self, links: RingLinks, check_wait_s: float = math.inf) -> None:
-        """check_wait_s: a grammar that no tokenizer has begun to check by then is refused with a 429."""
+        """check_wait_s: a grammar that is still here after the checks of others went on for so long is a 429."""
         self._links, self._check_wait_s = links, check_wait_s
         self._pool: JobPool[Work] = JobPool()
         self._verdicts = GrammarVerdicts()
+        self._served = ServedTime()
         self._waiting: dict[str, _Unanswered] = {}
 
     @property
@@ -65,10 +86,11 @@ class TokenizerClient:
         if verdict:
             future.set_exception(RequestError(verdict, "grammar"))
             return future
-        asked = _Unanswered(future, work.model, loop.time(), grammar, verdict is None)
+        work = msgspec.structs.replace(work, quick=_is_quick(work, verdict is None))
+        asked = _Unanswered(future, work, loop.time(), self._served.total_s, grammar, verdict is None)
         self._waiting[work.request_id] = asked
         future.add_done_callback(lambda _: self._forget(work.request_id))
-        self._send(self._pool.submit(work.request_id, work.model, work, asked.is_check))
+        self._submit(asked)
         return future
 
     async def tokenize(
@@ -78,6 +100,7 @@ class TokenizerClient:
         truncate: int | None = None,
         want_text: bool = False,
         grammar_field: str = "",
+        tenant: str = "",
     ) -> list[Tokenized]:
         """Returns the answers in order of `prompts`; `name` prefixes their request ids. Raises RequestError.
 
@@ -85,7 +108,7 @@ class TokenizerClient:
         short prompt of ids, already checked by the caller, is returned at once and without block hashes. The error
         of a grammar that no engine takes names `grammar_field`.
         """
-        named = [msgspec.structs.replace(p, request_id=f"{name}-{i}") for i, p in enumerate(prompts)]
+        named = [msgspec.structs.replace(p, request_id=f"{name}-{i}", tenant=tenant) for i, p in enumerate(prompts)]
         done = await self._all(named, grammar_field)
         if truncate is None:
             return done
@@ -94,7 +117,12 @@ class TokenizerClient:
 
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
         asked = self._waiting.get(frame.request_id)
+        if asked is not None and asked.is_check:
+            self._served.heard(asyncio.get_running_loop().time())
         if asked is not None and not asked.answer.done():
+            if isinstance(frame, TextRejected) and frame.code == TAKES_LONG and asked.work.quick:
+                self._ask_as_long(peer, asked)
+                return
             if isinstance(frame, TextRejected):
                 asked.answer.set_exception(_rejection(frame))
             else:
@@ -115,24 +143,43 @@ class TokenizerClient:
         if member.role != Role.TOKENIZER_POOL:
             return
         out, given_up = self._pool.gone(member.incarnation)
+        for waiting in self._waiting.values():
+            waiting.since_served_s = self._served.total_s  # the others have its jobs to do, too
         for request_id in given_up:
             asked = self._waiting.get(request_id)
             if asked is not None and not asked.answer.done():
-                asked.answer.set_exception(RequestError("Two tokenizers were lost with this text.", status=500))
+                asked.answer.set_exception(RequestError(f"{MAX_LOST} tokenizers were lost with this text.", status=500))
         self._send(out)
 
     def tick(self, now: float, timeout_s: float) -> None:
         """Fails work that waited for `timeout_s` without a tokenizer, and grammars that waited for other grammars."""
+        num_checks = sum(asked.is_check for asked in self._waiting.values())
         for request_id, asked in list(self._waiting.items()):
             waited_s = now - asked.since_s
             if asked.answer.done():
                 continue
-            if waited_s > timeout_s and not self._pool.serves(asked.model):
-                asked.answer.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
-            elif asked.is_check and waited_s > self._check_wait_s and self._pool.waits(request_id):
-                message = "more grammars wait to be checked than can be; try again"
+            if not self._pool.serves(asked.work.model):
+                if waited_s > timeout_s:
+                    asked.answer.set_exception(RequestError("No tokenizer is ready.", status=503, retry_after_s=1.0))
+            elif asked.is_check and self._waits_too_long(asked, waited_s) and self._pool.waits(request_id):
+                message = f"{num_checks} new grammars wait to be checked, which is more than can be soon; try again"
                 error = RequestError(message, "grammar", 429, BUSY, retry_after_s=self._check_wait_s)
                 asked.answer.set_exception(error)
+
+    def _waits_too_long(self, asked: _Unanswered, waited_s: float) -> bool:
+        served_s = self._served.total_s - asked.since_served_s
+        return served_s > self._check_wait_s or waited_s > MAX_CHECK_WAITS * self._check_wait_s
+
+    def _submit(self, asked: _Unanswered) -> None:
+        work = asked.work
+        kind = JobKind(work.model, work.tenant, asked.is_check, work.quick)
+        self._send(self._pool.submit(work.request_id, kind, work))
+
+    def _ask_as_long(self, peer: int, asked: _Unanswered) -> None:
+        """A job that was thought to be quick takes long: it waits again, with the long ones."""
+        asked.work = msgspec.structs.replace(asked.work, quick=False)
+        self._send(self._pool.answered(peer, asked.work.request_id))
+        self._submit(asked)
 
     async def _all(self, works: list[Tokenize], grammar_field: str = "") -> list[Tokenized]:
         if all(map(_is_done, works)):
@@ -163,6 +210,16 @@ class TokenizerClient:
         """A failed send means that the member is lost: its Gone event follows and returns the work."""
         for member, frame in out:
             self._links.send(member, frame)
+
+
+def _is_quick(work: Work, is_check: bool) -> bool:
+    """Whether a job should take little time: short texts, the model's own template, small grammars."""
+    if isinstance(work, Detokenize):
+        return len(work.token_ids) <= QUICK_BYTES
+    if is_check and work.grammar is not None and len(work.grammar.source) > QUICK_GRAMMAR_BYTES:
+        return False
+    texts = (work.text, work.messages, work.token_ids, work.tools, work.template_kwargs)
+    return work.chat_template is None and sum(len(text) for text in texts if text) <= QUICK_BYTES
 
 
 def _rejection(frame: TextRejected) -> RequestError:

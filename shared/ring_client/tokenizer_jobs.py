@@ -1,10 +1,10 @@
 """Assigns each job to the live member with the fewest of our jobs of its kind; the other jobs wait here.
 
-Jobs that check a grammar take up to seconds, and prompts are quick: they have queues of their own, so that no prompt
-waits for the check of another request's grammar.
+Jobs of other kinds, and of other tenants, do not wait for each other here: each has a queue of its own, and its own
+number of jobs at a member. Members run the jobs of tenants in turns, and quick ones before long ones.
 
 A job may have caused the loss of its member. Most lost members were killed or disconnected, so their jobs go to other
-members; a job that was at two lost members fails.
+members; a job that was at MAX_LOST lost members fails.
 """
 
 from collections import Counter, OrderedDict
@@ -15,14 +15,16 @@ F = TypeVar("F")
 
 # Jobs of one kind at one member: enough to keep it busy, few enough that short jobs do not queue behind long ones.
 MAX_WAITING = 2
-MAX_LOST = 2  # lost members after which a job fails
+MAX_LOST = 5  # lost members after which a job fails; what can end a process runs in one of its workers
 
 
 class JobKind(NamedTuple):
     """What jobs wait for each other."""
 
     model: str
-    is_check: bool  # of a grammar
+    tenant: str = ""
+    is_check: bool = False  # of a grammar
+    is_quick: bool = False
 
 
 @dataclass(slots=True)
@@ -35,15 +37,15 @@ class _Member(Generic[F]):
     def __init__(self, model: str) -> None:
         self.model = model  # "" serves any
         self.jobs: dict[str, _Job[F]] = {}  # unanswered
-        self.num_jobs: Counter[bool] = Counter()  # by `is_check`
+        self.num_jobs: Counter[JobKind] = Counter()
 
     def put(self, name: str, job: _Job[F]) -> None:
         self.jobs[name] = job
-        self.num_jobs[job.kind.is_check] += 1
+        self.num_jobs[job.kind] += 1
 
     def pop(self, name: str) -> None:
         if (job := self.jobs.pop(name, None)) is not None:
-            self.num_jobs[job.kind.is_check] -= 1
+            self.num_jobs -= Counter([job.kind])  # drops what is 0
 
 
 class JobPool(Generic[F]):
@@ -87,8 +89,8 @@ class JobPool(Generic[F]):
             queue.move_to_end(job, last=False)
         return self._hand_out(), given_up[::-1]
 
-    def submit(self, job: str, model: str, frame: F, is_check: bool = False) -> list[tuple[int, F]]:
-        self._queues.setdefault(JobKind(model, is_check), OrderedDict())[job] = frame
+    def submit(self, job: str, kind: JobKind, frame: F) -> list[tuple[int, F]]:
+        self._queues.setdefault(kind, OrderedDict())[job] = frame
         return self._hand_out()
 
     def answered(self, member: int, job: str) -> list[tuple[int, F]]:
@@ -122,6 +124,6 @@ class JobPool(Generic[F]):
         free = [
             (incarnation, member)
             for incarnation, member in self._members.items()
-            if member.model in ("", kind.model) and member.num_jobs[kind.is_check] < MAX_WAITING
+            if member.model in ("", kind.model) and member.num_jobs[kind] < MAX_WAITING
         ]
         return min(free, key=lambda pair: len(pair[1].jobs)) if free else None

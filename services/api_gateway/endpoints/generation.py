@@ -68,7 +68,8 @@ class GenerationEndpoints:
     async def tokenize(self, http_request: web.Request) -> web.Response:
         parsed = await self._parse(http_request, "tokenize")
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Tokenize)
-        done = (await self._pipeline.tokenizer_client.tokenize([parsed.work], secrets.token_hex(8)))[0]
+        client, name = self._pipeline.tokenizer_client, secrets.token_hex(8)
+        (done,) = await client.tokenize([parsed.work], name, tenant=TENANT.get())
         ids = unpack(done.token_ids)
         strs = done.pieces if parsed.want_pieces else None
         return json_response(TokenizeAnswer(len(ids), parsed.card.max_model_len, ids, strs))
@@ -76,7 +77,7 @@ class GenerationEndpoints:
     async def detokenize(self, http_request: web.Request) -> web.Response:
         parsed = await self._parse(http_request, "detokenize")
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Detokenize)
-        work = msgspec.structs.replace(parsed.work, request_id=secrets.token_hex(8))
+        work = msgspec.structs.replace(parsed.work, request_id=secrets.token_hex(8), tenant=TENANT.get())
         return json_response(DetokenizeAnswer((await self._pipeline.detokenize(work)).text))
 
     async def _parse(self, http_request: web.Request, endpoint: Endpoint) -> ParsedBody:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from text_rig import text_config
+from text_rig import parent_of, text_config
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.grammar_checks import MAX_WAITING, GrammarChecks, Verdict
 from blockyard.services.tokenizer_pool.job_limits import MIB, JobLimits
-from blockyard.shared.messages import BUSY, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
+from blockyard.shared.messages import BUSY, TAKES_LONG, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
 from blockyard.shared.process.settings import LOW_PRIORITY
 
 LIMITS = JobLimits(check_cpu_s=0.15, memory_bytes=512 * MIB, memory_bytes_per_token=0)
@@ -38,11 +38,14 @@ class CheckRig:
         self.verdicts.clear()
         for index, grammar in enumerate(grammars):
             self.checks.submit(7, Tokenize(str(index), "m", text="x", grammar=grammar))
-        deadline = time.monotonic() + LIMIT_S
-        while len(self.verdicts) < len(grammars):
-            assert time.monotonic() < deadline, f"{len(self.verdicts)} of {len(grammars)} verdicts"
-            await asyncio.sleep(0.005)
+        await self.wait(len(grammars))
         return [self.verdicts[str(index)] for index in range(len(grammars))]
+
+    async def wait(self, number: int) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while len(self.verdicts) < number:
+            assert time.monotonic() < deadline, f"{len(self.verdicts)} of {number} verdicts"
+            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +108,8 @@ def test_a_grammar_that_cannot_be_had_is_rejected_in_time(rig: CheckRig, name: s
 
 def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:
     rig.ask(regex("y{2}"))
-    worker, own = rig.checks.worker_pid, os.getpriority(os.PRIO_PROCESS, 0)
-    assert worker is not None and os.getpriority(os.PRIO_PROCESS, worker) == min(own + LOW_PRIORITY, 19)
+    worker, own = rig.checks.worker_pids[0], os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, worker) == min(own + LOW_PRIORITY, 19)
     group = Path(f"/proc/{worker}/autogroup")
     assert not group.exists() or group.read_text().split()[1:] in ([], ["nice", str(LOW_PRIORITY)])
 
@@ -121,8 +124,17 @@ def test_a_verdict_is_kept(rig: CheckRig) -> None:
     assert isinstance(good, Grammar) and time.process_time() - began < 1.0
 
 
-def test_an_engine_that_is_slow_to_load_counts_for_no_grammar(rig: CheckRig) -> None:
-    """xgrammar takes seconds of CPU time to import, more than a check may take."""
+def test_engines_are_there_before_a_grammar_needs_them(rig: CheckRig) -> None:
+    """xgrammar takes seconds of CPU time to import; all workers share what their server imported."""
+    rig.ask(regex("v{3}"))
+    before, began = rig.checks.worker_pids, time.monotonic()
+    for engine in (GrammarEngine.XGRAMMAR, GrammarEngine.OUTLINES, GrammarEngine.LM_FORMAT_ENFORCER):
+        grammar = Grammar(GrammarKind.REGEX, "v{4}", engine)
+        assert rig.ask(grammar) == [grammar]
+    assert time.monotonic() - began < 1.5 and rig.checks.worker_pids == before
+
+
+def test_an_engine_of_one_grammar_is_not_that_of_another(rig: CheckRig) -> None:
     wanted = Grammar(GrammarKind.EBNF, 'root ::= "a"', GrammarEngine.XGRAMMAR)
     other = regex("b+")
     assert rig.ask(wanted, other) == [wanted, Grammar(GrammarKind.REGEX, "b+", GrammarEngine.GUIDANCE)]
@@ -172,10 +184,55 @@ def test_another_model_makes_new_verdicts(rig: CheckRig) -> None:
     assert isinstance(rig.ask(regex("é"))[0], Grammar)
 
 
-def test_the_end_of_the_fork_server_rejects_what_waits_and_no_more(rig: CheckRig) -> None:
+def test_the_end_of_the_fork_server_costs_no_verdict(rig: CheckRig) -> None:
     rig.ask(regex("z{3}"))
-    worker = rig.checks.worker_pid
-    server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(server, signal.SIGKILL)
-    rig.runner.run(asyncio.sleep(0.3))
-    assert isinstance(rig.ask(regex("z{4}"))[0], Grammar)
+    before, server = rig.checks.worker_pids, parent_of(rig.checks.worker_pids[0])
+
+    async def ask_and_kill() -> list[Verdict]:
+        asking = asyncio.create_task(rig._ask(tuple(regex(f"z{{{n}}}") for n in range(4, 44))))
+        await asyncio.sleep(0)
+        os.kill(server, signal.SIGKILL)
+        return await asking
+
+    assert all(isinstance(verdict, Grammar) for verdict in rig.runner.run(ask_and_kill()))
+    assert not set(before) & set(rig.checks.worker_pids)
+
+
+COSTLY = [
+    Grammar(GrammarKind.EBNF, "root ::= " + " | ".join(f'"{n}{i:x}"' for i in range(20_000))) for n in range(12)
+]  # each takes more than all of its time
+
+
+def test_costly_grammars_of_one_tenant_hold_up_no_small_ones(rig: CheckRig) -> None:
+    rig.ask(regex("w{3}"))
+
+    async def run() -> None:
+        rig.verdicts.clear()
+        for index, grammar in enumerate(COSTLY):
+            rig.checks.submit(7, Tokenize(f"costly {index}", "m", text="x", grammar=grammar, tenant="key-1"))
+        await asyncio.sleep(0.1)
+        small = [regex(f"w{{{n}}}") for n in range(4, 14)]
+        for index, grammar in enumerate(small):
+            rig.checks.submit(7, Tokenize(f"{index}", "m", text="x", grammar=grammar, tenant="key-2", quick=True))
+        await rig.wait(len(COSTLY) + len(small))
+
+    rig.runner.run(run())
+    order = list(rig.verdicts)
+    smalls = [i for i, name in enumerate(order) if "costly" not in name]
+    assert len(smalls) == 10 and max(smalls) < 12  # no more than two costly ones before them
+
+
+def test_a_quick_check_that_takes_long_is_sent_back_and_is_no_verdict(rig: CheckRig) -> None:
+    grammar, _ = HOSTILE["many rules"]
+    other = Grammar(GrammarKind.EBNF, grammar.source + ' | "other"')
+
+    async def run(quick: bool) -> TextRejected:
+        rig.verdicts.clear()
+        rig.checks.submit(7, Tokenize("0", "m", text="x", grammar=other, quick=quick))
+        await rig.wait(1)
+        verdict = rig.verdicts["0"]
+        assert isinstance(verdict, TextRejected)
+        return verdict
+
+    assert [rig.runner.run(run(quick)).code for quick in (True, True, False)] == [TAKES_LONG, TAKES_LONG, ""]
+    assert not rig.runner.run(run(True)).code  # now its verdict is known

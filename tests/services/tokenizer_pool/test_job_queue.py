@@ -5,41 +5,61 @@ import signal
 import pytest
 
 from blockyard.services.tokenizer_pool.job_limits import ENCODING, RENDERING, JobLimits
-from blockyard.services.tokenizer_pool.job_queue import MAX_SENT, JobQueue
-from blockyard.shared.messages import Detokenize, Tokenize
+from blockyard.services.tokenizer_pool.job_queue import MAX_KILLED, MAX_SENT, JobQueue
+from blockyard.shared.messages import TAKES_LONG, Detokenize, Tokenize
 
 LIMITS = JobLimits()
+WORKER, OTHER = 11, 12
 
 
-def queue(*names: str) -> JobQueue:
+def queue(*names: str, workers: tuple[int, ...] = (WORKER,), quick: bool = True) -> JobQueue:
     made = JobQueue(LIMITS)
+    for worker in workers:
+        made.worker_started(worker)
     for i, name in enumerate(names):
-        made.submit(i, Tokenize(name, "m", text="x"))
+        made.submit(i, Tokenize(name, "m", text="x", quick=quick))
     return made
 
 
 def sent(jobs: JobQueue) -> list[str]:
-    return [work.request_id for work in jobs.to_send()]
+    return [work.request_id for _, work in jobs.to_send()]
+
+
+def again(jobs: JobQueue) -> list[str]:
+    """What is sent to a worker that replaces the first one."""
+    jobs.worker_started(WORKER)
+    return sent(jobs)
 
 
 def test_few_jobs_are_in_flight_and_all_are_sent_in_order() -> None:
     jobs = queue("a", "b", "c")
     assert sent(jobs) == ["a", "b"] and MAX_SENT == 2
     assert sent(jobs) == [] and len(jobs) == 3
-    assert (jobs.answered().peer, sent(jobs)) == (0, ["c"])
-    assert [jobs.answered().peer, jobs.answered().peer] == [1, 2]
-    assert len(jobs) == 0 and jobs.current is None
+    assert (jobs.answered(WORKER).peer, sent(jobs)) == (0, ["c"])
+    assert [jobs.answered(WORKER).peer, jobs.answered(WORKER).peer] == [1, 2]
+    assert len(jobs) == 0 and jobs.current(WORKER) is None
+
+
+def test_workers_share_quick_jobs_and_one_of_them_is_kept_from_long_ones() -> None:
+    jobs = queue("a", "b", "c", workers=(WORKER, OTHER), quick=False)
+    assert sent(jobs) == ["a"] and jobs.current(WORKER) is not None
+    for name in "xyz":
+        jobs.submit(1, Tokenize(name, "m", text="x", quick=True))
+    assert [(worker, work.request_id) for worker, work in jobs.to_send()] == [(OTHER, "x"), (OTHER, "y")]
+    jobs.answered(WORKER)
+    assert [(worker, work.request_id) for worker, work in jobs.to_send()] == [(WORKER, "z"), (WORKER, "b")]
 
 
 @pytest.mark.parametrize("exit_code", [-RENDERING, -ENCODING, -signal.SIGABRT, -signal.SIGSEGV, 1])
 def test_the_running_job_is_blamed_and_the_others_are_sent_again(exit_code: int) -> None:
     jobs = queue("a", "b", "c")
     sent(jobs)
-    refused = jobs.worker_ended(exit_code)
+    refused = jobs.worker_ended(WORKER, exit_code)
     assert refused is not None
     job, answer = refused
     assert (job.peer, answer.request_id, answer.field) == (0, "a", "prompt")
-    assert sent(jobs) == ["b", "c"]
+    assert (answer.code == TAKES_LONG) == (exit_code in (-RENDERING, -ENCODING))
+    assert again(jobs) == ["b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -56,27 +76,29 @@ def test_the_running_job_is_blamed_and_the_others_are_sent_again(exit_code: int)
 def test_the_answer_names_the_exceeded_limit(
     work: Tokenize | Detokenize, exit_code: int, field: str, message: str
 ) -> None:
-    jobs = JobQueue(LIMITS)
+    jobs = queue()
     jobs.submit(7, work)
     jobs.to_send()
-    refused = jobs.worker_ended(exit_code, max_model_len=4096)
-    assert refused is not None
+    refused = jobs.worker_ended(WORKER, exit_code, max_model_len=4096)
+    assert refused is not None and not refused[1].code
     assert refused[1].field == field and message in refused[1].message
 
 
-def test_a_worker_that_is_killed_from_outside_blames_its_job_the_second_time() -> None:
+def test_a_job_that_several_workers_are_killed_with_is_to_blame() -> None:
     jobs = queue("a", "b")
     sent(jobs)
-    assert jobs.worker_ended(-signal.SIGKILL) is None
-    assert sent(jobs) == ["a", "b"]
-    refused = jobs.worker_ended(-signal.SIGKILL)
+    for _ in range(MAX_KILLED - 1):
+        assert jobs.worker_ended(WORKER, -signal.SIGKILL) is None
+        assert again(jobs) == ["a", "b"]
+    refused = jobs.worker_ended(WORKER, -signal.SIGKILL)
     assert refused is not None and refused[1].request_id == "a"
-    assert sent(jobs) == ["b"]
+    assert again(jobs) == ["b"]
 
 
 def test_a_worker_that_ends_by_itself_blames_none() -> None:
     jobs = queue("a")
     for _ in range(5):
         assert sent(jobs) == ["a"]
-        assert jobs.worker_ended(0) is None
-    assert queue().worker_ended(-signal.SIGSEGV) is None
+        assert jobs.worker_ended(WORKER, 0) is None
+        jobs.worker_started(WORKER)
+    assert queue().worker_ended(WORKER, -signal.SIGSEGV) is None

@@ -2,29 +2,30 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool import fork_server
-from blockyard.services.tokenizer_pool.job_limits import JobLimits
-from blockyard.services.tokenizer_pool.text_process import TextProcess
+from blockyard.services.tokenizer_pool.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.job_workers import JobWorkers
 from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
 
+TEXT_MODULE = "blockyard.services.tokenizer_pool.text_worker"
 LIMIT_S = 60.0
 QUICK = JobLimits(render_cpu_s=0.2, encode_cpu_s=0.2)
 
 
 class TextRig:
-    def __init__(self, runner: asyncio.Runner, process: TextProcess) -> None:
-        self._runner, self.process = runner, process
+    def __init__(self, runner: asyncio.Runner, workers: JobWorkers) -> None:
+        self._runner, self.workers = runner, workers
         self.answers: list[tuple[int, Answer]] = []
-        serving = process.run(lambda peer, answer: self.answers.append((peer, answer)))
+        serving = workers.run(lambda peer, answer: self.answers.append((peer, answer)))
         self.serving = runner.get_loop().create_task(serving)
 
     def run(self, work: Awaitable[None]) -> None:
@@ -34,7 +35,7 @@ class TextRig:
         """Returns the answers in order of arrival."""
         self.answers.clear()
         for work in works:
-            self.run(self._submit(work))
+            self.run(self.submit(work))
         return self.wait(len(works))
 
     def wait(self, number: int) -> list[Answer]:
@@ -42,18 +43,29 @@ class TextRig:
         self.run(asyncio.wait_for(self._all(number), LIMIT_S))
         return [answer for _, answer in self.answers]
 
-    def settle(self) -> int:
-        """Waits until a worker is idle, and returns its process id."""
+    def settle(self) -> list[int]:
+        """Waits until all workers are idle, and returns their process ids."""
         self.ask()
         self.run(asyncio.sleep(0.05))
-        assert self.process.worker_pid is not None
-        return self.process.worker_pid
+        self.ask()
+        return self.workers.worker_pids
 
-    async def _submit(self, work: Work) -> None:
-        self.process.submit(1, work)
+    def server(self) -> int:
+        """The process id of the fork server."""
+        return parent_of(self.settle()[0])
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            while not is_so():
+                await asyncio.sleep(0.005)
+
+        self.run(asyncio.wait_for(wait(), LIMIT_S))
+
+    async def submit(self, work: Work) -> None:
+        self.workers.submit(1, work)
 
     async def _all(self, number: int) -> None:
-        while len(self.answers) < number or self.process.worker_pid is None:
+        while len(self.answers) < number or len(self.workers.worker_pids) < NUM_WORKERS:
             await asyncio.sleep(0.005)
 
 
@@ -69,11 +81,10 @@ def text_config(folder: Path = Path(), **settings: Any) -> TokenizerConfig:
 @contextlib.contextmanager
 def text_rig(folder: Path, tokenizer: Tokenizer, limits: JobLimits = QUICK, **settings: Any) -> Iterator[TextRig]:
     tokenizer.save(str(folder / "tokenizer.json"))
-    control = fork_server.start(text_config(folder, **settings), limits)
     with asyncio.Runner() as runner:
-        process = TextProcess(control, limits)
-        runner.run(process.load())
-        rig = TextRig(runner, process)
+        settings_of_server = ServerSettings(config=text_config(folder, **settings), limits=limits)
+        workers = runner.run(_started(settings_of_server))
+        rig = TextRig(runner, workers)
         yield rig
         rig.serving.cancel()
         with contextlib.suppress(asyncio.CancelledError, BlockyardError):
@@ -82,3 +93,13 @@ def text_rig(folder: Path, tokenizer: Tokenizer, limits: JobLimits = QUICK, **se
 
 async def _ended(work: Awaitable[None]) -> None:
     await work
+
+
+async def _started(settings: ServerSettings) -> JobWorkers:
+    workers = JobWorkers(TEXT_MODULE, settings)
+    await workers.load()
+    return workers
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

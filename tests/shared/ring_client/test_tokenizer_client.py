@@ -11,7 +11,9 @@ from fake_links import FakeLinks
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import (
     BUSY,
+    TAKES_LONG,
     UNAVAILABLE,
+    Detokenize,
     Grammar,
     GrammarKind,
     Member,
@@ -21,7 +23,8 @@ from blockyard.shared.messages import (
     Tokenize,
     Tokenized,
 )
-from blockyard.shared.ring_client.tokenizer_client import SHORT_IDS, TokenizerClient
+from blockyard.shared.ring_client.tokenizer_client import QUICK_BYTES, SHORT_IDS, TokenizerClient
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST
 from blockyard.shared.token_ids import pack
 
 TOKENIZER = 7
@@ -131,16 +134,16 @@ def test_of_several_prompts_the_one_that_is_refused_is_named() -> None:
     assert error.field == "prompt"
 
 
-def test_a_text_that_two_tokenizers_were_lost_with_is_given_up() -> None:
-    ring = Ring(TOKENIZER, 8, 9)
+def test_a_text_that_several_tokenizers_were_lost_with_is_given_up() -> None:
+    ring = Ring(*range(TOKENIZER, TOKENIZER + MAX_LOST + 1))
 
-    def lose_two(ring: Ring) -> None:
-        for _ in range(2):
+    def lose_all(ring: Ring) -> None:
+        for _ in range(MAX_LOST):
             ring.lose(ring.links.sent[-1][0])
 
-    error = asyncio.run(ring.refusal(Tokenize("", "m", text="abc"), then=lose_two))
+    error = asyncio.run(ring.refusal(Tokenize("", "m", text="abc"), then=lose_all))
     assert error.status == 500 and "lost" in str(error)
-    assert [frame.request_id for _, frame in ring.links.sent if isinstance(frame, Tokenize)] == ["r-0", "r-0"]
+    assert [frame.request_id for _, frame in ring.links.sent if isinstance(frame, Tokenize)] == ["r-0"] * MAX_LOST
 
 
 GOOD = Tokenize("", "m", text="abc", grammar=Grammar(GrammarKind.REGEX, "a+"))
@@ -212,27 +215,90 @@ def test_verdicts_are_forgotten_with_the_tokenizers_and_the_vocabulary_that_they
     asyncio.run(run())
 
 
+def checks(number: int) -> list[Tokenize]:
+    return [msgspec.structs.replace(BAD, grammar=Grammar(GrammarKind.REGEX, f"(a{i}")) for i in range(number)]
+
+
 def test_a_grammar_that_waits_too_long_for_its_check_is_refused_for_now() -> None:
     async def run() -> None:
         ring = Ring(TOKENIZER, check_wait_s=5.0)
         now = asyncio.get_running_loop().time()
-        works = [msgspec.structs.replace(BAD, grammar=Grammar(GrammarKind.REGEX, f"(a{i}")) for i in range(4)]
-        futures = [ring.work.submit(named(work, f"r{i}")) for i, work in enumerate(works)]
+        futures = [ring.work.submit(named(work, f"r{i}")) for i, work in enumerate(checks(5))]
         prompts = [ring.work.submit(Tokenize(f"p{i}", "m", text="abc")) for i in range(3)]
         assert [frame.request_id for _, frame in ring.links.sent] == ["r0", "r1", "p0", "p1"]
-        ring.work.tick(now + 4.0, 60.0)
-        assert not any(future.done() for future in futures)
-        ring.work.tick(now + 6.0, 60.0)
-        assert [future.done() for future in futures] == [False, False, True, True]  # checks that run are waited for
+        ring.work.answered(TOKENIZER, TextRejected("r0", "grammar", "unclosed group"))
+        for second in range(1, 7):
+            assert [future.done() for future in futures] == [True, False, False, False, False]
+            ring.work._served.heard(now + second)  # the checks of others
+            ring.work.tick(now + second, 60.0)
+        assert [future.done() for future in futures] == [True, False, False, True, True]  # one that runs is waited for
         assert not any(future.done() for future in prompts)
-        error = futures[3].exception()
-        assert isinstance(error, RequestError)
+        error = futures[4].exception()
+        assert isinstance(error, RequestError) and "new grammars wait" in str(error)
         assert (error.status, error.field, error.retry_after_s) == (429, "grammar", 5.0)
         await asyncio.sleep(0)
-        ring.work.answered(TOKENIZER, TextRejected("r0", "grammar", "unclosed group"))
-        assert len(ring.links.sent) == 4  # what was refused is not sent any more
-        for future in (*futures[1:2], *prompts):
+        ring.work.answered(TOKENIZER, TextRejected("r1", "grammar", "unclosed group"))
+        assert len(ring.links.sent) == 5  # what was refused is not sent any more
+        for future in (*futures[2:3], *prompts):
             future.cancel()
-        assert futures[0].exception() is not None and futures[2].exception() is not None
+        assert all(future.exception() is not None for future in (*futures[:2], futures[3]))
+
+    asyncio.run(run())
+
+
+def test_a_grammar_does_not_wait_too_long_while_tokenizers_stand_still() -> None:
+    async def run() -> None:
+        ring = Ring(TOKENIZER, check_wait_s=5.0)
+        now = asyncio.get_running_loop().time()
+        futures = [ring.work.submit(named(work, f"r{i}")) for i, work in enumerate(checks(4))]
+        for second in range(0, 30, 6):  # a few answers, with standstills between them
+            ring.work._served.heard(now + second)
+            ring.work.tick(now + second, 60.0)
+        assert not any(future.done() for future in futures)
+        ring.lose(TOKENIZER)
+        ring.work.tick(now + 29.0, 60.0)
+        assert not any(future.done() for future in futures)
+        ring.work.tick(now + 31.0, 60.0)  # six times as long as they may wait for the checks of others
+        assert not futures[0].done()  # without a tokenizer it waits for one
+        for future in futures:
+            future.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_job_that_takes_long_waits_again_with_the_long_ones() -> None:
+    async def run() -> None:
+        ring = Ring(TOKENIZER)
+        ring.work.submit(named(GOOD, "r")).add_done_callback(lambda future: future.exception())
+        ring.work.answered(TOKENIZER, TextRejected("r", "grammar", "takes more than 0.25 s", TAKES_LONG))
+        sent = [frame for _, frame in ring.links.sent]
+        assert [isinstance(frame, Tokenize) and (frame.request_id, frame.quick) for frame in sent] == [
+            ("r", True),
+            ("r", False),
+        ]
+        ring.work.answered(TOKENIZER, TextRejected("r", "grammar", "takes more than 2 s"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("work", "quick"),
+    [
+        (Tokenize("r", "m", text="abc"), True),
+        (Tokenize("r", "m", text="x" * QUICK_BYTES + "x"), False),
+        (Tokenize("r", "m", messages=b"[]"), True),
+        (Tokenize("r", "m", messages=b"[]", chat_template="x"), False),
+        (Tokenize("r", "m", messages=b"[]", tools=b"x" * QUICK_BYTES + b"x"), False),
+        (Tokenize("r", "m", text="x", grammar=Grammar(GrammarKind.REGEX, "x" * 9000)), False),
+        (Detokenize("r", "m", IDS), True),
+    ],
+)
+def test_what_should_take_little_time_is_sent_as_quick(work: Tokenize | Detokenize, quick: bool) -> None:
+    async def run() -> None:
+        ring = Ring(TOKENIZER)
+        future = ring.work.submit(msgspec.structs.replace(work, tenant="key-3"))
+        (sent,) = [frame for _, frame in ring.links.sent if isinstance(frame, Tokenize | Detokenize)]
+        assert (sent.quick, sent.tenant) == (quick, "key-3")
+        future.cancel()
 
     asyncio.run(run())

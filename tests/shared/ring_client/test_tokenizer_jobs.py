@@ -3,17 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.shared.ring_client.tokenizer_jobs import MAX_WAITING, JobPool
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, MAX_WAITING, JobKind, JobPool
+
+KIND, CHECK = JobKind("m"), JobKind("m", is_check=True)
 
 
 def test_the_least_loaded_gets_a_job_and_further_jobs_wait() -> None:
     pool: JobPool[str] = JobPool()
-    assert pool.submit("a", "m", "A") == [] and pool.num_waiting == 1
+    assert pool.submit("a", KIND, "A") == [] and pool.num_waiting == 1
     assert pool.join(1, "") == [(1, "A")]
     assert pool.join(2, "m") == []
-    assert pool.submit("b", "m", "B") == [(2, "B")]
-    assert [pool.submit(j, "m", j.upper())[0][0] for j in "cd"] == [1, 2]
-    assert pool.submit("e", "m", "E") == [] and pool.submit("f", "m", "F") == []
+    assert pool.submit("b", KIND, "B") == [(2, "B")]
+    assert [pool.submit(j, KIND, j.upper())[0][0] for j in "cd"] == [1, 2]
+    assert pool.submit("e", KIND, "E") == [] and pool.submit("f", KIND, "F") == []
     assert pool.answered(2, "b") == [(2, "E")]
     assert pool.answered(1, "a") == [(1, "F")]
     assert pool.num_waiting == 0
@@ -23,44 +25,49 @@ def test_a_death_brings_its_jobs_back_first_and_in_order() -> None:
     pool: JobPool[str] = JobPool()
     pool.join(1, "")
     for job in "abcd":
-        pool.submit(job, "m", job)
+        pool.submit(job, KIND, job)
     assert pool.gone(1) == ([], [])
     assert pool.join(2, "") == [(2, "a"), (2, "b")]
     assert pool.answered(2, "a") == [(2, "c")]
 
 
-def test_a_job_that_two_members_were_lost_with_is_not_given_to_a_third() -> None:
+def test_a_job_that_several_members_were_lost_with_is_not_given_to_another_one() -> None:
     pool: JobPool[str] = JobPool()
-    pool.join(1, "")
-    pool.join(2, "")
-    assert pool.submit("a", "m", "A") == [(1, "A")]
-    assert pool.gone(1) == ([(2, "A")], [])
-    assert pool.submit("b", "m", "B") == [(2, "B")]
-    pool.join(3, "")
-    assert pool.gone(2) == ([(3, "B")], ["a"])
+    for member in range(MAX_LOST + 1):
+        pool.join(member, "")
+    assert pool.submit("a", KIND, "A") == [(0, "A")]
+    for member in range(MAX_LOST - 1):
+        assert pool.gone(member) == ([(member + 1, "A")], [])
+    assert pool.submit("b", KIND, "B") == [(MAX_LOST, "B")]
+    assert pool.gone(MAX_LOST - 1) == ([], ["a"])
     assert pool.num_waiting == 0
-    pool.answered(3, "b")
-    assert pool.submit("b", "m", "B") == [(3, "B")]
-    assert pool.gone(3) == ([], []) and pool.num_waiting == 1  # an answer resets the count of lost members
+    for _ in range(2):
+        for member in range(MAX_LOST + 1, 2 * MAX_LOST):
+            pool.gone(member - 1)
+            assert pool.join(member, "") == [(member, "B")]
+        pool.answered(2 * MAX_LOST - 1, "b")  # resets the count of lost members
+        pool.gone(2 * MAX_LOST - 1)
+        pool.join(MAX_LOST, "")
+        pool.submit("b", KIND, "B")
 
 
 def test_a_job_that_waits_when_a_member_is_lost_has_lost_none() -> None:
     pool: JobPool[str] = JobPool()
-    for member in range(1, 4):
+    for member in range(1, MAX_LOST + 2):
         pool.join(member, "")
         for job in "abc":
             if member == 1:
-                pool.submit(job, "m", job)
+                pool.submit(job, KIND, job)
         _, given_up = pool.gone(member)
-        assert given_up == [[], ["a", "b"], []][member - 1]
+        assert given_up == ([] if member != MAX_LOST else ["a", "b"])
 
 
 def test_models_do_not_wait_for_each_other() -> None:
     pool: JobPool[str] = JobPool()
     pool.join(1, "m")
     for job in "abc":
-        pool.submit(job, "m", job)
-    assert pool.submit("x", "other", "x") == [] and pool.join(2, "other") == [(2, "x")]
+        pool.submit(job, KIND, job)
+    assert pool.submit("x", JobKind("other"), "x") == [] and pool.join(2, "other") == [(2, "x")]
     assert pool.serves("m") and not pool.serves("third")
 
 
@@ -68,8 +75,8 @@ def test_prompts_and_checks_of_grammars_do_not_wait_for_each_other() -> None:
     pool: JobPool[str] = JobPool()
     pool.join(1, "")
     checks = [f"c{i}" for i in range(5)]
-    assert [pool.submit(job, "m", job, is_check=True) for job in checks] == [[(1, "c0")], [(1, "c1")], [], [], []]
-    assert [pool.submit(job, "m", job) for job in "abc"] == [[(1, "a")], [(1, "b")], []]
+    assert [pool.submit(job, CHECK, job) for job in checks] == [[(1, "c0")], [(1, "c1")], [], [], []]
+    assert [pool.submit(job, KIND, job) for job in "abc"] == [[(1, "a")], [(1, "b")], []]
     assert pool.waits("c2") and pool.waits("c") and not pool.waits("c0") and pool.num_waiting == 4
     assert pool.answered(1, "a") == [(1, "c")]
     assert pool.answered(1, "c0") == [(1, "c2")]
@@ -79,11 +86,21 @@ def test_prompts_and_checks_of_grammars_do_not_wait_for_each_other() -> None:
     assert sorted(pool.join(2, "")) == [(2, "b"), (2, "c"), (2, "c2"), (2, "c4")]
 
 
+def test_tenants_and_long_jobs_have_their_own_places_at_a_member() -> None:
+    pool: JobPool[str] = JobPool()
+    pool.join(1, "")
+    for i in range(5):
+        pool.submit(f"a{i}", JobKind("m", "a"), f"a{i}")
+    assert pool.submit("b", JobKind("m", "b"), "b") == [(1, "b")]
+    assert pool.submit("quick", JobKind("m", "a", is_quick=True), "quick") == [(1, "quick")]
+    assert pool.num_waiting == 3 and pool.answered(1, "a0") == [(1, "a2")]
+
+
 def test_what_nobody_waits_for_is_not_sent_again() -> None:
     pool: JobPool[str] = JobPool()
     pool.join(1, "")
     for job in "abc":
-        pool.submit(job, "m", job)
+        pool.submit(job, KIND, job)
     pool.forget("a")
     pool.forget("c")
     assert pool.num_waiting == 0
@@ -116,7 +133,7 @@ def test_every_job_is_answered_once_and_nobody_is_swamped(actions: list[tuple[st
     for i, (what, which) in enumerate(actions):
         if what == "submit":
             submitted.add(f"{i}")
-            sent(pool.submit(f"{i}", "m", f"{i}", is_check=i % 3 == 0))
+            sent(pool.submit(f"{i}", CHECK if i % 3 == 0 else KIND, f"{i}"))
         elif what == "join" and which not in at:
             at[which] = []
             sent(pool.join(which, ""))

@@ -3,20 +3,17 @@
 import asyncio
 import os
 import signal
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from text_rig import TextRig, text_rig
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool.job_limits import JobLimits
-from blockyard.services.tokenizer_pool.text_process import TextProcess
-from blockyard.services.tokenizer_pool.worker_frames import TokenizerLoaded, WorkerEnded, WorkerStarted, encode
-from blockyard.shared.errors import BlockyardError
-from blockyard.shared.messages import Detokenize, TextRejected, Tokenize, Tokenized
+from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.job_queue import MAX_KILLED
+from blockyard.shared.messages import TAKES_LONG, Detokenize, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import pack
 
 MESSAGES = b'[{"role": "user", "content": "the fox"}]'
@@ -59,6 +56,22 @@ def bomb(name: str) -> Tokenize:
 
 def text(name: str) -> Tokenize:
     return Tokenize(name, "m", text="the quick fox")
+
+
+def quick(name: str) -> Tokenize:
+    return Tokenize(name, "m", text="the quick fox", quick=True)
+
+
+def slow(name: str, cpu_s: float, tenant: str = "") -> Tokenize:
+    """A template of about so much CPU time."""
+    template = (
+        "{% for i in range(" + str(int(cpu_s * 1000)) + ") %}{% for j in range(20000) %}{% endfor %}{% endfor %}x"
+    )
+    return Tokenize(name, "m", messages=MESSAGES, chat_template=template, tenant=tenant)
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 @pytest.fixture(scope="module")
@@ -116,73 +129,94 @@ def test_a_worker_that_is_killed_or_stopped_costs_its_job_a_second_run(
     byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     with text_rig(tmp_path, byte_tokenizer, LONG, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
-        os.kill(before := rig.settle(), signal.SIGSTOP)
+        before = rig.settle()
+        for pid in before:
+            os.kill(pid, signal.SIGSTOP)
         (answer,) = rig.ask(text("stopped"))
         assert isinstance(answer, Tokenized) and rig.settle() != before
         endless = Tokenize("endless", "m", messages=MESSAGES, chat_template=ENDLESS)
-        killed: list[int] = []
+        killed: set[int] = set()
 
-        async def kill_twice() -> None:
-            rig.process.submit(1, endless)
-            while len(killed) < 2:
-                await asyncio.sleep(0.1)
-                pid = rig.process.worker_pid
-                if pid is not None and pid not in killed:
+        async def kill_all() -> None:
+            rig.workers.submit(1, endless)
+            for _ in range(MAX_KILLED):
+                await asyncio.sleep(0.3)
+                for pid in rig.workers.worker_pids:
                     os.kill(pid, signal.SIGKILL)
-                    killed.append(pid)
+                    killed.add(pid)
 
         rig.answers.clear()
-        rig.run(kill_twice())
+        rig.run(kill_all())
         (answer,) = rig.wait(1)
-        assert isinstance(answer, TextRejected) and answer.request_id == "endless"
+        assert isinstance(answer, TextRejected) and answer.request_id == "endless" and len(killed) == 2 * MAX_KILLED
         assert isinstance(rig.ask(text("next"))[0], Tokenized)
 
 
-def test_the_end_of_the_fork_server_ends_the_service(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with text_rig(tmp_path, byte_tokenizer) as rig:
-        worker = rig.settle()
-        server = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(server, signal.SIGKILL)
-        with pytest.raises(BlockyardError, match="fork server"):
-            rig.run(rig.serving)
-        deadline = time.monotonic() + 10
-        while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not Path(f"/proc/{worker}").exists()  # it ends with its server
+def test_a_job_for_a_worker_that_has_just_ended_goes_to_the_next_one(rig: TextRig) -> None:
+    for _ in range(10):
+        before = rig.settle()
+
+        async def kill_and_submit(pids: list[int]) -> None:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)  # the end of its stream is not read yet
+            for i in range(4):
+                rig.workers.submit(1, quick(f"{i}"))
+
+        rig.answers.clear()
+        rig.run(kill_and_submit(before))
+        assert all(isinstance(answer, Tokenized) for answer in rig.wait(4))
 
 
-def test_one_process_of_a_rig_is_left(rig: TextRig) -> None:
-    """The fork server reaps all killed workers."""
-    worker = rig.settle()
-    server = Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]
-    assert Path(f"/proc/{server}/task/{server}/children").read_text().split() == [str(worker)]
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_end_of_the_fork_server_costs_no_answer(
+    byte_tokenizer: Tokenizer, tmp_path: Path, number: signal.Signals
+) -> None:
+    """All jobs are answered, those at workers and those that wait, and the workers end with their server."""
+    with text_rig(tmp_path, byte_tokenizer, LONG, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
+        before, server = rig.settle(), rig.server()
+
+        async def submit_and_kill() -> None:
+            for i in range(40):
+                rig.workers.submit(1, quick(f"quick {i}") if i % 2 else slow(f"{i}", 0.02))
+            os.kill(server, number)
+            if number == signal.SIGSTOP:  # a server that stands still is noticed when it replaces no worker
+                os.kill(before[0], signal.SIGKILL)
+
+        rig.answers.clear()
+        rig.run(submit_and_kill())
+        answers = rig.wait(40)
+        assert {type(answer) for answer in answers} == {Tokenized} and len({a.request_id for a in answers}) == 40
+        rig.until(lambda: not any(map(is_alive, [server, *before])))
+        assert not set(rig.settle()) & set(before) and not rig.serving.done()
 
 
-def test_a_job_for_a_worker_that_has_just_ended_goes_to_the_next_one() -> None:
-    """The write fails before the end of the stream is read. The test plays the fork server."""
-    control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def test_the_server_reaps_its_workers_and_keeps_two(rig: TextRig) -> None:
+    server, workers = rig.server(), rig.settle()
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    assert sorted(map(int, children)) == sorted(workers) and len(workers) == NUM_WORKERS
 
-    def start_worker(pid: int) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        socket.send_fds(server, [encode(WorkerStarted(pid))], [ours.fileno()])
-        ours.close()
-        return theirs
 
-    async def check() -> None:
-        process = TextProcess(control, JobLimits())
-        server.send(encode(TokenizerLoaded([])))
-        await process.load()
-        process.submit(1, text("a"))
-        start_worker(1).close()
-        serving = asyncio.create_task(process.run(lambda peer, answer: None))
-        await asyncio.sleep(0.05)
-        server.send(encode(WorkerEnded(-9)))
-        reader, writer = await asyncio.open_connection(sock=start_worker(2))
-        await asyncio.wait_for(reader.readexactly(8), 5.0)
-        assert not serving.done()
-        serving.cancel()
-        writer.close()
-        await asyncio.wait([serving])
+def test_quick_jobs_wait_for_no_long_ones_and_tenants_take_turns(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """40 templates of a tenant wait: plain chats of another one, and its own template, are done long before them."""
+    with text_rig(tmp_path, byte_tokenizer, LONG, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
+        rig.settle()
+        for i in range(40):
+            rig.run(rig.submit(slow(f"a{i}", 0.1, tenant="key-1")))
+        chats = [msgspec.structs.replace(quick(f"chat {i}"), messages=MESSAGES, text=None) for i in range(5)]
+        for chat in chats:
+            rig.run(rig.submit(msgspec.structs.replace(chat, tenant="key-2")))
+        rig.run(rig.submit(slow("b", 0.1, tenant="key-2")))
+        order = [answer.request_id for answer in rig.wait(46)]
+        before_b = order[: order.index("b")]
+        assert {chat.request_id for chat in chats} < set(before_b)
+        assert sum(name.startswith("a") for name in before_b) <= 3
+        assert [name for name in order if name.startswith("a")] == [f"a{i}" for i in range(40)]
 
-    asyncio.run(check())
-    server.close()
+
+def test_a_quick_job_that_takes_long_is_sent_back(rig: TextRig) -> None:
+    """The gateway asks again for a long one, which may take all of the time."""
+    job = msgspec.structs.replace(bomb("nested loops"), quick=True)
+    (back,) = rig.ask(job)
+    assert isinstance(back, TextRejected) and back.code == TAKES_LONG
+    (rejected,) = rig.ask(msgspec.structs.replace(job, quick=False))
+    assert isinstance(rejected, TextRejected) and not rejected.code

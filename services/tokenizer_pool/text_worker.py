@@ -1,0 +1,81 @@
+"""`python -m blockyard.services.tokenizer_pool.text_worker FD`: the fork server of workers that render, encode, decode.
+
+It loads the tokenizer and chat templates once. Its workers run templates of clients in a sandbox, under limits.
+"""
+
+import logging
+import os
+import socket
+import traceback
+
+import msgspec
+
+from blockyard.services.tokenizer_pool import fork_server
+from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.job_limits import JobLimits, ProcessLimits
+from blockyard.services.tokenizer_pool.text_codec import TextCodec
+from blockyard.services.tokenizer_pool.token_chars import max_token_chars
+from blockyard.services.tokenizer_pool.worker_frames import Answer, Task, Work, framed, read_frame
+from blockyard.shared import tokenizer_files
+from blockyard.shared.config.services.tokenizer import TokenizerConfig
+from blockyard.shared.errors import ConfigError, RequestError
+from blockyard.shared.messages import TextRejected
+
+log = logging.getLogger(__name__)
+
+
+class TextWorkload:
+    """The tokenizer and chat templates of a model."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._texts, self.notes = load_texts(settings.config)
+        self._limits = settings.limits
+
+    def serve(self, sock: socket.socket) -> None:
+        """Answers jobs in order until the service closes the stream or the process grows too much."""
+        _serve(sock, self._texts, self._limits)
+
+
+def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
+    """Returns the configured tokenizer and a description of it."""
+    # a single text is encoded by one thread; a pool of threads would only take memory
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    files = tokenizer_files.load(config.tokenizer_path)
+    templates = files.chat_templates if config.chat_template is None else {"default": config.chat_template}
+    chats = ChatTemplates(templates, files.special_tokens)
+    try:
+        chats.check()
+    except RequestError as e:
+        if config.chat_template is not None:
+            raise ConfigError(f"--chat-template: {e}") from e
+        log.warning("chats will be refused: %s", e)
+    texts = TextCodec(files.tokenizer, files.vocab_size, chats, config, max_token_chars(files.tokenizer))
+    return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
+
+
+def _serve(sock: socket.socket, texts: TextCodec, limits: JobLimits) -> None:
+    phases = ProcessLimits(limits)
+    texts.set_phases(phases)
+    decoder = msgspec.msgpack.Decoder(Task)
+    with sock, sock.makefile("rb") as stream:
+        while (data := read_frame(stream)) is not None:
+            task = decoder.decode(data)
+            del data
+            texts.set_model_vocab_size(task.vocab_size)
+            phases.begin(task.max_model_len, task.work.quick)
+            sock.sendall(framed(_answer(texts, task.work)))
+            if phases.has_grown():
+                return
+
+
+def _answer(texts: TextCodec, work: Work) -> Answer:
+    try:
+        return texts.answer(work)
+    except MemoryError as e:  # outside the phases: block hashes, the answer itself
+        traceback.clear_frames(e.__traceback__)
+        return TextRejected(work.request_id, "prompt", "the prompt needs too much memory")
+
+
+if __name__ == "__main__":
+    fork_server.run("text", lambda settings, control: TextWorkload(settings))
