@@ -53,18 +53,23 @@ class Server:
                     found[title] = int(entry.name)
         return found
 
-    def matchers(self) -> list[int]:
-        """Process ids of the matchers of all workers, which are children of the workers' processes."""
-        family = {pid for title, pid in self.children().items() if "gpu_worker" in title}
-        stats = {int(path.parent.name): path for path in Path("/proc").glob("[0-9]*/stat")}
-        found = []
-        for pid, path in sorted(stats.items()):
+    def family(self) -> dict[int, str]:
+        """Titles of the launcher and its descendants by process id. A starting one has its command line as title."""
+        parents: dict[int, int] = {}
+        titles: dict[int, str] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if int(path.read_text().rpartition(")")[2].split()[1]) in family:
-                    family.add(pid)
-                    if b"blockyard: matcher" in (path.parent / "cmdline").read_bytes():
-                        found.append(pid)
-        return found
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                titles[int(entry.name)] = title.removeprefix("blockyard: ")
+        found = [self.process.pid]
+        for pid in found:
+            found.extend(child for child, parent in parents.items() if parent == pid)
+        return {pid: titles[pid] for pid in found if pid in titles}
+
+    def matchers(self) -> list[int]:
+        """Process ids of the matchers of all workers."""
+        return sorted(pid for pid, title in self.family().items() if title.startswith("matcher"))
 
 
 @contextlib.contextmanager
