@@ -17,6 +17,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 
+ONEDNN_PRODUCTS = "256"
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -27,6 +28,8 @@ def serve(config: WorkerConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu)
     if config.kernel_cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(Path(config.kernel_cache).absolute() / "triton")
+    # oneDNN keeps compiled products by their number of rows, 256 KiB each on the CPU: 1,024 of them unless limited
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_PRODUCTS)
     processes = start_compilers(config)
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
