@@ -94,14 +94,16 @@ LAYERS["shared/grammars"] = (
     "error_texts",
     "format_patterns",
     "interface",
+    "json_schemas",
+    "lark_sources",
     "schemas",
-    "schema_rules",
     "matching",
     "token_texts",
     "guidance",
     "xgrammar_engine",
 )
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
+LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
 LAYERS["shared/messages"] = ("base", "grammars", "requests", "streams", "kv_transfer", "steps", "text", "controls")
 LAYERS["shared/messages"] += ("membership", "metrics")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")

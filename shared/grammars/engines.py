@@ -16,7 +16,9 @@ from blockyard.shared.grammars.interface import (
     UnsupportedGrammar,
     Vocabulary,
 )
-from blockyard.shared.grammars.schemas import XGRAMMAR_KEYWORDS, read_schema, refuse_keywords, refuse_lark_schemas
+from blockyard.shared.grammars.json_schemas.engine_schemas import refuse_lark_schema, xgrammar_schema
+from blockyard.shared.grammars.lark_sources import replace_lark_schemas
+from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
 
 AUTO_ORDER = (GrammarEngine.GUIDANCE, GrammarEngine.XGRAMMAR)
@@ -83,28 +85,41 @@ class Engines:
         return compiled
 
     def resolve(self, grammar: Grammar) -> Grammar:
-        """Returns the grammar with the engine that takes it. Raises GrammarError."""
-        names = AUTO_ORDER if grammar.engine == GrammarEngine.AUTO else (grammar.engine,)
-        first: UnsupportedGrammar | None = None
+        """Returns the grammar with the first engine that takes it. Raises GrammarError with the first one's cause."""
+        _check_source(grammar)
+        names = (grammar.engine,) if grammar.engine != GrammarEngine.AUTO else AUTO_ORDER
+        if grammar.kind == GrammarKind.STRUCTURAL_TAG and grammar.engine == GrammarEngine.AUTO:
+            names = (GrammarEngine.XGRAMMAR,)
+        refusals: list[GrammarError] = []
         for name in names:
             resolved = msgspec.structs.replace(grammar, engine=name)
             try:
-                if first is not None:
+                if refusals:
                     _refuse_before_loading(grammar)
                 self.compile(resolved)
                 return resolved
-            except UnsupportedGrammar as e:
-                first = first or e
-        assert first is not None
-        raise first
+            except GrammarError as e:
+                refusals.append(e)
+        raise refusals[0]
+
+
+def _check_source(grammar: Grammar) -> None:
+    """Raises GrammarError for what no engine takes."""
+    check_options(grammar)
+    if grammar.kind == GrammarKind.JSON_SCHEMA:
+        read_schema(grammar.source)
+    if grammar.kind == GrammarKind.CHOICE:
+        read_choices(grammar.source)
 
 
 def _refuse_before_loading(grammar: Grammar) -> None:
     """Raises UnsupportedGrammar for what xgrammar does not know, so that no client makes it load for nothing."""
+    if grammar.whitespace_pattern:
+        raise UnsupportedGrammar(f"{GrammarEngine.XGRAMMAR.value} does not support whitespace_pattern")
     if grammar.kind == GrammarKind.JSON_SCHEMA:
-        refuse_keywords(read_schema(grammar.source), XGRAMMAR_KEYWORDS, GrammarEngine.XGRAMMAR)
+        xgrammar_schema(read_schema(grammar.source), grammar.additional_properties)
     if grammar.kind == GrammarKind.LARK:
-        refuse_lark_schemas(grammar.source, GrammarEngine.XGRAMMAR)
+        replace_lark_schemas(grammar.source, refuse_lark_schema)
 
 
 def check_options(grammar: Grammar) -> None:

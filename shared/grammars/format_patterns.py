@@ -4,6 +4,10 @@ What they match is valid; some valid values, such as an IPv6 address with one ze
 nothing.
 """
 
+# Formats that JSON Schema defines. Others (int32, binary, password, ...) annotate, as its specification has it.
+FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"})
+FORMATS |= {"ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer"}
+FORMATS |= {"relative-json-pointer", "regex"}
 _LEAP_YEARS = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
 _YEARS = "([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _DATE = (

@@ -17,15 +17,13 @@ from blockyard.shared.grammars.interface import (
     UnsupportedGrammar,
     Vocabulary,
 )
+from blockyard.shared.grammars.json_schemas.engine_schemas import guidance_schema, needs_escapes
+from blockyard.shared.grammars.json_schemas.keywords import Schema
+from blockyard.shared.grammars.json_schemas.normal_form import normal_schema
+from blockyard.shared.grammars.json_schemas.rules import close_objects
+from blockyard.shared.grammars.lark_sources import replace_lark_schemas
 from blockyard.shared.grammars.matching import STEP_S, MatcherRules, SequenceMatcher
-from blockyard.shared.grammars.schema_rules import (
-    DATES,
-    Schema,
-    bound_hosts,
-    refuse_uncounted_properties,
-    replace_formats,
-)
-from blockyard.shared.grammars.schemas import close_objects, read_choices, read_schema
+from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.grammars.token_texts import load_tokenizer, special_token
 from blockyard.shared.messages import Grammar, GrammarKind
 
@@ -43,9 +41,10 @@ STEP_LEXER_FUEL = 200_000
 STEP_MAX_ITEMS = 20_000
 MAX_ITEMS_IN_ROW = 2_000
 MAX_LEXER_STATES = 100_000  # 1 to 2 KB each
-# So llguidance says that it does not know a keyword, or not there; its other errors mean that the source is wrong.
-_UNKNOWN_KEYWORDS, _UNKNOWN_COUNTS = "Unimplemented keys", "min/maxProperties only"
-_OVERLAP = "oneOf constraints are not"
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|.)", re.DOTALL)  # in EBNF
+_EMPTY_RULE = re.compile(r"(?m)^[ \t]*([\w-]+)[ \t]*::=(?:\s|#[^\n]*)*(?:\Z|^[\w-]+[ \t]*::=)")
+# of llguidance's errors
+_UNKNOWN_COUNTS, _OVERLAP = "min/maxProperties only", "oneOf constraints are not"
 
 
 class GuidanceEngine:
@@ -65,19 +64,20 @@ class GuidanceEngine:
     def compile(self, grammar: Grammar) -> "GuidanceGrammar":
         """Raises GrammarError."""
         try:
-            source = self._lark_source(grammar) if grammar.kind == GrammarKind.LARK else _translated(grammar)
+            is_lark = grammar.kind in (GrammarKind.LARK, GrammarKind.EBNF)
+            source = self._lark_source(grammar) if is_lark else _translated(grammar)
         except ValueError as e:
             raise GrammarError(one_line(e)) from e
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             error = matcher.get_error()
-            unknown = error.startswith((_UNKNOWN_KEYWORDS, _UNKNOWN_COUNTS))
-            raise (UnsupportedGrammar if unknown else GrammarError)(_cause(error, grammar.kind == GrammarKind.LARK))
+            raise GrammarError(_cause(error, grammar.kind == GrammarKind.LARK))
         return GuidanceGrammar(matcher, self._rules, self._mask_bytes)
 
     def _lark_source(self, grammar: Grammar) -> str:
         """The source with the rules of its markers, and the options of its JSON schemas."""
-        lines = [_with_options(line, grammar) for line in grammar.source.split("\n")]
+        source = grammar.source if grammar.kind == GrammarKind.LARK else _lark(grammar.source)
+        lines = [replace_lark_schemas(source, lambda schema: _with_options(schema, grammar))]
         for index, text in enumerate(grammar.markers):
             token_id = special_token(self._tokenizer, text)
             quoted = msgspec.json.encode(text).decode()
@@ -158,16 +158,24 @@ def _translated(grammar: Grammar) -> str:
         case GrammarKind.CHOICE:
             # one automaton: a rule of the parser for each choice would take time that is quadratic in their number
             return llguidance.LLMatcher.grammar_from_regex("|".join(map(re.escape, read_choices(grammar.source))))
-        case GrammarKind.EBNF:
-            return llguidance.LLMatcher.grammar_from_lark(_lark(grammar.source))
     raise UnsupportedGrammar(f"{NAME} does not support grammars of the kind {grammar.kind.value}")
 
 
 def _lark(ebnf: str) -> str:
+    if empty := _EMPTY_RULE.search(ebnf):
+        raise GrammarError(f"rule {empty[1]} of the EBNF grammar has nothing behind its ::=")
     try:
-        return str(any_to_lark(ebnf))
+        return str(any_to_lark(_ESCAPED.sub(_plain_character, ebnf)))
     except Exception as e:  # its parser raises bare Exception, IndexError and RecursionError
         raise GrammarError(guidance_cause(str(e), False) or f"the EBNF grammar is not valid: {type(e).__name__}") from e
+
+
+def _plain_character(escape: re.Match[str]) -> str:
+    """What the translator of EBNF reads right: beyond ASCII the character itself."""
+    code = int(escape[1] or escape[2] or escape[3] or "d800", 16)
+    if 0xD800 <= code < 0xE000 or code > 0x10FFFF:  # no character, or no number
+        return escape[0]
+    return chr(code) if code > 0x7F else f"\\x{code:02x}"
 
 
 def _json_grammar(grammar: Grammar) -> str:
@@ -176,33 +184,23 @@ def _json_grammar(grammar: Grammar) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode(), overrides=options)
 
 
-def _with_options(line: str, grammar: Grammar) -> str:
-    """A line of Lark. A rule that is one JSON schema gets what a grammar of that schema has."""
-    head, is_json, source = line.partition(": %json ")
-    if not is_json:
-        return line
-    try:
-        schema, options = _prepared(read_schema(source), grammar)
-    except UnsupportedGrammar:
-        raise
-    except GrammarError:  # the schema goes on in the next line, or something follows it
-        return line
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": options}
-    return f"{head}{is_json}{msgspec.json.encode(schema).decode()}"
+def _with_options(source: object, grammar: Grammar) -> str:
+    """A schema within Lark, with what a grammar of that schema has."""
+    schema, options = _prepared(normal_schema(source), grammar)
+    if schema is not False:
+        schema = {**({} if schema is True else schema), "x-guidance": options}
+    return msgspec.json.encode(schema).decode()
 
 
 def _prepared(schema: Schema, grammar: Grammar) -> tuple[Schema, "JsonCompileOptions"]:
     """The schema in keywords that llguidance honours, and the options of its JSON. Raises GrammarError."""
     if not grammar.additional_properties:
         schema = close_objects(schema)
-    schema = bound_hosts(replace_formats(schema, DATES))
-    refuse_uncounted_properties(schema, NAME)
-    source = msgspec.json.encode(schema).decode()
+    schema = guidance_schema(schema)
     options: JsonCompileOptions = {"whitespace_flexible": grammar.any_whitespace}
     if grammar.whitespace_pattern or grammar.any_whitespace:
         options["whitespace_pattern"] = grammar.whitespace_pattern or WHITESPACE
-    if "\\u00" not in source:
+    if not needs_escapes(schema):
         options["json_allowed_escapes"] = ESCAPES
     return schema, options
 

@@ -5,7 +5,6 @@ Its numbers are looser than JSON's (`2.e5`, integers that overflow): an answer m
 
 import re
 import threading
-from typing import Any
 
 from lmformatenforcer import (
     CharacterLevelParser,
@@ -19,33 +18,15 @@ from lmformatenforcer import (
 
 from blockyard.shared.grammars.error_texts import one_line
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.json_schemas.engine_schemas import enforcer_schema
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
-from blockyard.shared.grammars.schema_rules import (
-    keep_values_of_type,
-    name_required,
-    name_types,
-    refuse_combinations,
-    refuse_odd_names,
-)
-from blockyard.shared.grammars.schemas import (
-    close_objects,
-    keywords,
-    read_choices,
-    read_schema,
-    refuse_keywords,
-    subschemas,
-)
+from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.grammars.token_texts import token_texts
 from blockyard.shared.messages import Grammar, GrammarKind
 
 NAME = "lm-format-enforcer"
 STEP_S = 2.0  # masks are made in Python: a first one may take a second at 128k tokens
-_OF_TYPES = keywords("minLength maxLength pattern items minItems maxItems properties required additionalProperties")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")  # it lets them into strings of JSON
-KEYWORDS = keywords(
-    "type enum const properties required additionalProperties items minItems maxItems minLength maxLength pattern "
-    "anyOf $ref $defs definitions"
-)
 
 
 class LmFormatEnforcerEngine:
@@ -80,11 +61,7 @@ class LmFormatEnforcerEngine:
     def _parser(self, grammar: Grammar) -> CharacterLevelParser:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                schema = read_schema(grammar.source)
-                if isinstance(schema, bool):
-                    raise UnsupportedGrammar(f"{NAME} supports no schemas but objects")
-                _enforced(schema)
-                return JsonSchemaParser(schema if grammar.additional_properties else close_objects(schema))
+                return JsonSchemaParser(enforcer_schema(read_schema(grammar.source)))
             case GrammarKind.JSON_OBJECT:
                 return JsonSchemaParser({"type": "object"})
             case GrammarKind.REGEX:
@@ -159,21 +136,3 @@ class EnforcerState:
 
     def copy(self) -> "EnforcerState":
         return EnforcerState(self._masks, self._texts, self._parsers.copy())
-
-
-def _enforced(schema: dict[str, Any]) -> None:
-    """Makes the schema one in keywords that lm-format-enforcer honours. Raises GrammarError."""
-    refuse_keywords(schema, KEYWORDS, NAME)
-    name_required(name_types(keep_values_of_type(schema)))
-    refuse_combinations(schema, NAME)
-    refuse_odd_names(schema, NAME)
-    for part in subschemas(schema):
-        if isinstance(part.get("type"), list) and part.keys() & _OF_TYPES:
-            raise UnsupportedGrammar(f"{NAME} supports no other keywords beside a list of types")
-        if part.get("items") is False:
-            raise UnsupportedGrammar(f"{NAME} supports no `items` of false")
-        values = part.get("enum", [])
-        if not all(isinstance(value, str) and value.isprintable() for value in [*values, part.get("const", "")]):
-            raise UnsupportedGrammar(f"{NAME} supports no values of enum and const but strings of printable characters")
-        if any(sign in value for value in [*values, part.get("const", "")] for sign in '"\\'):
-            raise UnsupportedGrammar(f"{NAME} supports no quotes and backslashes in values of enum and const")

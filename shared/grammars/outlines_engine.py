@@ -1,6 +1,5 @@
 """The engine of outlines-core: a table of all states of a regular expression, with the tokens of each."""
 
-import re
 import threading
 from collections import OrderedDict
 
@@ -10,39 +9,13 @@ from outlines_core.json_schema import build_regex_from_schema
 
 from blockyard.shared.grammars.error_texts import one_line
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.json_schemas.engine_schemas import outlines_schema
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
-from blockyard.shared.grammars.schema_rules import (
-    DATES,
-    HOSTS,
-    TIMES,
-    Schema,
-    keep_values_of_type,
-    name_required,
-    name_types,
-    refuse_combinations,
-    refuse_formats,
-    refuse_odd_names,
-    refuse_overlaps,
-    replace_formats,
-)
-from blockyard.shared.grammars.schemas import (
-    ANNOTATIONS,
-    keywords,
-    read_choices,
-    read_schema,
-    refuse_keywords,
-    subschemas,
-)
+from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.grammars.token_texts import token_texts
 from blockyard.shared.messages import Grammar, GrammarKind
 
 NAME = "outlines"
-KEYWORDS = keywords(
-    "type enum const properties required items prefixItems minItems maxItems minLength maxLength pattern format "
-    "anyOf oneOf $ref $defs definitions additionalProperties"
-)
-FORMATS = keywords("uuid")  # others are ignored, or let control characters through
-_ANY_CHARACTER = re.compile(r'(?<!\\)\.|\[\^|\\[SWD"\\]|"')  # in patterns: it may end the string
 MOST_MASKS = 256  # of the states used last, kept for each grammar
 REGEX_SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
@@ -142,30 +115,9 @@ def _regex(grammar: Grammar) -> str:
             return "|".join(map(_escaped, sorted(read_choices(grammar.source), key=len, reverse=True)))
         case GrammarKind.JSON_SCHEMA:
             whitespace = grammar.whitespace_pattern or (None if grammar.any_whitespace else "")
-            source = msgspec.json.encode(_enforced(read_schema(grammar.source))).decode()
+            source = msgspec.json.encode(outlines_schema(read_schema(grammar.source))).decode()
             return str(build_regex_from_schema(source, whitespace))
     raise UnsupportedGrammar(f"{NAME} does not support grammars of the kind {grammar.kind.value}")
-
-
-def _enforced(schema: Schema) -> Schema:
-    """The schema in keywords that outlines-core honours. Raises GrammarError."""
-    refuse_keywords(schema, KEYWORDS, NAME)
-    name_required(name_types(keep_values_of_type(schema)))
-    refuse_combinations(schema, NAME)
-    refuse_overlaps(schema, NAME)
-    refuse_odd_names(schema, NAME)
-    refuse_formats(replace_formats(schema, DATES | HOSTS | TIMES), FORMATS, NAME)
-    if isinstance(schema, bool):
-        raise UnsupportedGrammar(f"{NAME} supports no schemas but objects")
-    for part in subschemas(schema):
-        if not part.keys() - ANNOTATIONS - keywords("$defs definitions"):
-            raise UnsupportedGrammar(f"{NAME} supports no schemas without a type, a value or a choice")
-        if isinstance(pattern := part.get("pattern"), str) and _ANY_CHARACTER.search(pattern):
-            raise UnsupportedGrammar(f"{NAME} supports no `pattern` that allows quotes, backslashes or any character")
-        dropped = sorted(part.keys() & {"items", "minItems", "maxItems"})
-        if "prefixItems" in part and dropped:
-            raise UnsupportedGrammar(f"{NAME} does not support these keywords beside prefixItems: {', '.join(dropped)}")
-    return schema
 
 
 def _escaped(text: str) -> str:

@@ -1,50 +1,18 @@
-"""JSON sources of grammars: choices, and the keywords of JSON schemas.
+"""JSON sources of grammars: schemas, choices and structural tags."""
 
-Libraries compile schemas. But some of them ignore keywords that they do not know, and output that such a keyword would
-forbid is worse than an error. So their engines list the keywords they honour, and others are refused by name here.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from blockyard.shared.grammars.interface import GrammarError, UnsupportedGrammar
+from blockyard.shared.grammars.interface import GrammarError
+from blockyard.shared.grammars.json_schemas.keywords import Schema, kind_of
+from blockyard.shared.grammars.json_schemas.normal_form import normal_schema
 
 
-def keywords(names: str) -> frozenset[str]:
-    """A set of keywords, from their names with spaces between."""
-    return frozenset(names.split())
-
-
-# where a schema holds other schemas
-_ONE = keywords("additionalProperties unevaluatedProperties propertyNames unevaluatedItems contains not if then else")
-_ONE |= keywords("items additionalItems")
-_LIST = keywords("anyOf oneOf allOf prefixItems items")
-_NAMED = keywords("properties patternProperties $defs definitions dependentSchemas")
-# say nothing about which values are valid
-ANNOTATIONS = keywords(
-    "$schema $id $anchor $comment title description default examples example deprecated readOnly writeOnly "
-    "discriminator contentMediaType contentEncoding nullable strict name x-guidance"
-)
-
-
-# xgrammar ignores the others: https://xgrammar.mlc.ai and its json_schema_converter.cc
-XGRAMMAR_KEYWORDS = keywords(
-    "type enum const properties required additionalProperties unevaluatedProperties items prefixItems minItems "
-    "maxItems unevaluatedItems minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum "
-    "anyOf oneOf $ref $defs definitions minProperties maxProperties"
-)
-
-
-def read_schema(source: str) -> dict[str, Any] | bool:
-    """Reads the source of a JSON schema. Raises GrammarError if it is no schema."""
-    schema = _json(source, "the JSON schema")
-    if not isinstance(schema, dict | bool):
-        raise GrammarError(f"a JSON schema is an object or a boolean, not {_kind(schema)}")
-    if any(part.get("enum") == [] for part in subschemas(schema)):
-        raise GrammarError("an enum of the JSON schema is empty")
-    return schema
+def read_schema(source: str) -> Schema:
+    """The normal form of a JSON schema. Raises GrammarError if it is no schema."""
+    return normal_schema(_json(source, "the JSON schema"))
 
 
 def read_choices(source: str) -> list[str]:
@@ -61,62 +29,21 @@ def read_object(source: str, what: str) -> dict[str, Any]:
     """Reads a JSON object. Raises GrammarError."""
     value = _json(source, what)
     if not isinstance(value, dict):
-        raise GrammarError(f"{what} is a JSON object, not {_kind(value)}")
+        raise GrammarError(f"{what} is a JSON object, not {kind_of(value)}")
     return value
 
 
-def schemas_in(structural_tag: dict[str, Any]) -> Iterator[dict[str, Any] | bool]:
-    """The JSON schemas in a structural tag."""
-    waiting: list[object] = [structural_tag]
+def replace_schemas(tag: object, replace: Callable[[Schema], Schema]) -> None:
+    """Replaces each JSON schema in a structural tag by what `replace` makes of its normal form. Raises GrammarError."""
+    waiting = [tag]
     while waiting:
         part = waiting.pop()
         if isinstance(part, list):
             waiting.extend(part)
         elif isinstance(part, dict):
-            schema = part.get("json_schema")
-            if isinstance(schema, dict | bool):
-                yield schema
+            if isinstance(part.get("json_schema"), dict | bool):
+                part["json_schema"] = replace(normal_schema(part["json_schema"]))
             waiting.extend(value for keyword, value in part.items() if keyword != "json_schema")
-
-
-def refuse_keywords(schema: dict[str, Any] | bool, supported: frozenset[str], engine: str) -> None:
-    """Raises UnsupportedGrammar that names the keywords which the engine would ignore."""
-    used = {keyword for part in subschemas(schema) for keyword in part}
-    unknown = sorted(used - supported - ANNOTATIONS)
-    if unknown:
-        raise UnsupportedGrammar(f"{engine} does not support these keywords of JSON schemas: {', '.join(unknown[:20])}")
-
-
-def refuse_lark_schemas(source: str, engine: str) -> None:
-    """Raises UnsupportedGrammar for Lark with JSON schemas inside, of which the engine ignores keywords."""
-    if "%json" in source:
-        raise UnsupportedGrammar(f"{engine} does not support %json in Lark")
-
-
-def close_objects(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """Objects with `properties` get `additionalProperties: false` where the schema says nothing. Changes `schema`."""
-    for part in subschemas(schema):
-        if "properties" in part and not part.keys() & {"additionalProperties", "patternProperties"}:
-            part["additionalProperties"] = False
-    return schema
-
-
-def subschemas(schema: object) -> Iterator[dict[str, Any]]:
-    """The schema and all schemas in it. Values (`const`, `enum`, `default`) are not searched."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        yield part
-        for keyword in _ONE:
-            waiting.append(part.get(keyword))
-        for keyword in _LIST:
-            if isinstance(listed := part.get(keyword), list):
-                waiting.extend(listed)
-        for keyword in _NAMED:
-            if isinstance(named := part.get(keyword), dict):
-                waiting.extend(named.values())
 
 
 def _json(source: str, what: str) -> object:
@@ -127,7 +54,3 @@ def _json(source: str, what: str) -> object:
     except (RecursionError, UnicodeEncodeError) as e:
         raise GrammarError(f"{what} cannot be read: {e}") from e
     return value
-
-
-def _kind(value: object) -> str:
-    return {str: "a string", list: "a list", type(None): "null"}.get(type(value), "a number")

@@ -1,43 +1,25 @@
 """The engine of xgrammar. Its library imports torch and transformers, and has no limits on time or memory."""
 
+import re
+
 import msgspec
 import xgrammar
 
 from blockyard.shared.grammars.error_texts import one_line, xgrammar_cause
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
+from blockyard.shared.grammars.json_schemas.engine_schemas import refuse_lark_schema, xgrammar_schema
+from blockyard.shared.grammars.json_schemas.keywords import Schema
+from blockyard.shared.grammars.json_schemas.patterns import misread
+from blockyard.shared.grammars.lark_sources import replace_lark_schemas
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher
-from blockyard.shared.grammars.schema_rules import (
-    DATES,
-    HOSTS,
-    Schema,
-    keep_values_of_type,
-    name_required,
-    name_types,
-    refuse_combinations,
-    refuse_formats,
-    refuse_overlaps,
-    refuse_uncounted_properties,
-    replace_formats,
-)
-from blockyard.shared.grammars.schemas import (
-    XGRAMMAR_KEYWORDS,
-    keywords,
-    read_choices,
-    read_object,
-    read_schema,
-    refuse_keywords,
-    refuse_lark_schemas,
-    schemas_in,
-    subschemas,
-)
+from blockyard.shared.grammars.schemas import read_choices, read_object, read_schema, replace_schemas
 from blockyard.shared.grammars.token_texts import token_texts
 from blockyard.shared.messages import Grammar, GrammarKind
 
 NAME = "xgrammar"
-# it ignores others
-FORMATS = keywords(
-    "time duration email ipv4 ipv6 uuid uri uri-reference uri-template json-pointer relative-json-pointer"
-)
+# Escapes within strings: "\\u0061" would be another spelling of a name that the schema knows. JSON needs no others.
+_ESCAPES = re.compile(r"^(\w*basic_escape\w*) ::= .*$", re.MULTILINE)
+_FEW_ESCAPES = r'\1 ::= ["\\\\bfnrt]'
 
 
 class XgrammarEngine:
@@ -66,10 +48,12 @@ class XgrammarEngine:
         source = grammar.source
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return self._schema(msgspec.json.encode(_enforced(read_schema(source))).decode(), grammar)
+                return self._schema(read_schema(source), grammar)
             case GrammarKind.JSON_OBJECT:
-                return self._schema('{"type": "object"}', grammar)
+                return self._schema({"type": "object"}, grammar)
             case GrammarKind.REGEX:
+                if fault := misread(source):
+                    raise UnsupportedGrammar(f"{NAME} does not support {fault} in regular expressions")
                 return self._compiler.compile_regex(source)
             case GrammarKind.CHOICE:
                 choices = " | ".join(map(_literal, read_choices(source)))
@@ -77,15 +61,14 @@ class XgrammarEngine:
             case GrammarKind.EBNF:
                 return self._compiler.compile_grammar(source)
             case GrammarKind.LARK:
-                refuse_lark_schemas(source, NAME)
-                return self._compiler.compile_lark(source)
+                return self._compiler.compile_lark(replace_lark_schemas(source, refuse_lark_schema))
             case GrammarKind.STRUCTURAL_TAG:
                 return self._compiler.compile_structural_tag(_structural_tag(source))
 
-    def _schema(self, source: str, grammar: Grammar) -> xgrammar.CompiledGrammar:
-        return self._compiler.compile_json_schema(
-            source, any_whitespace=grammar.any_whitespace, strict_mode=not grammar.additional_properties
-        )
+    def _schema(self, schema: Schema, grammar: Grammar) -> xgrammar.CompiledGrammar:
+        source = msgspec.json.encode(xgrammar_schema(schema, grammar.additional_properties)).decode()
+        rules = str(xgrammar.Grammar.from_json_schema(source, any_whitespace=grammar.any_whitespace, strict_mode=False))
+        return self._compiler.compile_grammar(_ESCAPES.sub(_FEW_ESCAPES, rules))
 
 
 class XgrammarGrammar:
@@ -121,40 +104,6 @@ class XgrammarState:
         return XgrammarState(self._matcher.fork())
 
 
-def _enforced(schema: Schema) -> Schema:
-    """The schema in keywords that xgrammar honours. Raises GrammarError."""
-    refuse_keywords(schema, XGRAMMAR_KEYWORDS, NAME)
-    name_required(name_types(keep_values_of_type(schema)))
-    refuse_combinations(schema, NAME)
-    refuse_formats(replace_formats(schema, DATES | HOSTS), FORMATS, NAME)
-    refuse_overlaps(schema, NAME)
-    refuse_uncounted_properties(schema, NAME)
-    for part in subschemas(schema):
-        if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = _pattern(pattern)
-        elif part.keys() & {"minLength", "maxLength"}:  # by these alone it would let control characters in
-            least, most = part.pop("minLength", 0), part.pop("maxLength", "")
-            part["pattern"] = f"^.{{{least},{most}}}$"
-    return schema
-
-
-def _pattern(pattern: str) -> str:
-    """The pattern in what xgrammar reads right in strings of JSON: `(x)?` becomes `(x|)`. Raises UnsupportedGrammar."""
-    if '"' in pattern or "\\\\" in pattern:
-        raise UnsupportedGrammar(f"{NAME} does not support quotes and backslashes in `pattern`")
-    out, is_in_class, at = "", False, 0
-    while at < len(pattern):
-        token = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
-        at += len(token)
-        if token in ("[", "]"):
-            is_in_class = token == "["
-        if token == ")" and not is_in_class and pattern[at : at + 1] == "?":
-            lazy = pattern[at + 1 : at + 2] == "?"
-            token, at = "|)", at + 1 + lazy
-        out += token
-    return out
-
-
 def _structural_tag(source: str) -> str:
     """Reads both spellings: one format, or the older list of structures with triggers. Raises GrammarError."""
     tag = read_object(source, "the structural tag")
@@ -164,8 +113,7 @@ def _structural_tag(source: str) -> str:
             tag = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"]).model_dump(mode="json")
         except (TypeError, ValueError) as e:  # pydantic's errors are ValueErrors
             raise GrammarError(f"the structural tag is not valid: {one_line(e)}") from e
-    for schema in schemas_in(tag):
-        _enforced(schema)  # changes the schema in the tag
+    replace_schemas(tag, xgrammar_schema)
     return msgspec.json.encode(tag).decode()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.grammars.format_patterns import FORMAT_PATTERNS
+from blockyard.shared.grammars.format_patterns import FORMAT_PATTERNS, FORMATS
 from blockyard.shared.tool_parsers.regex_lengths import LengthRange, regex_lengths
 from blockyard.shared.tool_parsers.schema_types import listed, named_types, resolve, type_of
 
@@ -66,10 +66,11 @@ class TextSchemas:
         if "const" in schema:
             terms.append(quoted(schema["const"]) if isinstance(schema["const"], str) else None)
         if "minLength" in schema or "maxLength" in schema:
-            terms.append(f"/(?s:.{{{int(schema.get('minLength', 0))},{schema.get('maxLength', '')}}})/")
+            most = int(schema["maxLength"]) if "maxLength" in schema else ""
+            terms.append(f"/(?s:.{{{int(schema.get('minLength', 0))},{most}}})/")
         if isinstance(schema.get("pattern"), str):
             terms.append(search(schema["pattern"]))
-        if isinstance(schema.get("format"), str):
+        if schema.get("format") in FORMATS:  # others annotate
             if schema["format"] not in FORMAT_PATTERNS:
                 raise self._refusal(f"format {schema['format'][:40]}")
             terms.append(f"/{FORMAT_PATTERNS[schema['format']].replace('/', chr(92) + '/')}/")

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def bounded(schema: Any) -> Any:
     return changed
 
 
-def with_keywords(schema: Any, names: frozenset[str]) -> Any:
+def with_keywords(schema: Any, names: Collection[str]) -> Any:
     """The schema without keywords that are not in `names`; schemas that held others become `true`."""
     if not isinstance(schema, dict):
         return schema

@@ -79,7 +79,7 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
     "no schema": (schema(""), "not valid JSON"),
     "a text": (schema('""'), "an object or a boolean"),
     "a keyword": (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    "nowhere": (schema({"$ref": "#/$defs/x"}), "does not exist"),
+    "nowhere": (schema({"$ref": "#/$defs/x"}), "does not define"),
     "circle": (schema({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no first token"),
     "deep": (schema('{"items":' * 20_000 + "{}" + "}" * 20_000), ""),
     "alternatives": (Grammar(GrammarKind.CHOICE, json.dumps([f"x{i}" for i in range(100_000)])), "bytes; at most"),

@@ -15,10 +15,10 @@ from grammar_rig import XGRAMMAR as XG
 from grammar_walks import Writer
 from json_schemas import chosen_schemas, random_schema, validate, with_keywords
 
-from blockyard.shared.grammars import outlines_engine
 from blockyard.shared.grammars.engines import Engines
 from blockyard.shared.grammars.interface import GrammarError, UnsupportedGrammar
-from blockyard.shared.grammars.schemas import XGRAMMAR_KEYWORDS
+from blockyard.shared.grammars.json_schemas.engine_schemas import OUTLINES as OUTLINES_TABLE
+from blockyard.shared.grammars.json_schemas.engine_schemas import XGRAMMAR
 from blockyard.shared.messages import GrammarEngine, GrammarKind
 
 CHOSEN = chosen_schemas()
@@ -26,7 +26,7 @@ NUM_RANDOM = 200
 # each names the keyword, or says that there is no value at all
 CAUSES = re.compile(
     "(uniqueItems|oneOf|[mM](in|ax)Properties|(min|max)Items|prefixItems|allOf|multipleOf|patternProperties|beside )"
-    "|Unsatisfiable schema: "
+    "|names|Unsatisfiable schema: "
 )
 
 
@@ -71,7 +71,7 @@ def test_values_of_random_schemas_are_valid(engines: Engines, writer: Writer) ->
 def test_values_of_xgrammar_are_valid(engines: Engines, writer: Writer) -> None:
     refused = check(engines, writer, XG, CHOSEN, 3)
     assert all(CAUSES.search(cause) for cause in refused.values()) and len(refused) < 20, refused
-    schemas = {f"random {seed}": with_keywords(random_schema(seed), XGRAMMAR_KEYWORDS) for seed in range(40)}
+    schemas = {f"random {seed}": with_keywords(random_schema(seed), {*XGRAMMAR, "$defs"}) for seed in range(40)}
     refused = check(engines, writer, XG, schemas, 2)
     assert all(CAUSES.search(cause) for cause in refused.values()) and len(refused) < 30, refused
 
@@ -81,7 +81,7 @@ def test_values_of_outlines_are_valid(engines: Engines, writer: Writer) -> None:
     del small["type object"]  # its table takes 20 s
     refused = check(engines, writer, OUTLINES, small, 3)
     assert len(refused) < 0.8 * len(small)
-    schemas = {f"random {seed}": with_keywords(random_schema(seed), outlines_engine.KEYWORDS) for seed in range(20)}
+    schemas = {f"random {seed}": with_keywords(random_schema(seed), {*OUTLINES_TABLE, "$defs"}) for seed in range(20)}
     check(engines, writer, OUTLINES, schemas, 2)
 
 
@@ -110,17 +110,17 @@ BESIDE: list[tuple[GrammarEngine, dict[str, Any], str]] = [
     (XG, {"$ref": "#/$defs/t", "maxLength": 2, "$defs": {"t": {"type": "string"}}}, r"beside \$ref: maxLength"),
     (XG, {"anyOf": [{"type": "string"}], "maxLength": 2}, "beside anyOf: maxLength"),
     (XG, {"type": "string", "pattern": "a", "maxLength": 2}, "beside pattern: maxLength"),
-    (XG, {"type": "string", "format": "iri"}, "format.*iri"),
+    (XG, {"type": "string", "format": "regex"}, "regex in `format`"),
     (XG, {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     (XG, {"type": "string", "pattern": 'a"b'}, "quotes"),
     (GUIDANCE, {"type": "object", "minProperties": 2}, "minProperties"),
     (OUTLINES, {"type": "array", "prefixItems": [{"type": "null"}], "minItems": 1}, "beside prefixItems: minItems"),
     (OUTLINES, {"type": "object", "properties": {"a": {}}}, "without a type"),
     (OUTLINES, {"type": "object", "properties": {'"': {"type": "null"}}}, "quotes"),
-    (OUTLINES, {"type": "string", "pattern": "^.*$"}, "quotes"),
-    (OUTLINES, {"type": "string", "format": "email"}, "format.*email"),
+    (OUTLINES, {"type": "string", "pattern": "^.*$"}, "any character in `pattern`"),
+    (OUTLINES, {"type": "string", "format": "email"}, "email in `format`"),
     (ENFORCER, {"type": ["string", "null"], "maxLength": 2}, "list of types"),
-    (ENFORCER, {"type": "object", "properties": {"a": {"const": 1}}}, "but strings"),
+    (ENFORCER, {"type": "object", "properties": {"a": {"const": 1}}}, "values but strings"),
     (ENFORCER, {"type": "object", "properties": {"a": {"const": '"'}}}, "quotes"),
 ]
 

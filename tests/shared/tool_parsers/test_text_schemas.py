@@ -64,6 +64,7 @@ SCHEMAS: list[tuple[Any, list[str], list[str]]] = [
     ({"not": {"pattern": "a"}}, ["b", ""], ["a"]),
     ({"not": {"type": "integer"}}, ["a"], []),
     ({"format": "date"}, ["2024-02-29"], ["2023-02-29", "x"]),
+    ({"format": "binary", "maxLength": 2.0}, ["x", "ab"], ["abc"]),
 ]
 
 
@@ -74,7 +75,7 @@ def test_terminals_match_valid_strings(schema: Any, fitting: list[str], others: 
 
 
 def test_what_cannot_be_enforced_is_refused() -> None:
-    for schema in ({"if": {}, "then": {}}, {"format": "color"}, {"$ref": "#/$defs/loop"}):
+    for schema in ({"if": {}, "then": {}}, {"format": "uri-reference"}, {"$ref": "#/$defs/loop"}):
         with pytest.raises(RequestError):
             TextSchemas(ROOT, "f").terminal(schema)
 

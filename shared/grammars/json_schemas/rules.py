@@ -1,22 +1,23 @@
 """What the engines of JSON schemas leave out without a word: mended where another schema says the same, else refused.
 
-Libraries follow one keyword of a schema object and drop those beside it (`type` beside `enum`, anything beside `$ref`
+Libraries follow one keyword of a schema object and drop the keywords beside it (`type` beside `enum`, all beside `$ref`
 or `anyOf`), take `oneOf` for `anyOf`, and have formats that let wrong values through (30 February, host names of any
 length). Each function here concerns the whole schema and may change it.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from blockyard.shared.grammars.format_patterns import FORMAT_PATTERNS
 from blockyard.shared.grammars.interface import GrammarError, UnsupportedGrammar
-from blockyard.shared.grammars.schemas import ANNOTATIONS, keywords, subschemas
+from blockyard.shared.grammars.json_schemas.keywords import IS_TYPE, Schema, has_type, keywords, subschemas
 
-Schema = dict[str, Any] | bool
+Refusal = Callable[[Any], str]  # what an engine does not support of a keyword's value; "": it takes the value
+Table = Mapping[str, Refusal]  # by the keywords that an engine honours
 
 _HEADS = ("$ref", "const", "enum", "anyOf", "oneOf")  # an engine that follows one of these follows nothing else
-_SAY_NOTHING = ANNOTATIONS | keywords("$defs definitions")
 _CONCERNED = {
     "string": keywords("minLength maxLength pattern format"),
     "number": keywords("minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"),
@@ -32,6 +33,26 @@ MOST_HOST_CHARS = 253
 DATES = {name: f"^{FORMAT_PATTERNS[name]}$" for name in ("date", "date-time")}
 HOSTS = {name: f"^{FORMAT_PATTERNS[name]}$" for name in ("hostname", "ipv4")}
 TIMES = {"time": f"^{FORMAT_PATTERNS['time']}$"}
+
+
+def refuse_others(schema: Schema, table: Table, engine: str) -> None:
+    """Raises UnsupportedGrammar that names the keywords, or the part of a keyword's value, that the table lacks."""
+    parts = list(subschemas(schema))
+    unknown = sorted({keyword for part in parts for keyword in part} - table.keys() - {"$defs"})
+    if unknown:
+        raise UnsupportedGrammar(f"{engine} does not support these keywords of JSON schemas: {', '.join(unknown[:20])}")
+    for part in parts:
+        for keyword, value in part.items():
+            if keyword != "$defs" and (refused := table[keyword](value)):
+                raise UnsupportedGrammar(f"{engine} does not support {refused} in `{keyword}`")
+
+
+def close_objects(schema: Schema) -> Schema:
+    """Objects with `properties` get `additionalProperties: false` where the schema says nothing. Changes `schema`."""
+    for part in subschemas(schema):
+        if "properties" in part and not part.keys() & {"additionalProperties", "patternProperties"}:
+            part["additionalProperties"] = False
+    return schema
 
 
 def replace_formats(schema: Schema, patterns: dict[str, str]) -> Schema:
@@ -64,7 +85,7 @@ def keep_values_of_type(schema: Schema) -> Schema:
         types = part["type"] if isinstance(part["type"], list) else [part["type"]]
         name = "enum" if "enum" in part else "const"
         values = part["enum"] if name == "enum" and isinstance(part["enum"], list) else [part.get(name)]
-        kept = [value for value in values if any(_has_type(value, one) for one in types)]
+        kept = [value for value in values if any(has_type(value, one) for one in types)]
         if not kept:
             raise GrammarError(f"no value of {name} in the JSON schema has its type {', '.join(map(str, types))}")
         if name == "enum":
@@ -76,7 +97,7 @@ def keep_values_of_type(schema: Schema) -> Schema:
 def refuse_combinations(schema: Schema, engine: str) -> None:
     """Raises UnsupportedGrammar that names keywords which the engine drops beside another one."""
     for part in subschemas(schema):
-        asserting = part.keys() - _SAY_NOTHING
+        asserting = part.keys() - {"$defs"}
         head = next((name for name in _HEADS if name in part), None)
         if head is not None and len(asserting) > 1:
             others = ", ".join(sorted(asserting - {head}))
@@ -109,6 +130,31 @@ def name_required(schema: Schema) -> Schema:
     return schema
 
 
+def drop_forbidden(schema: Schema) -> Schema:
+    """Names that a schema forbids are left out, for engines that allow the names of `properties` alone."""
+    for part in subschemas(schema):
+        if part.get("additionalProperties") is False:
+            del part["additionalProperties"]
+            part.setdefault("properties", {})
+        properties = part.get("properties", {})
+        forbidden = {name for name, one in properties.items() if one is False}
+        if forbidden.intersection(part.get("required", [])):
+            raise GrammarError(
+                f"the JSON schema requires properties that it forbids: {', '.join(sorted(forbidden)[:20])}"
+            )
+        if forbidden:
+            part["properties"] = {name: one for name, one in properties.items() if name not in forbidden}
+    return schema
+
+
+def refuse_contradictions(schema: Schema, engine: str) -> None:
+    """Raises UnsupportedGrammar for a least count that is above the most, for engines that do not see it."""
+    for part in subschemas(schema):
+        for what in ("Items", "Length"):
+            if part.get(f"min{what}", 0) > part.get(f"max{what}", math.inf):
+                raise UnsupportedGrammar(f"{engine} supports no min{what} above max{what}")
+
+
 def refuse_odd_names(schema: Schema, engine: str) -> None:
     """Raises UnsupportedGrammar for names of properties that a string of JSON has to escape."""
     for part in subschemas(schema):
@@ -118,19 +164,12 @@ def refuse_odd_names(schema: Schema, engine: str) -> None:
 
 
 def refuse_uncounted_properties(schema: Schema, engine: str) -> None:
-    """Raises UnsupportedGrammar for `minProperties` that a name written twice would satisfy: no engine sees those."""
+    """Raises UnsupportedGrammar for `minProperties` that a name written twice would satisfy: no engine sees that."""
     for part in subschemas(schema):
         least, names = part.get("minProperties"), _listed(part, "required")
         is_open = part.get("additionalProperties", True) is not False or "patternProperties" in part
         if is_open and isinstance(least, int | float) and least > len(names) + 1:
             raise UnsupportedGrammar(f"{engine} supports minProperties up to one more than `required` lists")
-
-
-def refuse_formats(schema: Schema, supported: frozenset[str], engine: str) -> None:
-    """Raises UnsupportedGrammar that names a format which the engine would ignore."""
-    for part in subschemas(schema):
-        if "format" in part and part["format"] not in supported:
-            raise UnsupportedGrammar(f"{engine} does not support this format of JSON schemas: {part['format']}")
 
 
 def refuse_overlaps(schema: Schema, engine: str) -> None:
@@ -167,7 +206,7 @@ def _values(schema: dict[str, Any]) -> list[object] | None:
 def _types(schema: dict[str, Any], values: list[object] | None) -> set[str]:
     """The types that the schema allows, integers as numbers; empty: any."""
     if values is not None:
-        return {name for name in _IS_TYPE for value in values if name != "integer" and _has_type(value, name)}
+        return {name for name in IS_TYPE for value in values if name != "integer" and has_type(value, name)}
     given = schema.get("type", [])
     return {"number" if name == "integer" else name for name in (given if isinstance(given, list) else [given])}
 
@@ -191,20 +230,3 @@ def _resolved(part: object, schema: Schema) -> object:
 def _listed(part: dict[str, Any], name: str) -> list[Any]:
     value = part.get(name, [])
     return value if isinstance(value, list) else []
-
-
-_IS_TYPE: dict[str, Callable[[object], bool]] = {
-    "string": lambda value: isinstance(value, str),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "integer": lambda value: not isinstance(value, bool) and isinstance(value, int | float) and value == int(value),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-    "array": lambda value: isinstance(value, list),
-    "object": lambda value: isinstance(value, dict),
-}
-
-
-def _has_type(value: object, name: object) -> bool:
-    if not isinstance(name, str) or name not in _IS_TYPE:
-        raise GrammarError(f"{name} is no type of JSON schemas")
-    return _IS_TYPE[name](value)
