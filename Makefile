@@ -49,10 +49,12 @@ else
 	$(RUN) -m pytest -q $(ALONE:%=tests/%)
 endif
 
-# What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3).
+# What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3). `make test` has
+# the rest. Tests that need the GPU to themselves run behind the others.
+ON_GPU := -p no:benchmark tests/kernels tests/services/gpu_worker tests/services/kv_transfer
 test-gpu: test-ready
-	$(RUN) -m pytest -q -p no:benchmark -n 16 --dist worksteal -m "not cpu" \
-		tests/kernels tests/services/gpu_worker tests/services/kv_transfer
+	$(RUN) -m pytest -q -n 16 --dist worksteal -m "cuda and not cpu and not alone" $(ON_GPU)
+	$(RUN) -m pytest -q -m "cuda and alone" $(ON_GPU)
 
 # The scheduler's property tests with many more histories than in `make test`: about an hour.
 PROPERTIES := services/scheduler/test_properties.py services/scheduler/kv_cache/test_block_copies.py \

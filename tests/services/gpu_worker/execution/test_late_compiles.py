@@ -12,6 +12,7 @@ from tiny_models import BY_NAME
 
 
 @pytest.mark.cuda
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_no_kernel_is_compiled_by_a_step_of_any_size(name: str, tmp_path: Path) -> None:
     """In a process of its own with an empty cache, as on a first start."""

@@ -19,7 +19,11 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.messages import KVRole, KVSend, Sampling, SlotRun, SlotStart, StepPlan
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 CYCLES = 40_000_000  # 20 ms
 CHUNK, BLOCKS = 32, [6, 7, 8, 9, 10, 11, 12, 13, 14]  # two chunks in blocks of 8 tokens, and the next token
