@@ -20,7 +20,14 @@ LENGTH, STREAMS = 190, 120
 
 
 def compiled_late(folder: Path) -> list[str]:
-    runner = start(folder, device="cuda", max_model_len=LENGTH + 64, max_num_batched_tokens=256, max_num_seqs=64)
+    runner = start(
+        folder,
+        device="cuda",
+        max_model_len=LENGTH + 64,
+        max_num_batched_tokens=256,
+        max_num_seqs=64,
+        num_gpu_blocks_override=4000,
+    )
     names: list[str] = []
 
     def on_compile(*, src: Any, cache_hit: bool, **_: object) -> None:
