@@ -2,29 +2,24 @@
 
 import { ApiError, streamEvents } from "./api.js";
 import { AnswerParts } from "./parts.js";
-import { copyText, element, renderText } from "./text.js";
-import { TokenSpans, readTokens } from "./tokens.js";
+import { actionButton, copyText, element, renderText } from "./text.js";
+import { TokenText, readTokens } from "./tokens.js";
 
 const FINISH = { stop: "complete", length: "cut at max tokens", tool_calls: "calls tools" };
 
 export class Answer {
-  text = "";
-  #tokens = [];
-  #drawn = 0; // tokens that have their spans
-  #spans = null;
+  #content;
+  #tokens = []; // those whose text has not come yet: a server keeps text back until it knows what it is
   #timing = { started: 0, first: null, last: null, pieces: 0 };
   #usage = null;
   #finish = null;
   #colours;
-  #markup;
-  #masked;
+  #asked; // for colours
   #frame = 0;
 
   /** `markup`: the text may hold code fences; else it is shown as it is. `masked`: it follows a JSON schema. */
   constructor({ colours, markup, masked }) {
-    this.#colours = colours;
-    this.#markup = markup;
-    this.#masked = masked;
+    this.#colours = this.#asked = colours;
     this.root = element("article", "", "message answer streaming");
     this.root.setAttribute("aria-label", "Answer");
     this.body = element("div", "", markup ? "body" : "body code");
@@ -34,7 +29,12 @@ export class Answer {
     foot.append(this.figures, this.actions);
     this.root.append(this.body, foot);
     this.body.append(waitingBlocks());
-    this.parts = new AnswerParts(this.body);
+    this.parts = new AnswerParts(this.body, this.#tokens);
+    this.#content = new TokenText(this.body, { masked, plain: markup ? renderText : showText });
+  }
+
+  get text() {
+    return this.#content.text;
   }
 
   /** Streams the answer to `body`. Returns "done", "stopped" or "failed"; never throws. */
@@ -50,59 +50,45 @@ export class Answer {
     cancelAnimationFrame(this.#frame);
     this.#finish ??= outcome === "stopped" ? "stopped by you" : null;
     this.root.classList.remove("streaming");
+    if (!this.parts.any) this.#content.add(this.#tokens.splice(0)); // the end of the answer has a token, but no text
     this.#draw();
     if (this.text) this.addAction("Copy", (button) => this.#copy(button));
     return outcome;
   }
 
   addAction(label, act) {
-    const button = element("button", label, "quiet");
-    button.type = "button";
-    button.addEventListener("click", () => act(button));
-    this.actions.append(button);
+    this.actions.append(actionButton(label, act));
   }
 
   showColours(colours) {
     this.#colours = colours;
-    this.#spans = null;
     this.#draw();
   }
 
   #take(event) {
     this.#usage = event.usage ?? this.#usage;
-    const choice = event.choices?.[0];
+    const choice = event.choices?.find(({ index }) => !index);
     if (!choice) return;
     const piece = choice.delta?.content ?? choice.text ?? "";
     const tokens = readTokens(choice.logprobs);
     this.#finish = choice.finish_reason ?? this.#finish;
+    this.#tokens.push(...tokens);
     const hasParts = this.parts.take(choice.delta);
+    this.#content.push(piece, this.#tokens);
     if (piece === "" && tokens.length === 0 && !hasParts) return;
     const now = performance.now();
     this.#timing.first ??= now;
     this.#timing.last = now;
     this.#timing.pieces += tokens.length || 1;
-    this.text += piece;
-    this.#tokens.push(...tokens);
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
   #draw() {
     this.#frame = 0;
-    this.parts.draw();
-    if (this.#colours && this.#tokens.length) {
-      if (!this.#spans) {
-        this.#spans = new TokenSpans(this.body, this.#masked);
-        this.#drawn = 0;
-      }
-      this.#spans.append(this.#tokens.slice(this.#drawn));
-      this.#drawn = this.#tokens.length;
-    } else {
-      this.body.classList.remove("tokens");
-      const waits = this.text === "" && !this.parts.calls.length && this.root.classList.contains("streaming");
-      if (waits) return;
-      if (this.#markup) renderText(this.body, this.text);
-      else this.body.textContent = this.text;
-    }
+    this.parts.draw(this.#colours);
+    const waits = this.text === "" && !this.parts.calls.length && this.root.classList.contains("streaming");
+    if (waits) return;
+    this.#content.draw(this.#colours);
     this.#drawFigures();
     this.root.dispatchEvent(new CustomEvent("grow", { bubbles: true }));
   }
@@ -121,6 +107,7 @@ export class Answer {
     const cached = this.#usage?.prompt_tokens_details?.cached_tokens;
     if (cached) shown.push([String(cached), "cached"]);
     if (this.#finish) shown.push(["", FINISH[this.#finish] ?? this.#finish]);
+    if (this.#colours && !this.#asked) shown.push(["", "no token colours: they were off when this was asked"]);
     this.figures.replaceChildren(...shown.map(([value, unit]) => {
       const figure = element("span", "", "figure");
       figure.append(...(value ? [element("b", value), ` ${unit}`] : [unit]));
@@ -153,6 +140,10 @@ function heading({ status }) {
   if (status >= 400 && status < 500) return "The request was refused";
   if (status >= 500) return "The server failed";
   return "The answer broke off";
+}
+
+function showText(target, text) {
+  target.textContent = text;
 }
 
 function waitingBlocks() {

@@ -1,7 +1,7 @@
 // The two composers, for chat and completion. A pane owns its form, its log, and at most one answer in progress.
 
 import { Answer } from "./answer.js";
-import { element } from "./text.js";
+import { actionButton, element } from "./text.js";
 
 const NEAR_END_PX = 80; // a reader this close to the end is following along
 
@@ -10,7 +10,7 @@ class Pane {
   #abort = null;
   #following = true;
 
-  /** `settings`: {model(), params, colours(), say(text)} of the whole page. */
+  /** `settings`: {model(), params, colours(), say(text), show(field)} of the whole page. `model()` is "" before there is one. */
   constructor(name, settings) {
     this.settings = settings;
     this.form = document.getElementById(`${name}-form`);
@@ -20,6 +20,12 @@ class Pane {
     this.scroll = document.getElementById(`${name}-scroll`);
     this.halt = this.form.querySelector(".halt");
     this.go = this.form.querySelector(".go");
+    this.name = name;
+    this.notice = element("div", "", "notice");
+    this.notice.setAttribute("role", "alert");
+    this.notice.hidden = true;
+    this.form.before(this.notice);
+    for (const form of [this.form, settings.params.form]) form.addEventListener("input", () => (this.notice.hidden = true));
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.submit();
@@ -34,7 +40,7 @@ class Pane {
       const { scrollHeight, scrollTop, clientHeight } = this.scroll;
       this.#following = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
     });
-    this.log.addEventListener("grow", () => this.#following && this.toEnd());
+    this.log.addEventListener("grow", () => this.follow());
   }
 
   get busy() {
@@ -43,21 +49,39 @@ class Pane {
 
   offer(target, texts) {
     for (const text of texts) {
-      const button = element("button", text.trimEnd(), "starter");
-      button.type = "button";
-      button.addEventListener("click", () => {
+      target.append(actionButton(text.trimEnd(), () => {
         this.input.value = text;
         this.submit();
-      });
-      target.append(button);
+      }, "starter"));
     }
   }
 
   submit() {
-    if (this.busy || this.input.value.trim() === "") return;
+    if (!this.ready()) return;
+    if (this.input.value.trim() === "") return this.sendEmpty();
     this.intro.hidden = true;
     this.#following = true;
     this.send(this.input.value);
+  }
+
+  sendEmpty() {
+    this.tell(this.name === "chat" ? "There is no message to send yet." : "There is no text to go on from yet.");
+  }
+
+  /** Whether a request can be sent now. If not, the notice above the composer says why. */
+  ready() {
+    const fault = this.settings.params.fault(this.name);
+    this.notice.hidden = true;
+    if (this.busy) this.tell("Not sent: an answer is on its way. Esc stops it.");
+    else if (!this.settings.model()) this.tell("Not sent: the server has named no model yet.");
+    else if (fault) this.tell(`Not sent. ${fault.label}: ${fault.text}.`, ["Show", () => this.settings.show(fault)]);
+    return this.notice.hidden;
+  }
+
+  tell(text, action) {
+    this.notice.replaceChildren(element("p", text));
+    if (action) this.notice.append(actionButton(...action));
+    this.notice.hidden = false;
   }
 
   stop() {
@@ -66,6 +90,7 @@ class Pane {
 
   reset() {
     this.stop();
+    this.notice.hidden = true;
     this.#abort = null; // the next question may start before this one has ended
     this.#showBusy(false);
     this.answers = [];
@@ -76,6 +101,10 @@ class Pane {
 
   showColours(colours) {
     for (const answer of this.answers) answer.showColours(colours);
+  }
+
+  follow() {
+    if (this.#following) this.toEnd();
   }
 
   toEnd() {
@@ -92,6 +121,7 @@ class Pane {
     this.toEnd();
     const outcome = await answer.run(path, body, abort.signal);
     if (this.#abort === abort) {
+      this.notice.hidden = true;
       this.#abort = null;
       this.#showBusy(false);
       this.settings.say({ done: "Answer complete", stopped: "Stopped", failed: "The answer failed" }[outcome]);
@@ -101,7 +131,8 @@ class Pane {
 
   body(more) {
     const stream = { stream: true, stream_options: { include_usage: true } };
-    return { model: this.settings.model(), ...more, ...stream, ...this.settings.params.values() };
+    const { params } = this.settings;
+    return { model: this.settings.model(), ...more, ...params.values(), ...params.extra, ...stream };
   }
 
   #showBusy(busy) {
@@ -115,7 +146,7 @@ class Pane {
 }
 
 export class Chat extends Pane {
-  #turns = []; // {said, answer}
+  #turns = []; // {said, answer}; `said` is null where the results of the calls before are what was sent
 
   constructor(settings) {
     super("chat", settings);
@@ -136,6 +167,22 @@ export class Chat extends Pane {
     this.#turns = [];
   }
 
+  sendEmpty() {
+    const last = this.#turns.at(-1);
+    if (last?.answer.parts.results?.waiting) this.#sendResults(last);
+    else super.sendEmpty();
+  }
+
+  /** Gives the model the results of the calls of `turn`, in place of what came after it. */
+  #sendResults(turn) {
+    if (!this.ready()) return;
+    turn.answer.parts.results.markSent();
+    this.#dropAfter(turn);
+    const next = { said: null, answer: null };
+    this.#turns.push(next);
+    this.#ask(next);
+  }
+
   async #ask(turn) {
     const colours = this.settings.colours();
     const messages = this.#messages(turn);
@@ -149,26 +196,32 @@ export class Chat extends Pane {
       ...(colours && { logprobs: true, top_logprobs: 5 }),
     }));
     answer.addAction(outcome === "failed" ? "Try again" : "Again", () => this.#again(turn));
+    answer.parts.askResults(() => this.#sendResults(turn));
+    this.follow();
   }
 
   /** Generates another answer to the same question and removes the later messages, which would not fit it. */
   #again(turn) {
-    if (this.busy) return;
-    this.#turns = this.#turns.slice(0, this.#turns.indexOf(turn) + 1);
-    while (this.log.lastChild !== turn.answer.root) this.log.lastChild.remove();
+    if (!this.ready()) return;
+    this.#dropAfter(turn);
     this.#ask(turn);
+  }
+
+  #dropAfter(turn) {
+    this.#turns = this.#turns.slice(0, this.#turns.indexOf(turn) + 1);
+    this.answers = this.#turns.map(({ answer }) => answer);
+    while (this.log.lastChild !== turn.answer.root) this.log.lastChild.remove();
   }
 
   #messages(until) {
     const messages = [];
     if (this.settings.params.system) messages.push({ role: "system", content: this.settings.params.system });
     for (const { said, answer } of this.#turns.slice(0, this.#turns.indexOf(until))) {
-      const calls = answer.parts.history();
-      if (!answer.text && !calls.length) continue; // failed before the first word: left out of the history
-      const content = answer.text || null;
-      messages.push({ role: "user", content: said }, { role: "assistant", content, ...(calls.length && { tool_calls: calls }) });
+      if (!answer.text && !answer.parts.calls.length) continue; // failed before the first word: left out of the history
+      if (said !== null) messages.push({ role: "user", content: said });
+      messages.push(...answer.parts.history(answer.text));
     }
-    messages.push({ role: "user", content: until.said });
+    if (until.said !== null) messages.push({ role: "user", content: until.said });
     return messages;
   }
 }
@@ -185,7 +238,7 @@ export class Completion extends Pane {
     answer.body.before(element("span", prompt, "given"));
     this.log.append(answer.root);
     const outcome = await this.stream(answer, "v1/completions", this.body({ prompt, ...(colours && { logprobs: 5 }) }));
-    if (outcome === "failed") answer.addAction("Try again", () => this.busy || this.send(prompt));
+    if (outcome === "failed") answer.addAction("Try again", () => this.ready() && this.send(prompt));
     if (answer.text) answer.addAction("Go on from here", () => this.#goOn(prompt + answer.text));
   }
 

@@ -1,5 +1,7 @@
 // The parameter form. An empty field is not sent: the server's own default holds.
 
+import { JsonField } from "./json_fields.js";
+
 const STORE = "blockyard.params";
 
 const FIELDS = [
@@ -13,13 +15,14 @@ const FIELDS = [
 ];
 
 export class Params {
-  #form;
   #inputs = new Map();
+  #json = {}; // by the field's id
 
   constructor(form, rows) {
-    this.#form = form;
+    this.form = form;
     for (const field of FIELDS) rows.append(this.#row(field));
     this.#restore();
+    for (const area of form.querySelectorAll("[data-json]")) this.#json[area.id] = new JsonField(area);
     form.addEventListener("input", () => this.#keep());
     form.addEventListener("submit", (event) => event.preventDefault());
   }
@@ -41,18 +44,29 @@ export class Params {
     return this.#text("p-schema").trim();
   }
 
-  /** The fields of a chat request with tools. A text that is not JSON is sent as it is: the server says what is wrong. */
+  /** The fields of a chat request with tools. */
   tools() {
-    const text = this.#text("p-tools").trim();
-    if (!text) return {};
+    const tools = this.#json["p-tools"].value;
     const choice = this.#text("p-tool-choice");
-    let tools = text;
-    try {
-      tools = JSON.parse(text);
-    } catch {
-      // as the comment above says
+    return tools && { tools, ...(choice && { tool_choice: choice }) };
+  }
+
+  /** Fields of the user's own for a request's body. */
+  get extra() {
+    return this.#json["p-extra"].value;
+  }
+
+  /** The first field that cannot be sent from the pane `tab`, as {label, text, field, at}, or null. */
+  fault(tab) {
+    for (const { name, label } of FIELDS) {
+      const field = this.#inputs.get(name);
+      if (field.validity.badInput) return { label, text: "is not a number", field };
     }
-    return { tools, ...(choice && { tool_choice: choice }) };
+    for (const { area, fault } of Object.values(this.#json)) {
+      const used = tab === "chat" || !area.closest(".chat-only");
+      if (used && fault) return { label: area.labels[0].textContent, ...fault, field: area };
+    }
+    return null;
   }
 
   get system() {
@@ -61,13 +75,14 @@ export class Params {
 
   reset() {
     for (const field of FIELDS) this.#inputs.get(field.name).value = field.initial ?? "";
-    for (const area of this.#form.querySelectorAll("[data-store]")) area.value = "";
+    for (const area of this.form.querySelectorAll("[data-store]")) area.value = "";
+    for (const field of Object.values(this.#json)) field.check();
     this.#keep();
     this.#showSliders();
   }
 
   #text(id) {
-    return this.#form.querySelector(`#${id}`).value;
+    return this.form.querySelector(`#${id}`).value;
   }
 
   #row(field) {
@@ -101,7 +116,7 @@ export class Params {
   }
 
   #showSliders() {
-    for (const slider of this.#form.querySelectorAll("input[type=range]")) {
+    for (const slider of this.form.querySelectorAll("input[type=range]")) {
       const field = FIELDS.find((candidate) => candidate.name === slider.dataset.name);
       const set = this.#inputs.get(field.name).value;
       slider.value = set === "" ? field.rest : set;
@@ -114,14 +129,14 @@ export class Params {
   #keep() {
     const kept = {};
     for (const [name, input] of this.#inputs) kept[name] = input.value;
-    for (const area of this.#form.querySelectorAll("[data-store]")) kept[area.id] = area.value;
+    for (const area of this.form.querySelectorAll("[data-store]")) kept[area.id] = area.value;
     sessionStorage.setItem(STORE, JSON.stringify(kept));
   }
 
   #restore() {
     const kept = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
     for (const [name, input] of this.#inputs) input.value = kept[name] ?? input.value;
-    for (const area of this.#form.querySelectorAll("[data-store]")) area.value = kept[area.id] ?? "";
+    for (const area of this.form.querySelectorAll("[data-store]")) area.value = kept[area.id] ?? "";
     this.#showSliders();
   }
 }

@@ -15,9 +15,10 @@ const colours = byId("colours");
 const params = new Params(byId("params-form"), byId("params-rows"));
 const settings = {
   params,
-  model: () => model.value,
+  model: () => (model.disabled ? "" : model.value),
   colours: () => colours.checked,
   say: (text) => (byId("status").textContent = text),
+  show: showFault,
 };
 const panes = { chat: new Chat(settings), completion: new Completion(settings) };
 let tab = "chat";
@@ -104,6 +105,18 @@ function showDrawer(open) {
   byId(open ? "p-temperature" : "params-open").focus();
 }
 
+function showFault({ field, at }) {
+  if (byId("params-open").offsetParent) showDrawer(true);
+  field.focus();
+  if (at !== undefined) field.setSelectionRange(at, at + 1);
+}
+
+function widen(wide) {
+  document.body.classList.toggle("wide-params", wide);
+  byId("params-wide").setAttribute("aria-pressed", wide);
+}
+
+byId("params-wide").addEventListener("click", () => widen(!document.body.classList.contains("wide-params")));
 byId("params-open").addEventListener("click", () => showDrawer(true));
 byId("params-close").addEventListener("click", () => showDrawer(false));
 byId("params-reset").addEventListener("click", () => params.reset());

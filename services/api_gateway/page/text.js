@@ -39,6 +39,19 @@ export function element(name, text = "", className = "") {
   return made;
 }
 
+export function actionButton(label, act, className = "quiet") {
+  const button = element("button", label, className);
+  button.type = "button";
+  button.addEventListener("click", () => act(button));
+  return button;
+}
+
+/** Adds the end of `text` to an element that shows its beginning: the whole text is never written again. */
+export function appendText(target, text) {
+  const shown = target.firstChild ?? target.appendChild(document.createTextNode(""));
+  if (text.length > shown.length) shown.appendData(text.slice(shown.length));
+}
+
 export function formatBytes(bytes) {
   if (!bytes) return "–";
   const units = ["B", "kB", "MB", "GB", "TB"];

@@ -1,6 +1,6 @@
 // Probabilities of tokens: coloured spans, the legend, and the card with the other candidates.
 
-import { element } from "./text.js";
+import { appendText, element } from "./text.js";
 
 const BANDS = [
   { name: "sure", from: 0.9, label: "90 – 100 %" },
@@ -31,31 +31,94 @@ export function readTokens(logprobs) {
   }));
 }
 
-/** Spans in `target`, one a token. Left and right arrows move between them. `masked`: a schema limited the tokens. */
-export class TokenSpans {
+const encoder = new TextEncoder();
+
+/**
+ * Takes the tokens that spell `piece` out of `tokens`. What is before them (a marker, the head of a call) is dropped;
+ * what is behind them belongs to a later piece. Text that no token spells, such as arguments that the server wrote in
+ * another way than the model, comes as one token without a probability.
+ */
+function takeSpelling(piece, tokens) {
+  const wanted = encoder.encode(piece);
+  for (let end = tokens.length; end > 0; end--) {
+    const found = [];
+    let left = wanted.length;
+    for (let i = end - 1; i >= 0 && left > 0; i--) {
+      const all = tokens[i].bytes ?? [...encoder.encode(tokens[i].text)];
+      const bytes = all.slice(-left); // the piece may begin within a token
+      if (!bytes.every((byte, k) => byte === wanted[left - bytes.length + k])) break;
+      left -= bytes.length;
+      found.unshift({ ...tokens[i], bytes });
+    }
+    if (left > 0) continue;
+    tokens.splice(0, end);
+    return found;
+  }
+  return [{ text: piece, bytes: null, logprob: null, top: [] }];
+}
+
+/** Text that arrives in pieces, in `target`: plain, or with a coloured span a token. */
+export class TokenText {
+  text = "";
   #target;
   #masked;
-  #decoder = new TextDecoder();
+  #plain;
+  #tokens = [];
+  #hasColours = false;
+  #coloured = false;
+  #drawn = 0; // tokens that have their spans
+  #decoder;
+  #reachable = false; // one span is in the order of the Tab key
 
-  constructor(target, masked) {
+  /** `masked`: a schema limited the tokens. `plain` draws the text without colours. */
+  constructor(target, { masked = false, plain = appendText } = {}) {
     this.#target = target;
     this.#masked = masked;
-    target.classList.add("tokens");
-    target.replaceChildren();
+    this.#plain = plain;
   }
 
-  append(tokens) {
-    for (const token of tokens) {
-      // A character may be spread over several tokens: it shows at the one that completes it.
-      const text = token.bytes ? this.#decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.text;
-      const span = element("span", text, `token ${band(token.logprob).name}`);
-      span.tabIndex = this.#target.firstElementChild ? -1 : 0;
-      if (text === "") span.classList.add("part");
-      if (this.#masked && token.top.some(({ logprob }) => logprob > token.logprob)) span.classList.add("forced");
-      if (text.includes("\n")) span.classList.add("break");
-      facts.set(span, token);
-      this.#target.append(span);
+  /** Adds a piece of text and takes its tokens out of `tokens`. */
+  push(piece, tokens) {
+    if (piece === "") return;
+    this.text += piece;
+    this.add(takeSpelling(piece, tokens));
+  }
+
+  add(tokens) {
+    this.#tokens.push(...tokens);
+    this.#hasColours ||= tokens.some(({ logprob }) => logprob !== null);
+  }
+
+  draw(colours) {
+    const coloured = colours && this.#hasColours;
+    if (coloured !== this.#coloured) {
+      this.#coloured = coloured;
+      this.#target.classList.toggle("tokens", coloured);
+      this.#target.replaceChildren();
+      this.#drawn = 0;
+      this.#reachable = false;
+      this.#decoder = new TextDecoder();
     }
+    if (!coloured) {
+      this.#plain(this.#target, this.text);
+      return;
+    }
+    this.#target.append(...this.#tokens.slice(this.#drawn).map((token) => this.#span(token)));
+    this.#drawn = this.#tokens.length;
+  }
+
+  #span(token) {
+    // A character may be spread over several tokens: it shows at the one that completes it.
+    const text = token.bytes ? this.#decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.text;
+    if (token.logprob === null) return element("span", text);
+    const span = element("span", text, `token ${band(token.logprob).name}`);
+    span.tabIndex = this.#reachable ? -1 : 0;
+    this.#reachable = true;
+    if (text === "") span.classList.add("part");
+    if (this.#masked && token.top.some(({ logprob }) => logprob > token.logprob)) span.classList.add("forced");
+    if (text.includes("\n")) span.classList.add("break");
+    facts.set(span, token);
+    return span;
   }
 }
 
