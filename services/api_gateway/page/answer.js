@@ -6,10 +6,12 @@ import { actionButton, copyText, element, renderText } from "./text.js";
 import { TokenText, readTokens } from "./tokens.js";
 
 const FINISH = { stop: "complete", length: "cut at max tokens", tool_calls: "calls tools" };
+const MOST_HELD = 8;
 
 export class Answer {
   #content;
   #tokens = []; // those whose text has not come yet: a server keeps text back until it knows what it is
+  #held = []; // pieces whose tokens have not come yet
   #timing = { started: 0, first: null, last: null, pieces: 0 };
   #usage = null;
   #finish = null;
@@ -50,6 +52,7 @@ export class Answer {
     cancelAnimationFrame(this.#frame);
     this.#finish ??= outcome === "stopped" ? "stopped by you" : null;
     this.root.classList.remove("streaming");
+    this.#readHeld();
     if (!this.parts.any) this.#content.add(this.#tokens.splice(0)); // the end of the answer has a token, but no text
     this.#draw();
     if (this.text) this.addAction("Copy", (button) => this.#copy(button));
@@ -69,18 +72,30 @@ export class Answer {
     this.#usage = event.usage ?? this.#usage;
     const choice = event.choices?.find(({ index }) => !index);
     if (!choice) return;
-    const piece = choice.delta?.content ?? choice.text ?? "";
-    const tokens = readTokens(choice.logprobs);
     this.#finish = choice.finish_reason ?? this.#finish;
+    const tokens = readTokens(choice.logprobs);
     this.#tokens.push(...tokens);
-    const hasParts = this.parts.take(choice.delta);
-    this.#content.push(piece, this.#tokens);
-    if (piece === "" && tokens.length === 0 && !hasParts) return;
+    this.#held.push(choice);
+    // Where tokens make several pieces of text, they come with the last one.
+    if (this.#asked && tokens.length === 0 && this.#held.length < MOST_HELD && !choice.finish_reason) return;
+    const grown = this.#readHeld();
+    if (!grown && tokens.length === 0) return;
     const now = performance.now();
     this.#timing.first ??= now;
     this.#timing.last = now;
     this.#timing.pieces += tokens.length || 1;
     this.#frame ||= requestAnimationFrame(() => this.#draw());
+  }
+
+  /** Sorts the held pieces into content and parts. True if there was text. */
+  #readHeld() {
+    let grown = false;
+    for (const { delta, text } of this.#held.splice(0)) {
+      const piece = delta?.content ?? text ?? "";
+      grown = this.parts.take(delta) || piece !== "" || grown;
+      this.#content.push(piece, this.#tokens);
+    }
+    return grown;
   }
 
   #draw() {

@@ -18,7 +18,7 @@ export class ToolResults {
       });
       this.#areas.push([call.id, area]);
     }
-    this.#button = actionButton("", send, "go");
+    this.#button = actionButton("", send);
     this.#button.title = "Ctrl Enter in a result";
     const row = element("div", "", "results");
     row.append(this.#button);
@@ -43,6 +43,7 @@ export class ToolResults {
 
   #label() {
     const what = this.#areas.length > 1 ? "results" : "result";
+    this.#button.className = this.#sent ? "quiet" : "go";
     this.#button.textContent = this.#sent ? `Send ${what} again` : `Send ${what}`;
   }
 

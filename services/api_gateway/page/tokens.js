@@ -39,23 +39,27 @@ const encoder = new TextEncoder();
  * another way than the model, comes as one token without a probability.
  */
 function takeSpelling(piece, tokens) {
-  const wanted = encoder.encode(piece);
-  for (let end = tokens.length; end > 0; end--) {
-    const found = [];
-    let left = wanted.length;
-    for (let i = end - 1; i >= 0 && left > 0; i--) {
-      const all = tokens[i].bytes ?? [...encoder.encode(tokens[i].text)];
-      const bytes = all.slice(-left); // the piece may begin within a token
-      if (!bytes.every((byte, k) => byte === wanted[left - bytes.length + k])) break;
-      left -= bytes.length;
-      found.unshift({ ...tokens[i], bytes });
-    }
-    if (left > 0) continue;
-    tokens.splice(0, end);
-    return found;
+  const wanted = byteString(encoder.encode(piece));
+  const spelled = tokens.map(({ bytes, text }) => byteString(bytes ?? encoder.encode(text)));
+  const begin = spelled.join("").lastIndexOf(wanted);
+  const end = begin + wanted.length;
+  if (begin < 0) {
+    tokens.length = 0;
+    return [{ text: piece, bytes: null, logprob: null, top: [] }];
   }
-  return [{ text: piece, bytes: null, logprob: null, top: [] }];
+  const found = [];
+  for (let at = 0; at < end; ) {
+    const token = tokens.shift();
+    const all = [...spelled.shift()].map((byte) => byte.charCodeAt(0));
+    const bytes = all.slice(Math.max(0, begin - at), end - at); // the piece may begin within its first token
+    if (bytes.length) found.push({ ...token, bytes });
+    at += all.length;
+    if (at > end) tokens.unshift({ ...token, bytes: all.slice(end - at) }); // and end within its last one
+  }
+  return found;
 }
+
+const byteString = (bytes) => String.fromCharCode(...bytes);
 
 /** Text that arrives in pieces, in `target`: plain, or with a coloured span a token. */
 export class TokenText {

@@ -61,6 +61,10 @@ def test_what_the_page_takes_for_json_is_json(page: Page) -> None:
 
 
 def test_send_says_why_it_sends_nothing(page: Page, fake: FakeGateway) -> None:
+    page.set("temperature", "1e")  # reads as empty
+    page.ask("Hello")
+    assert "Temperature: is not a number" in page.one("#pane-chat .notice").text
+    page.set("temperature", "1")
     faults = {"tools": "[1,", "schema": "[]", "extra": '{"a" 1}'}
     for name, text in faults.items():
         page.set(name, text)
@@ -190,7 +194,7 @@ def test_colours_show_a_call_once_and_earlier_answers_say_that_they_have_none(pa
     assert "no token colours" not in page.text(".figures")
     assert page.text(".answer .body") == "" and page.text(".call pre") == '{"q": "Hé"}\n{"q": "Hé"}'
     assert [span.get_attribute("textContent") for span in page.all(".reasoning .token")] == ["I <b>", "look."]
-    assert [span.get_attribute("textContent") for span in page.all(".call .token")] == ['{"q": ', '"Hé"}'] * 2
+    assert [span.get_attribute("textContent") for span in page.all(".call .token")] == ['{"q": ', '"Hé"', "}"] * 2
     page.one(".switch").click()
     assert not page.all(".tokens") and page.text(".call pre") == '{"q": "Hé"}\n{"q": "Hé"}'
     page.one("#params-reset").click()

@@ -15,7 +15,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
-PAGE = Path(__file__).parents[2] / "services" / "api_gateway" / "page"
+PAGE = Path(__file__).parents[3] / "services" / "api_gateway" / "page"
 PATIENCE_S = 20
 QUESTION = "Write a function that reads a file and returns its lines."  # the demo model has a long answer to it
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -97,7 +97,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def stream_calls(self, wanted: bool) -> None:
-        """Reasoning, and two calls whose arguments arrive in pieces; markers and heads of calls are tokens only."""
+        """Reasoning, and two calls whose arguments arrive in pieces; what surrounds them are tokens only."""
         deltas: list[tuple[str, dict[str, Any]]] = [
             (word, {"reasoning": word, "reasoning_content": word}) for word in ("I <b>", "look.")
         ]
@@ -106,8 +106,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             key = "input" if name == "note" else "arguments"
             begun = {"index": i, "id": f"call_{i}", "type": kind, kind: {"name": name, key: ""}}
             deltas += [("<tool_call>", {}), (name, {}), ("", {"tool_calls": [begun]})]
-            more = [{"index": i, kind: {key: piece}} for piece in ('{"q": ', '"Hé"}')]
+            *more, end = [{"index": i, kind: {key: piece}} for piece in ('{"q": ', '"Hé"', "}")]
             deltas += [(piece[kind][key], {"tool_calls": [piece]}) for piece in more]
+            deltas += [("", {"tool_calls": [end]}), ("}}", {})]  # the last token comes behind its text and has more
         for word, delta in deltas:
             time.sleep(0.03)
             logprobs = chunk(word, -0.5, True, wanted and word != "")["logprobs"]
