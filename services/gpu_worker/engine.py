@@ -228,6 +228,12 @@ def check(
 ) -> HostShare:
     """Checks tensor names, shapes and memory before weights are allocated. Returns `host_share`."""
     model = build(settings, WeightTable(dtype, torch.device("meta")))
+    own_products = getattr(model, "own_products", None)  # of a class of transformers
+    if config.batch_invariant and own_products:
+        raise ConfigError(
+            "--batch-invariant: this model is not, because it runs by its class in transformers, whose "
+            f"{', '.join(own_products)} multiply matrices in ways that depend on the number of rows"
+        )
     kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     check_head_sizes(device.type, model.shape.attention)
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)

@@ -1,7 +1,7 @@
 """The places of a model's weights under the names of the checkpoint, and which are loaded."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,7 @@ class WeightTable:
         self.expert_loads: ExpertLoads | None = None  # None: how often experts are chosen is not counted
         self._host_share = host_share
         self.places: dict[str, WeightPlace] = {}
+        self._wholes: dict[str, tuple[WeightPlace, tuple[str, ...]]] = {}  # see `place_whole`
         self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
         self.size_bytes = 0
         self._ignored: set[str] = set()
@@ -102,6 +103,10 @@ class WeightTable:
         writes to the target what a copy would first make in a second place, as `arrange` does.
         """
         self.places[name] = WeightPlace(target, shape, arrange, stored, write)
+
+    def place_whole(self, name: str, place: WeightPlace, parts: Sequence[str]) -> None:
+        """A checkpoint may have one weight `name` in place of all `parts`, which have places of their own."""
+        self._wholes[name] = place, tuple(parts)
 
     def after_load(self, finish: Callable[[], None]) -> None:
         """`finish` runs once all weights are in their places, before the model prepares them."""
@@ -265,7 +270,7 @@ class WeightTable:
         if name in self.scalars:
             self.scalars[name].copy_(value.reshape(()))
             return
-        place = self.places[name]
+        place = self._place(name)
         if value.dtype not in place.stored:
             known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in place.stored))
             raise LoadError(f"{name}: the checkpoint has {str(value.dtype).removeprefix('torch.')}, expected {known}")
@@ -281,10 +286,13 @@ class WeightTable:
             if math.prod(shape) != 1:
                 raise LoadError(f"{name}: the checkpoint has {list(shape)}, expected one number")
             return
-        if shape != self.places[name].shape:
-            means = list(self.places[name].shape)
+        if shape != self._place(name).shape:
+            means = list(self._place(name).shape)
             raise LoadError(f"{name}: the checkpoint has {list(shape)}, config.json means {means}")
-        self._loaded.add(name)
+        self._loaded.update(self._wholes[name][1] if name in self._wholes else (name,))
+
+    def _place(self, name: str) -> WeightPlace:
+        return self._wholes[name][0] if name in self._wholes else self.places[name]
 
     def _known(self, name: str) -> str:
         """The name in the table. Checkpoints of a bare decoder lack the first part, those of a model that also sees
@@ -300,7 +308,7 @@ class WeightTable:
         return name
 
     def _has(self, name: str) -> bool:
-        return name in self.places or name in self.scalars or name in self._tied
+        return any(name in named for named in (self.places, self.scalars, self._tied, self._wholes))
 
     def check_complete(self) -> None:
         by_other_name = {tied.source for name, tied in self._tied.items() if name in self._loaded}

@@ -8,15 +8,18 @@ it, in CUDA graphs and ahead of the host as with other models.
 Code from model folders is never run. Imported only when such a model is wanted: `transformers` takes seconds to load.
 """
 
+import json
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
@@ -25,45 +28,72 @@ from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.models.transformers_layers.attention_input import join_qkv
+from blockyard.services.gpu_worker.models.transformers_layers.connection import NAME, Connection, register
+from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, are_experts, find_kind
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions, find_fusions
+from blockyard.services.gpu_worker.models.transformers_layers.head import Head
 from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.placement import Placed, place_modules
 from blockyard.services.gpu_worker.models.transformers_layers.probes import PROBLEMS
+from blockyard.services.gpu_worker.models.transformers_layers.stored_names import use_stored_names
+from blockyard.services.gpu_worker.models.transformers_layers.trial import WINDOW, try_rows
 from blockyard.services.gpu_worker.step import Step
 from blockyard.shared.architectures import describe_unsupported, find_architecture
 from blockyard.shared.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-NAME = "blockyard"  # of our attention among those of transformers
+FLAG = "--model-impl transformers"
 PROBE_TOKENS = 3
+LIMITS = ("sliding_window", "index_topk", "keep_window_size")  # of keys to attend to: short in a trial
+ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of layers, in a config's layer_types
+# of models that also see or hear, whose text part runs
+OTHER_PARTS = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "audio_tower.",
+    "visual.",
+    "vision_embed_tokens.",
+)
 LONGROPE = "longrope"
+OWN_ATTENTION = "it computes its attention itself, and looks up no other one (AttentionInterface of transformers)"
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
-    """Raises ConfigError for a model that transformers does not have, or whose attention is not ours to compute."""
+    """Raises ConfigError for a model that transformers does not have, or whose layers are not ours to run."""
     layers = trace_layers(config, table.dtype)
     causal, hf_config = make_on_meta(config, table.dtype)
-    positions = getattr(hf_config, "max_position_embeddings", None)
+    name, positions = type(causal).__name__, getattr(hf_config, "max_position_embeddings", None)
     if not isinstance(positions, int):
-        raise ConfigError("config.json: max_position_embeddings is missing")
+        raise ConfigError(f"{FLAG}: the config of {name} has no max_position_embeddings, which bounds a sequence")
     shape = ModelShape(vocab_size=hf_config.vocab_size, max_positions=positions, attention=layers.attention)
+    connection = Connection(causal)
     place_buffers(causal, table.device)
+    table.leave_out(*OTHER_PARTS)
     ops = find_ops(table.device)
-    placed = place_modules(causal, LinearLayers(table, config), layers.fusions, layers.calls, ops)
-    model = TransformersModel(causal, shape, table, placed)
+    placed = place_modules(
+        causal, LinearLayers(table, config), layers.fusions, layers.calls, ops, experts=layers.experts
+    )
+    with _refusals(name):
+        use_stored_names(causal, table)
+    model = TransformersModel(causal, connection, shape, table, placed)
     if table.device.type == "meta":
-        trace_head(model, hf_config.hidden_size)
+        with _refusals(name, "its head does not run without its layers: "), torch.inference_mode():
+            model.logits(torch.zeros(PROBE_TOKENS, layers.hidden_size, dtype=table.dtype, device="meta"))
     return model
 
 
 class TransformersModel:
     """Implements `Model`."""
 
-    def __init__(self, causal: Any, shape: ModelShape, table: WeightTable, placed: Placed) -> None:
-        self.shape, self.table, self._placed = shape, table, placed
-        self._base, self._head = getattr(causal, causal.base_model_prefix), _Head(causal)
+    def __init__(
+        self, causal: Any, connection: Connection, shape: ModelShape, table: WeightTable, placed: Placed
+    ) -> None:
+        self.shape, self.table, self._placed, self._connection = shape, table, placed, connection
+        self._base, self._head = getattr(causal, causal.base_model_prefix), Head(causal)
+        self.own_products = sorted(placed.own_products)  # see `Placed`
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself
 
     def prepare(self, max_model_len: int) -> list[str]:
@@ -78,37 +108,16 @@ class TransformersModel:
         return self._placed.linears
 
     def forward(self, step: Step) -> Tensor:
-        hidden = _run(self._base, step.token_ids, step.positions, self._no_mask, _StepAttention(self.shape, step))
+        self._connection.computes = _StepAttention(self.shape, step)
+        assert self._no_mask is not None
+        hidden = _run(self._base, step.token_ids, step.positions, self._no_mask)
         for owner in self._placed.transient:
             owner.forget()
+        self._connection.computes = None  # it holds the tensors of the step
         return hidden if step.logits_indices is None else hidden.index_select(0, step.logits_indices)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
-
-
-class _Head:
-    """The head of a model alone, with the scale or cap that its family has behind it."""
-
-    def __init__(self, causal: Any) -> None:
-        self._causal, self._layers = causal, _GivenHidden()
-        setattr(causal, causal.base_model_prefix, self._layers)
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> logits [rows, vocab_size]."""
-        self._layers.hidden = hidden[None]
-        out: Tensor = self._causal(input_ids=None, use_cache=False).logits[0]
-        self._layers.hidden = None
-        return out
-
-
-class _GivenHidden(nn.Module):
-    """Takes the place of a model's layers."""
-
-    hidden: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +128,18 @@ class _StepAttention:
     step: Step
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **_: Any) -> Tensor:
-        """query [1, heads, tokens, head_dim], rotated -> [1, tokens, heads, head_dim]."""
-        tokens = query.shape[2]
-        out = self.step.attend(layer, join_qkv(query, key, value)).view(-1, query.shape[1], query.shape[3])
+        """See `Computes.attend`."""
+        tokens, size = query.shape[2], value.shape[3]
+        if size < key.shape[3]:  # the KV cache has room for the keys' size
+            value = F.pad(value, (0, key.shape[3] - size))
+        out = self.step.attend(layer, join_qkv(query, key, value)).view(-1, query.shape[1], query.shape[3])[..., :size]
         rows = self.step.logits_indices
         if rows is not None and layer == self.shape.num_layers - 1 and len(out) == len(rows):
             out = _at_their_rows(out, rows, tokens)  # the last layer computes only these rows
         return out[None]
+
+    def route(self, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        raise AssertionError(f"{type(experts).__name__} was not replaced")  # all experts are, or a model is refused
 
 
 def _at_their_rows(out: Tensor, rows: Tensor, num_rows: int) -> Tensor:
@@ -136,19 +150,21 @@ def _at_their_rows(out: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     return torch.cat((out, out.new_zeros((1, *out.shape[1:]))))[first]
 
 
-class _AttentionTrace:
-    """Notes the attention of each layer, in a forward pass on the meta device."""
+class _Trace:
+    """Notes attention and experts of each layer, in a forward pass on the meta device."""
 
     def __init__(self) -> None:
         self.layers: dict[int, AttentionShape] = {}
+        self.top_k: dict[int, int] = {}  # by the identity of a module of experts
+        self.hidden_size = 0  # of the head's input
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **options: Any
     ) -> Tensor:
         value.clone()  # for `LaterReads`: attention reads it
-        wrong = _unsupported(key, value, options)
+        wrong = _unsupported(key, value, options) or ("two calls in one pass" if layer in self.layers else "")
         if wrong:
-            raise ConfigError(f"--model-impl transformers: the attention of layer {layer} has {wrong}")
+            raise ConfigError(f"its attention of layer {layer} has {wrong}, which no attention kernel here computes")
         head_dim = query.shape[3]
         self.layers[layer] = AttentionShape(
             num_heads=query.shape[1],
@@ -157,71 +173,76 @@ class _AttentionTrace:
             scale=head_dim**-0.5 if scaling is None else scaling,
             window=options.get("sliding_window") or None,
         )
-        return query.transpose(1, 2)
+        return query[..., : value.shape[3]].transpose(1, 2)
+
+    def route(self, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        if x.dim() != 2 or chosen.shape != weights.shape or chosen.shape[:1] != x.shape[:1]:
+            raise ConfigError(f"its {type(experts).__name__} are called with other tensors than rows and their experts")
+        self.top_k[id(experts)] = chosen.shape[1]
+        return torch.empty_like(x)
 
 
 def _unsupported(key: Tensor, value: Tensor, options: dict[str, Any]) -> str:
     """What our attention lacks; empty if it lacks nothing."""
-    if key.shape != value.shape:
+    if value.shape[3] > key.shape[3] or key.shape[:3] != value.shape[:3]:
         return f"values of {value.shape[3]} numbers for keys of {key.shape[3]}"
     names = {"softcap": "a soft cap", "s_aux": "sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
     found = [words for name, words in names.items() if options.get(name) is not None]
     return found[0] if found else "" if options.get("is_causal", True) is not False else "no causal order"
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """The attention that transformers calls. `step_attention` comes through all modules from `_run`."""
-    attention = options.pop("step_attention", None)
-    if attention is None:
-        raise ConfigError(f"--model-impl transformers: {type(module).__name__} passes no arguments to its attention")
-    return attention.attend(module.layer_idx, query, key, value, scaling, **options), None
-
-
-def _run(base: Any, token_ids: Tensor, positions: Tensor, mask: Tensor | None, attention: Any) -> Tensor:
+def _run(base: Any, token_ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
     """The hidden states [tokens, hidden] of a flat batch."""
-    out = base(
-        input_ids=token_ids[None],
-        position_ids=positions[None],
-        attention_mask=mask,
-        use_cache=False,
-        step_attention=attention,
-    )
+    out = base(input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
 
 
-def make_on_meta(config: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model class without memory, and its configuration. Raises ConfigError."""
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+@contextmanager
+def _refusals(name: str, what: str = "") -> Iterator[None]:
+    """Makes an error a ConfigError that names the class. what: words before those of errors that are not ours."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{FLAG}: {name} is refused: {e}") from e
+    except PROBLEMS as e:
+        raise ConfigError(f"{FLAG}: {name} is refused: {what}{_line(e)}") from e
+
+
+def make_on_meta(config: dict[str, Any], dtype: torch.dtype, **changed: Any) -> tuple[Any, Any]:
+    """The model class without memory, and its configuration. Raises ConfigError.
+
+    changed: settings to replace, of those that the configuration has.
+    """
+    register()
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise ConfigError("config.json: model_type is missing, by which transformers finds the class")
+    name = kind
     try:
-        hf_config = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
+        fields = PreTrainedConfig._decode_special_floats({k: v for k, v in config.items() if k != "model_type"})
+        hf_config = AutoConfig.for_model(kind, **fields)
+        for key, value in changed.items():
+            if getattr(hf_config, key, None) is not None:
+                setattr(hf_config, key, value)
+        make: Any = AutoModelForCausalLM  # its methods have no types
+        if type(hf_config) in make._model_mapping:
+            name = make._model_mapping[type(hf_config)].__name__
         with torch.device("meta"):
-            make: Any = AutoModelForCausalLM  # its methods have no types
-            causal = make.from_config(hf_config, attn_implementation=NAME, dtype=dtype)
+            causal = make.from_config(hf_config, attn_implementation=NAME, experts_implementation=NAME, dtype=dtype)
     except PROBLEMS as e:
         cause = f"transformers cannot build it from model_type {kind}: {_line(e)}"
+        if isinstance(e, KeyError) and e.args == (NAME,):  # a table of attention classes, by implementation
+            raise ConfigError(f"{FLAG}: {name} is refused: {OWN_ATTENTION}") from e
         names = config["architectures"]
         known = find_architecture(names) is not None
-        raise ConfigError(cause if known else f"{describe_unsupported(names)}; {cause}") from e
+        raise ConfigError(f"{FLAG}: {cause}" if known else f"{describe_unsupported(names)}; {cause}") from e
     if LONGROPE in _rope_types(causal.config):  # chosen by the longest sequence of a batch, for all of them
-        raise ConfigError(f"--model-impl transformers: rotations of rope_type {LONGROPE} are not supported")
+        raise ConfigError(f"{FLAG}: {name} is refused: rotations of rope_type {LONGROPE} are not supported")
     if CHUNKED in (getattr(causal.config, "layer_types", None) or ()):
-        raise ConfigError(f"--model-impl transformers: layers with {CHUNKED} are not supported")
+        raise ConfigError(f"{FLAG}: {name} is refused: layers with {CHUNKED} are not supported")
     if not hasattr(causal, causal.base_model_prefix):
-        raise ConfigError(f"--model-impl transformers: {type(causal).__name__} has no decoder apart from its head")
+        raise ConfigError(f"{FLAG}: {name} is refused: it has no decoder apart from its head")
     return causal.eval(), hf_config
 
 
@@ -232,6 +253,8 @@ class TracedLayers:
     attention: tuple[AttentionShape, ...]
     calls: list[str]  # names of the linear layers, in the order in which a step calls them
     fusions: Fusions
+    experts: Mapping[str, ExpertsKind]  # of mixtures, by name
+    hidden_size: int  # of the head's input
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -241,66 +264,102 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def trace_layers(config: dict[str, Any], dtype: torch.dtype) -> TracedLayers:
-    """Runs the layers on the meta device, and once more with what can be replaced. Raises ConfigError."""
+    """Runs the layers on the meta device, and again with what can be replaced; then on the CPU, with rows of two
+    sequences. Raises ConfigError."""
     causal, _ = make_on_meta(config, dtype)
+    name = type(causal).__name__
     with recorded_calls(causal) as recorded:
-        attention = trace_attention(causal)
+        trace = _trace(causal)
+    attention = tuple(trace.layers[layer] for layer in sorted(trace.layers))
+    with _refusals(name):
+        experts = _find_experts(causal, trace)
+    prove_rows(json.dumps(config, sort_keys=True))
     calls, fusions = [call.name for call in recorded.linears], find_fusions(causal, recorded)
-    reads, table = LaterReads(), WeightTable(dtype, torch.device("meta"))
-    ops = find_ops(table.device)
-    try:
-        place_modules(causal, LinearLayers(table, config), fusions, calls, ops, reads.rotate_of)
-        with reads:
-            runs = trace_attention(causal) == attention
-    except ConfigError:  # for example a class that reads the weight of a norm, or views q as one row
-        runs = False
-    if not runs:
-        log.warning("%s runs with its own modules: it does not run with ours", type(causal).__name__)
-        return TracedLayers(attention, calls, Fusions())
-    in_place = {name: name in reads.rotated - reads.found for name in fusions.rotations}
-    return TracedLayers(attention, calls, replace(fusions, rotations=in_place))
+    for found in (fusions, Fusions()):
+        reads, table = LaterReads(), WeightTable(dtype, torch.device("meta"))
+        placed = (LinearLayers(table, config), found, calls, find_ops(table.device), reads.rotate_of)
+        place_modules(causal, *placed)
+        try:
+            with reads:
+                again = _trace(causal)
+        except ConfigError as e:  # for example a class that reads the weight of a norm, or views q as one row
+            if found == Fusions():
+                raise
+            log.warning("%s runs with its own modules: it does not run with ours (%s)", name, e)
+            causal, _ = make_on_meta(config, dtype)
+            continue
+        if again.layers == trace.layers:
+            break
+    in_place = {name: name in reads.rotated - reads.found for name in found.rotations}
+    return TracedLayers(attention, calls, replace(found, rotations=in_place), experts, trace.hidden_size)
 
 
-def trace_attention(causal: Any) -> tuple[AttentionShape, ...]:
-    """The attention of each layer, found by running the layers on the meta device. Raises ConfigError."""
-    trace = _AttentionTrace()
+def _find_experts(causal: Any, trace: _Trace) -> dict[str, ExpertsKind]:
+    """The modules of experts by name. Raises ConfigError for those that ours cannot replace."""
+    return {
+        name: find_kind(module, trace.top_k.get(id(module), 1))
+        for name, module in causal.named_modules()
+        if are_experts(module)
+    }
+
+
+def _trace(causal: Any) -> _Trace:
+    """Runs the layers on the meta device. Raises ConfigError."""
+    connection, trace = Connection(causal), _Trace()
+    connection.computes = trace
     ids = torch.zeros(PROBE_TOKENS, dtype=torch.int64, device="meta")
-    try:
-        with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their versions
-            mask = torch.zeros(1, 1, 1, 1, device="meta")
-            _run(getattr(causal, causal.base_model_prefix), ids, ids, mask, trace)
-    except PROBLEMS as e:
-        raise ConfigError(
-            f"--model-impl transformers: {type(causal).__name__} does not run as one flat batch: {_line(e)}"
-        ) from e
-    if sorted(trace.layers) != list(range(len(trace.layers))) or not trace.layers:
-        raise ConfigError(
-            f"--model-impl transformers: not all layers of {type(causal).__name__} have attention that can be replaced"
-        )
-    return tuple(trace.layers[layer] for layer in range(len(trace.layers)))
+    with _refusals(type(causal).__name__, "it does not run as one flat batch: "):
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # inference tensors do not count their versions
+                mask = torch.zeros(1, 1, 1, 1, device="meta")
+                trace.hidden_size = _run(getattr(causal, causal.base_model_prefix), ids, ids, mask).shape[-1]
+        except PROBLEMS as e:
+            if not causal._can_set_attn_implementation():
+                raise ConfigError(OWN_ATTENTION) from e
+            if "meta tensor" in str(e):  # there are no numbers to read
+                raise ConfigError("it reads numbers of a step's tensors on the host, for which no step waits") from e
+            raise
+        if not trace.layers:
+            found = causal._can_set_attn_implementation()
+            raise ConfigError("none of its layers has attention" if found else OWN_ATTENTION)
+        if sorted(trace.layers) != list(range(len(trace.layers))):
+            raise ConfigError(f"only its layers {sorted(trace.layers)} have attention, from which tokens have their KV")
+    return trace
 
 
-def trace_head(model: TransformersModel, hidden_size: int) -> None:
-    """Runs the head on the meta device. Raises ConfigError."""
-    try:
-        with torch.inference_mode():
-            model.logits(torch.zeros(PROBE_TOKENS, hidden_size, dtype=model.table.dtype, device="meta"))
-    except PROBLEMS as e:
-        raise ConfigError(f"--model-impl transformers: the head does not run without the layers: {_line(e)}") from e
+@lru_cache(maxsize=4)  # a start builds a model several times
+def prove_rows(config: str) -> None:
+    """Runs a class with made-up weights on the CPU: see `trial`. config: config.json. Raises ConfigError."""
+    causal, hf_config = make_on_meta(json.loads(config), torch.float32, **dict.fromkeys(LIMITS, WINDOW))
+    connection = Connection(causal)
+    with _refusals(type(causal).__name__, "it does not run with made-up weights on the CPU: "):
+        place_buffers(causal, torch.device("cpu"))
+        try_rows(causal, connection, _run, hf_config.vocab_size)
+        kinds = set(getattr(hf_config, "layer_types", None) or (["states"] if causal._is_stateful else []))
+        if unknown := sorted(kinds - ATTENTION_KINDS):
+            raise ConfigError(f"it has layers of {', '.join(unknown)}, of which our KV cache keeps nothing")
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    words = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {words}" if isinstance(error, KeyError) else words or type(error).__name__
 
 
 def place_buffers(causal: Any, device: torch.device) -> None:
     """Makes what is no weight, such as the frequencies of rotations. On the meta device it stays there."""
     if device.type == "meta":
         return
-    with torch.no_grad():
-        for module in causal.modules():
-            buffers = {name: one for name, one in module._buffers.items() if one is not None and one.is_meta}
-            if buffers:
-                for name, one in buffers.items():
-                    module._buffers[name] = torch.zeros_like(one, device=device)
-                causal._init_weights(module)  # parameters are on the meta device still: nothing is done to them
+    for module in causal.modules():
+        for name, one in module._buffers.items():
+            if one is not None and one.is_meta:
+                module._buffers[name] = torch.zeros_like(one, device=device)
+    with torch.no_grad():  # parameters are on the meta device still: nothing is done to them
+        _fill_buffers(causal, causal)
+
+
+def _fill_buffers(model: Any, module: Any) -> None:
+    """model: the innermost one around `module` that has initial values. A module may fill buffers inside of it."""
+    inner = module if isinstance(module, PreTrainedModel) else model
+    for child in module.children():
+        _fill_buffers(inner, child)
+    inner._init_weights(module)

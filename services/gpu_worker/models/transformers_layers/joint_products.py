@@ -2,14 +2,22 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeGuard
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import ModuleCall
 from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SublayerOutput, SumNorm
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and nothing else: some routers are subclasses with a forward of their own."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def find_joint(causal: nn.Module, calls: Sequence[ModuleCall]) -> list[tuple[str, ...]]:
@@ -80,12 +88,27 @@ def _reference(x: Tensor) -> StorageWeakRef:
     return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-class LinearModule(nn.Module):
-    """A linear layer of ours in the place of transformers'."""
+@dataclass(frozen=True, slots=True)
+class WeightFacts:
+    """What modules read of the weight of a linear layer beside it. There is no tensor to compute with."""
 
-    def __init__(self, linear: Linear, replaced: nn.Linear) -> None:
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+
+
+class _Replacement(nn.Module):
+    def __init__(self, replaced: nn.Linear, device: torch.device) -> None:
         super().__init__()
         self.in_features, self.out_features = replaced.in_features, replaced.out_features
+        self.weight = WeightFacts(replaced.weight.dtype, device, replaced.weight.shape)
+
+
+class LinearModule(_Replacement):
+    """A linear layer of ours in the place of transformers'."""
+
+    def __init__(self, linear: Linear, replaced: nn.Linear, device: torch.device) -> None:
+        super().__init__(replaced, device)
         self._linear = linear
         self.behind: SumNorm | None = None  # of the norm behind the sum with the output
 
@@ -94,12 +117,11 @@ class LinearModule(nn.Module):
         return out if self.behind is None else SublayerOutput.of(out, self.behind)
 
 
-class JointModule(nn.Module):
+class JointModule(_Replacement):
     """A part of a joint product in the place of a linear layer of transformers."""
 
-    def __init__(self, product: JointProduct, part: int, replaced: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = replaced.in_features, replaced.out_features
+    def __init__(self, product: JointProduct, part: int, replaced: nn.Linear, device: torch.device) -> None:
+        super().__init__(replaced, device)
         self._product, self._part = product, part
 
     def forward(self, input: Tensor) -> Tensor:

@@ -1,22 +1,27 @@
 """Gives the modules of a transformers class their replacements, and all weights places in the `WeightTable`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import build_glob_alternation
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
+from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, ExpertsModule
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
 from blockyard.services.gpu_worker.models.transformers_layers.gates import DOWN, GATE, JOINED, GatedModule
 from blockyard.services.gpu_worker.models.transformers_layers.joint_products import (
     JointModule,
     JointProduct,
     LinearModule,
+    is_linear,
 )
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
 from blockyard.services.gpu_worker.models.transformers_layers.residual_sums import SumNorm
@@ -29,32 +34,58 @@ class Placed:
 
     linears: list[Linear] = field(default_factory=list)  # in the order in which a step uses them
     norms: list[RMSNorm] = field(default_factory=list)
+    experts: list[ExpertsModule] = field(default_factory=list)
+    own_products: set[str] = field(default_factory=set)  # classes of modules that multiply matrices themselves
     transient: list[JointProduct | SumNorm] = field(default_factory=list)  # forget their tensors behind a step
 
 
 class _Placement:
     """The replacement of a model's modules, one after the other. Weights keep transformers' names."""
 
-    def __init__(self, causal: Any, layers: LinearLayers, fusions: Fusions, ops: FusedOps) -> None:
+    def __init__(
+        self, causal: Any, layers: LinearLayers, fusions: Fusions, experts: Mapping[str, ExpertsKind], ops: FusedOps
+    ) -> None:
         self._causal, self._layers, self._fusions, self._ops = causal, layers, fusions, ops
-        self.norms, self.sums = list[RMSNorm](), list[SumNorm]()
+        self._experts = experts
+        self.norms, self.sums, self.experts = list[RMSNorm](), list[SumNorm](), list[ExpertsModule]()
+        self.own_products = set[str]()
         self.products = dict[tuple[str, ...], JointProduct]()  # by the names of their layers
         self.linears = list[tuple[str, Linear]]()  # with the name of the first of its layers that a step calls
         self._tied = dict[int, Tensor]()
         self._groups = {name: group for group in fusions.joint for name in group}
 
     def place_parameters(self) -> None:
-        """Places what no linear layer and no norm has, such as embeddings."""
-        table = self._layers.table
+        """Places what no linear layer, no norm and no experts have, such as embeddings."""
+        table, dtype_of = self._layers.table, dtypes_by_name(self._causal, self._layers.table.dtype)
         for module_name, module, name, parameter in _parameters(self._causal):
-            if isinstance(module, nn.Linear) or module_name in self._fusions.norms:
+            if self._is_ours(module) or module_name in self._fusions.norms or module_name in self._experts:
                 continue
             if id(parameter) not in self._tied:
-                target = table.empty(*parameter.shape)
                 path = f"{module_name}.{name}" if module_name else name
+                target = table.empty(*parameter.shape, dtype=dtype_of(path) or parameter.dtype)
                 table.place(path, target, tuple(parameter.shape))
                 self._tied[id(parameter)] = target
             setattr(module, name, nn.Parameter(self._tied[id(parameter)], requires_grad=False))
+            if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
+                self.own_products.add(type(module).__name__)
+
+    def place_buffers(self) -> None:
+        """Places the buffers that checkpoints have. A checkpoint may lack those of one number."""
+        table, dtype_of = self._layers.table, dtypes_by_name(self._causal, self._layers.table.dtype)
+        for module_name, module in self._causal.named_modules():
+            for name, made in list(module._buffers.items()):
+                if made is None or name in module._non_persistent_buffers_set:
+                    continue
+                path = f"{module_name}.{name}" if module_name else name
+                module._buffers[name] = target = made.to(dtype_of(path) or made.dtype)
+                if target.numel() == 1:
+                    table.place_scalar(path, target)
+                else:
+                    table.place(path, target, tuple(target.shape), stored=FLOATS | {target.dtype})
+
+    def _is_ours(self, module: nn.Module) -> TypeGuard[nn.Linear]:
+        """Whether a linear layer is replaced: not if it keeps another dtype than the model's."""
+        return is_linear(module) and module.weight.dtype == self._layers.table.dtype
 
     def place_modules(self) -> None:
         for name, module in list(self._causal.named_modules()):
@@ -63,7 +94,13 @@ class _Placement:
                 self._replace(name, self._norm(name))
             elif name in self._fusions.gates:
                 self._replace(name, self._gated(name, module))
-            elif isinstance(module, nn.Linear) and parent not in self._fusions.gates:
+            elif name in self._experts:
+                experts = ExpertsModule(self._experts[name], self._layers.table, name)
+                self.experts.append(experts)
+                self.own_products.add(type(module).__name__)  # nothing tells them that a model is batch-invariant
+                self.linears += [(f"{name}.{i}", linear) for i, linear in enumerate(experts.linears())]
+                self._replace(name, experts)
+            elif self._is_ours(module) and parent not in self._fusions.gates:
                 self._replace(name, self._linear_module(name, module))
 
     def _replace(self, name: str, module: nn.Module) -> None:
@@ -97,10 +134,10 @@ class _Placement:
         if group is None:
             linear = self._linear(name, module)
             self.linears.append((name, linear))
-            return LinearModule(linear, module)
+            return LinearModule(linear, module, self._layers.table.device)
         if group not in self.products:
             self.products[group] = self._joint(group)
-        return JointModule(self.products[group], group.index(name), module)
+        return JointModule(self.products[group], group.index(name), module, self._layers.table.device)
 
     def _joint(self, group: tuple[str, ...]) -> JointProduct:
         parts = [self._causal.get_submodule(name) for name in group]
@@ -114,7 +151,8 @@ class _Placement:
         embedding = self._tied.get(id(module.weight))
         if embedding is not None:  # the head has the table of the embedding
             self._layers.table.ignore(f"{name}.weight")
-            return dense_linear(embedding)
+            bias = None if module.bias is None else self._layers.table.vector(f"{name}.bias", module.out_features)
+            return dense_linear(embedding, bias)
         return self._layers.make({name: module.out_features}, module.in_features, bias=module.bias is not None)
 
     def connect_sums(self) -> None:
@@ -139,14 +177,16 @@ def place_modules(
     calls: Sequence[str],
     ops: FusedOps,
     rotate_of: Callable[[str], Rotate] | None = None,
+    experts: Mapping[str, ExpertsKind] | None = None,
 ) -> Placed:
     """Gives all parameters places in the table, under transformers' names, and modules their replacements.
 
     calls: names of linear layers in the order in which a step calls them. rotate_of: the rotation for an attention
-    module, by its name; None: that of `ops` for all.
+    module, by its name; None: that of `ops` for all. experts: of mixtures, by their names.
     """
-    placement = _Placement(causal, layers, fusions, ops)
+    placement = _Placement(causal, layers, fusions, experts or {}, ops)
     placement.place_parameters()
+    placement.place_buffers()
     placement.place_modules()
     placement.connect_sums()
     placement.install_rotations(rotate_of or (lambda name: ops.rotate_halves))
@@ -154,7 +194,22 @@ def place_modules(
     place = {name: i for i, name in reversed(list(enumerate(calls)))}
     linears = sorted(placement.linears, key=lambda named: place.get(named[0], len(calls)))  # the head is not in calls
     transient: list[JointProduct | SumNorm] = [*placement.products.values(), *placement.sums]
-    return Placed([linear for _, linear in linears], placement.norms, transient)
+    in_order = [linear for _, linear in linears]
+    return Placed(in_order, placement.norms, placement.experts, placement.own_products, transient)
+
+
+def dtypes_by_name(causal: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """Returns a function: the dtype in which transformers keeps a weight of this name, where it is not the model's."""
+    plan: dict[str, torch.dtype] = causal._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name: None
+    pattern, keys, _ = build_glob_alternation(list(plan))
+
+    def dtype_of(name: str) -> torch.dtype | None:
+        match = pattern.search(name)
+        return None if match is None or match.lastgroup is None else plan[keys[match.lastgroup]]
+
+    return dtype_of
 
 
 def _parameters(causal: Any) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

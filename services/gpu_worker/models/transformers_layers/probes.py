@@ -22,10 +22,10 @@ class Numbers:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._generator = torch.Generator(device="cpu").manual_seed(7)
+        self.generator = torch.Generator(device="cpu").manual_seed(7)
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Tensor:
-        made = torch.randn(shape, generator=self._generator, device="cpu") * scale
+        made = torch.randn(shape, generator=self.generator, device="cpu") * scale
         return made.to(self.dtype)
 
 

@@ -139,7 +139,6 @@ LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 8} | SMALL, "a soft cap"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"} | SMALL, "max_position|attention|flat batch"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"} | SMALL, "attention|flat batch"),
-        ({"architectures": ["OPTForCausalLM"], "model_type": "opt", "ffn_dim": 16} | SMALL, "the head does not run"),
         ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"} | SMALL, "chunked_attention are not"),
         (
             {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": LONG_ROPE} | SMALL,

@@ -1,0 +1,84 @@
+"""Gives the weights of a transformers class the names, and the parts, that checkpoints have.
+
+transformers renames weights as it loads them, and merges some: those of single experts into one stack. Its table of
+these conversions is read backwards here.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.shared.errors import ConfigError
+
+MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])  # the operations of a stack of experts
+
+
+def use_stored_names(causal: Any, table: WeightTable) -> None:
+    """Moves the places of `table` from the names of the class to those of checkpoints. Raises ConfigError.
+
+    The names of the class stay known: some checkpoints have those.
+    """
+    conversions = get_model_conversion_mapping(causal, add_legacy=False)
+    causal._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]
+    renamings = [one for one in causal._weight_conversions if isinstance(one, WeightRenaming)]
+    converters = [one for one in causal._weight_conversions if isinstance(one, WeightConverter)]
+    if not renamings and not converters:
+        return
+    shapes = {name: torch.empty(place.shape, device="meta") for name, place in table.places.items()}
+    stored = defaultdict[str, list[tuple[str, str | None]]](list)  # by the name of the class: names, and their patterns
+    for name in revert_weight_conversion(causal, shapes):
+        own, pattern = rename_source_key(name, renamings, converters)
+        stored[own].append((name, pattern))
+    by_pattern: dict[str | None, WeightConverter] = {
+        pattern: one for one in converters for pattern in one.source_patterns
+    }
+    for own, found in stored.items():
+        [*patterns] = dict.fromkeys(pattern for _, pattern in found)
+        if patterns == [None]:
+            _rename(table, own, found[0][0])
+        else:
+            _convert(table, own, found, by_pattern[patterns[0]])
+
+
+def _rename(table: WeightTable, own: str, stored: str) -> None:
+    if own != stored:
+        table.places[stored] = table.places.pop(own)
+        table.alias(own, stored)
+
+
+def _convert(table: WeightTable, own: str, found: Sequence[tuple[str, str | None]], converter: Any) -> None:
+    """found: names in checkpoints with the patterns of the converter that they match."""
+    operations, sources = [type(one) for one in converter.operations], converter.source_patterns
+    if operations in MERGED and getattr(converter.operations[-1], "dim", 0) == len(operations) - 1:
+        parts = [sorted((n for n, p in found if p == source), key=dot_natural_key) for source in sources]
+        _split_stack(table, own, parts)
+    else:
+        names = ", ".join(one.__name__ for one in operations)
+        raise ConfigError(f"checkpoints have {own} in a form that is not read here ({names})")
+
+
+def _split_stack(table: WeightTable, own: str, parts: Sequence[Sequence[str]]) -> None:
+    """own: a stack [experts, rows, in]. parts: for each product in it, the names of the experts' matrices."""
+    place = table.places.pop(own)
+    experts, rows, columns = place.shape
+    if any(len(names) != experts for names in parts) or place.arrange is not None:
+        raise ConfigError(f"checkpoints have {own} in another number of parts than {experts}")
+    each = rows // len(parts)
+    for i, names in enumerate(parts):
+        for expert, name in enumerate(names):
+            table.place(name, place.target[expert, i * each : (i + 1) * each], (each, columns))
+    table.place_whole(own, place, [name for names in parts for name in names])
