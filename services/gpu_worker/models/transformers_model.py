@@ -31,7 +31,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.attention_input im
 from blockyard.services.gpu_worker.models.transformers_layers.connection import NAME, Connection, register
 from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, are_experts, find_kind
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions, find_fusions
-from blockyard.services.gpu_worker.models.transformers_layers.head import Head
+from blockyard.services.gpu_worker.models.transformers_layers.head import HeadAlone
 from blockyard.services.gpu_worker.models.transformers_layers.later_reads import LaterReads
 from blockyard.services.gpu_worker.models.transformers_layers.module_calls import recorded_calls
 from blockyard.services.gpu_worker.models.transformers_layers.placement import Placed, place_modules
@@ -92,7 +92,7 @@ class TransformersModel:
         self, causal: Any, connection: Connection, shape: ModelShape, table: WeightTable, placed: Placed
     ) -> None:
         self.shape, self.table, self._placed, self._connection = shape, table, placed, connection
-        self._base, self._head = getattr(causal, causal.base_model_prefix), Head(causal)
+        self._base, self._head = getattr(causal, causal.base_model_prefix), HeadAlone(causal)
         self.own_products = sorted(placed.own_products)  # see `Placed`
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself
 
@@ -316,7 +316,7 @@ def _trace(causal: Any) -> _Trace:
         except PROBLEMS as e:
             if not causal._can_set_attn_implementation():
                 raise ConfigError(OWN_ATTENTION) from e
-            if "meta tensor" in str(e):  # there are no numbers to read
+            if "meta" in str(e):  # there are no numbers to read
                 raise ConfigError("it reads numbers of a step's tensors on the host, for which no step waits") from e
             raise
         if not trace.layers:

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 DECODER = "decoder"  # of classes whose base model holds its layers in a module of this name
 
 
-class Head:
+class HeadAlone:
     """The head of a model, with the scale or cap that its family has behind it."""
 
     def __init__(self, causal: Any) -> None:

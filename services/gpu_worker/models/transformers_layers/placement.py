@@ -70,7 +70,7 @@ class _Placement:
                 self.own_products.add(type(module).__name__)
 
     def place_buffers(self) -> None:
-        """Places the buffers that checkpoints have. A checkpoint may lack those of one number."""
+        """Places the buffers that checkpoints have."""
         table, dtype_of = self._layers.table, dtypes_by_name(self._causal, self._layers.table.dtype)
         for module_name, module in self._causal.named_modules():
             for name, made in list(module._buffers.items()):
@@ -78,10 +78,7 @@ class _Placement:
                     continue
                 path = f"{module_name}.{name}" if module_name else name
                 module._buffers[name] = target = made.to(dtype_of(path) or made.dtype)
-                if target.numel() == 1:
-                    table.place_scalar(path, target)
-                else:
-                    table.place(path, target, tuple(target.shape), stored=FLOATS | {target.dtype})
+                table.place(path, target, tuple(target.shape), stored=FLOATS | {target.dtype})
 
     def _is_ours(self, module: nn.Module) -> TypeGuard[nn.Linear]:
         """Whether a linear layer is replaced: not if it keeps another dtype than the model's."""

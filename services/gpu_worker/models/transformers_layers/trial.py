@@ -63,7 +63,10 @@ def try_rows(causal: Any, connection: Connection, run: Run, vocab_size: int) -> 
                 [base(input_ids=one[None], use_cache=False).last_hidden_state[0] for one in torch.split(ids, LENGTHS)]
             )
     if not _agree(flat, theirs, TOLERANCE):
-        raise ConfigError("it computes something else of two sequences in one batch than of each alone")
+        raise ConfigError(
+            "it computes something else of two sequences in one batch than of each alone: it has other positions, or "
+            "attends to other tokens than all earlier ones or those of a window"
+        )
 
 
 def _make_up_weights(causal: Any, numbers: Numbers) -> None:

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from plan_driver import Driver
+from safetensors.torch import load_file, save_file
 from ties import Ties
+from tiny_classes import compare_tokens, save_tiny
 from tiny_models import BY_NAME, LLAMA, VOCAB, Tiny, greedy_score, start
 from transformers import (
     ArceeConfig,
@@ -26,7 +28,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fus
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
 from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build, trace_layers
 from blockyard.shared.architectures import find_architecture
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +64,35 @@ def test_tokens_alone_batched_chunked_and_preempted(tiny: Tiny, tmp_path: Path) 
             expected = logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
             ties.compare(tiny.name, stream.prompt, expected, stream.output, score)
     ties.check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [
+        ("gpt_bigcode", {}),
+        ("biogpt", {}),
+        ("opt", {"activation_function": "gelu"}),
+        ("apertus", {}),  # buffers in the checkpoint
+        ("stablelm", {}),  # hands no arguments on to its attention
+        ("ctrl", {}),  # a tied head with a bias
+        ("youtu", {}),  # values smaller than keys
+        ("gpt_neox", {}),  # another name of the head in checkpoints
+        ("got_ocr2", {}),  # the text part of a model that sees
+    ],
+)
+def test_tokens_of_classes_with_something_of_their_own(kind: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    theirs = save_tiny(kind, tmp_path, **changed)
+    runner = start(tmp_path, device="cpu", model_impl="transformers", max_model_len=128)
+    compare_tokens(kind, runner, theirs, torch.float32)
+
+
+def test_buffers_of_a_checkpoint_are_needed(tmp_path: Path) -> None:
+    """transformers runs with whatever was in their memory before."""
+    save_tiny("apertus", tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    save_file({name: weight for name, weight in load_file(file).items() if not name.endswith("act_fn.beta")}, file)
+    with pytest.raises(LoadError, match="the checkpoint lacks model.layers.0.mlp.act_fn.beta and 1 more"):
+        start(tmp_path, device="cpu", model_impl="transformers", max_model_len=128)
 
 
 def test_places_and_order_of_a_class_with_our_modules() -> None:
@@ -139,6 +170,25 @@ LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 8} | SMALL, "a soft cap"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"} | SMALL, "max_position|attention|flat batch"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"} | SMALL, "attention|flat batch"),
+        (
+            {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"} | SMALL,
+            "GPTJForCausalLM is .* attention itself",
+        ),
+        (
+            {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "attention_types": [[["global"], 2]]}
+            | {"num_layers": 2, "num_heads": 2, "hidden_size": 16},
+            "GPTNeoForCausalLM is refused: it computes its attention itself",
+        ),
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"} | SMALL, "FalconForCausalLM is .* itself"),
+        ({"architectures": ["DogeForCausalLM"], "model_type": "doge"} | SMALL, "DogeAttention makes a mask of its own"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"} | SMALL, "BertLMHeadModel is .* no causal order"),
+        ({"architectures": ["JetMoeForCausalLM"], "model_type": "jetmoe"}, "JetMoeForCausalLM is .* on the host"),
+        ({"architectures": ["WhisperForCausalLM"], "model_type": "whisper"}, "WhisperForCausalLM has no max_position"),
+        (
+            {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}
+            | {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
+            "Mamba2ForCausalLM is refused: none of its layers has attention",
+        ),
         ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"} | SMALL, "chunked_attention are not"),
         (
             {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": LONG_ROPE} | SMALL,
