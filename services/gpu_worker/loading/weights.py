@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -143,6 +143,22 @@ class WeightTable:
         else:
             self._unused_alone.add(name)
         self.forget(name)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all weights, and of those that are others, by name."""
+        tied = {name: one.shape for name, one in self._tied.items()}
+        return {name: place.shape for name, place in self.places.items()} | tied
+
+    def rename(self, name: str, stored: str) -> None:
+        """Checkpoints call the weight `name` `stored`. Both names are known from here on."""
+        if name in self._tied:
+            self._tied[stored] = self._tied.pop(name)
+        else:
+            self.places[stored] = self.places.pop(name)
+            for other, tied in self._tied.items():
+                if tied.source == name:
+                    self._tied[other] = replace(tied, source=stored)
+        self.alias(name, stored)
 
     def place_scalar(self, name: str, target: Tensor) -> None:
         """A checkpoint that has the scalar `name` sets `target`; it may lack it."""

@@ -3,7 +3,8 @@
 The class is built on torch's meta device, without memory. Then its `nn.Linear`s become our linear layers, its other
 parameters get places in the `WeightTable`, and its attention, which is registered with transformers, calls the step's.
 Modules that our kernels can compute are replaced (`transformers_layers`). So a flat batch without padding runs through
-it, in CUDA graphs and ahead of the host as with other models.
+it, in CUDA graphs and ahead of the host as with other models. Before that, each class has to pass a trial: many keep
+states of a sequence, or look at other tokens of a batch, which would mix requests.
 
 Code from model folders is never run. Imported only when such a model is wanted: `transformers` takes seconds to load.
 """

@@ -45,8 +45,9 @@ MODEL = (
         "model-impl",
         FlagKind.TEXT,
         "auto",
-        "Implementation of the model: transformers runs its class over our attention and linear layers; auto does so "
-        "only for an architecture that `blockyard models` does not list.",
+        "Implementation of the model: transformers runs its class over our attention, linear layers and experts, if a "
+        "trial at start shows that the class sees each token of a batch alone; auto does so only for an architecture "
+        "that `blockyard models` does not list. FAMILIES.md lists the classes that run.",
         ("worker.model_impl",),
         choices=("auto", "transformers"),
         refused_values={"vllm": "another system's; use auto"},

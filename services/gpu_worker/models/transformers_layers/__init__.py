@@ -8,6 +8,9 @@ that computes anything else stays as it is.
 - `residual_sums`: sums of the residual and a sublayer's output, with the norm behind them.
 - `norms`: RMSNorm. `gates`: MLPs with a gate.
 - `rotations`: rotary embedding of q and k. `later_reads`: whether it may be in place.
+- `experts`: mixtures of experts. `head`: the output layer without the layers before it.
+- `connection`: our attention and experts as transformers looks them up. `trial`: what a class has to pass to run.
+- `stored_names`: names and parts of weights in checkpoints.
 - `module_calls`: what a forward pass on the meta device does. `probes`: comparison with a copy of a module.
 - `attention_input`: q, k and v as our attention reads them.
 - `fusions.Fusions`: what was found in a model, by the names of its modules.

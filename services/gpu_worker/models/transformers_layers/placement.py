@@ -51,7 +51,7 @@ class _Placement:
         self.own_products = set[str]()
         self.products = dict[tuple[str, ...], JointProduct]()  # by the names of their layers
         self.linears = list[tuple[str, Linear]]()  # with the name of the first of its layers that a step calls
-        self._tied = dict[int, Tensor]()
+        self._tied = dict[int, tuple[str, Tensor]]()  # parameters that no linear layer has, by identity
         self._groups = {name: group for group in fusions.joint for name in group}
 
     def place_parameters(self) -> None:
@@ -64,8 +64,8 @@ class _Placement:
                 path = f"{module_name}.{name}" if module_name else name
                 target = table.empty(*parameter.shape, dtype=dtype_of(path) or parameter.dtype)
                 table.place(path, target, tuple(parameter.shape))
-                self._tied[id(parameter)] = target
-            setattr(module, name, nn.Parameter(self._tied[id(parameter)], requires_grad=False))
+                self._tied[id(parameter)] = path, target
+            setattr(module, name, nn.Parameter(self._tied[id(parameter)][1], requires_grad=False))
             if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
                 self.own_products.add(type(module).__name__)
 
@@ -145,11 +145,12 @@ class _Placement:
         return JointProduct(linear, sizes)
 
     def _linear(self, name: str, module: nn.Linear) -> Linear:
-        embedding = self._tied.get(id(module.weight))
-        if embedding is not None:  # the head has the table of the embedding
-            self._layers.table.ignore(f"{name}.weight")
-            bias = None if module.bias is None else self._layers.table.vector(f"{name}.bias", module.out_features)
-            return dense_linear(embedding, bias)
+        table, tied = self._layers.table, self._tied.get(id(module.weight))
+        if tied is not None:  # the head has the table of the embedding, unless the checkpoint has its own
+            bias = None if module.bias is None else table.vector(f"{name}.bias", module.out_features)
+            linear = dense_linear(tied[1], bias)
+            table.tie(f"{name}.weight", tied[0], lambda own: linear.method.replace("weight", own))
+            return linear
         return self._layers.make({name: module.out_features}, module.in_features, bias=module.bias is not None)
 
     def connect_sums(self) -> None:
@@ -187,7 +188,6 @@ def place_modules(
     placement.place_modules()
     placement.connect_sums()
     placement.install_rotations(rotate_of or (lambda name: ops.rotate_halves))
-    layers.table.ignore_suffix(".rotary_emb.inv_freq")
     place = {name: i for i, name in reversed(list(enumerate(calls)))}
     linears = sorted(placement.linears, key=lambda named: place.get(named[0], len(calls)))  # the head is not in calls
     transient: list[JointProduct | SumNorm] = [*placement.products.values(), *placement.sums]

@@ -38,7 +38,7 @@ def use_stored_names(causal: Any, table: WeightTable) -> None:
     converters = [one for one in causal._weight_conversions if isinstance(one, WeightConverter)]
     if not renamings and not converters:
         return
-    shapes = {name: torch.empty(place.shape, device="meta") for name, place in table.places.items()}
+    shapes = {name: torch.empty(shape, device="meta") for name, shape in table.shapes().items()}
     stored = defaultdict[str, list[tuple[str, str | None]]](list)  # by the name of the class: names, and their patterns
     for name in revert_weight_conversion(causal, shapes):
         own, pattern = rename_source_key(name, renamings, converters)
@@ -49,15 +49,10 @@ def use_stored_names(causal: Any, table: WeightTable) -> None:
     for own, found in stored.items():
         [*patterns] = dict.fromkeys(pattern for _, pattern in found)
         if patterns == [None]:
-            _rename(table, own, found[0][0])
+            if own != found[0][0]:
+                table.rename(own, found[0][0])
         else:
             _convert(table, own, found, by_pattern[patterns[0]])
-
-
-def _rename(table: WeightTable, own: str, stored: str) -> None:
-    if own != stored:
-        table.places[stored] = table.places.pop(own)
-        table.alias(own, stored)
 
 
 def _convert(table: WeightTable, own: str, found: Sequence[tuple[str, str | None]], converter: Any) -> None:

@@ -91,8 +91,20 @@ def test_buffers_of_a_checkpoint_are_needed(tmp_path: Path) -> None:
     save_tiny("apertus", tmp_path)
     [file] = tmp_path.glob("*.safetensors")
     save_file({name: weight for name, weight in load_file(file).items() if not name.endswith("act_fn.beta")}, file)
-    with pytest.raises(LoadError, match="the checkpoint lacks model.layers.0.mlp.act_fn.beta and 1 more"):
+    with pytest.raises(LoadError, match=r"lacks model\.layers\.0\.mlp\.act_fn\.beta and 1 more"):
         start(tmp_path, device="cpu", model_impl="transformers", max_model_len=128)
+
+
+def test_a_head_of_its_own_is_used_although_the_flag_ties_it(tmp_path: Path) -> None:
+    theirs = save_tiny("helium", tmp_path, tie_word_embeddings=False)
+    runner = start(
+        tmp_path,
+        device="cpu",
+        model_impl="transformers",
+        max_model_len=128,
+        config_overrides='{"tie_word_embeddings": true}',
+    )
+    compare_tokens("helium", runner, theirs, torch.float32)
 
 
 def test_places_and_order_of_a_class_with_our_modules() -> None:
