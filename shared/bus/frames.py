@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,31 +16,43 @@ SENDERS_REMEMBERED = 1024
 WORDS_CHARS = 200  # length limit of an error or a name in a log line: the sender may choose its text
 
 
-class Malformed:
-    """Counts malformed frames. Logs each sender's first one, and at most `LINES_A_MINUTE` lines a minute."""
+class LogLimit:
+    """Bounds the log lines that peers cause: one for each sender and cause, at most `LINES_A_MINUTE` a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total = 0
         self._clock = clock
-        self._logged: set[int | bytes] = set()
+        self._logged: set[Hashable] = set()
         self._minute_began = clock()
         self._lines = 0
 
-    def count(self, sender: int | bytes, error: object) -> None:
-        """`sender` is an incarnation, or the routing id of a link without a Hello."""
-        self.total += 1
-        if sender in self._logged:
-            return
+    def allows(self, cause: Hashable) -> bool:
+        """Returns True if a line is to be written now."""
+        if cause in self._logged:
+            return False
         now = self._clock()
         if now - self._minute_began >= 60:
             self._minute_began, self._lines = now, 0
         if self._lines >= LINES_A_MINUTE:
-            return
+            return False
         self._lines += 1
         if len(self._logged) >= SENDERS_REMEMBERED:
             self._logged.clear()
-        self._logged.add(sender)
-        log.warning("dropped a malformed frame of %s (%d so far): %s", in_log(sender), self.total, in_log(error))
+        self._logged.add(cause)
+        return True
+
+
+class Malformed:
+    """Counts malformed frames. Logs each sender's first one, within the limit."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = 0
+        self._limit = LogLimit(clock)
+
+    def count(self, sender: int | bytes, error: object) -> None:
+        """`sender` is an incarnation, or the routing id of a link without a Hello."""
+        self.total += 1
+        if self._limit.allows(sender):
+            log.warning("dropped a malformed frame of %s (%d so far): %s", in_log(sender), self.total, in_log(error))
 
 
 class FrameReader(Generic[F]):

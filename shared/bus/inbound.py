@@ -93,7 +93,8 @@ class InboundLinks:
             self._sender[route] = hello.incarnation
             self._route[hello.incarnation] = route
         elif hello.version != PROTOCOL_VERSION:
-            self._reader.malformed.count(route, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
+            words = f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}"
+            self._reader.malformed.count(hello.incarnation, words)  # one line, though it dials again
         try:
             send_frame(self.socket, self._hello, route)
         except zmq.ZMQError as e:

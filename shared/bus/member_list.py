@@ -7,6 +7,7 @@ import msgspec
 from blockyard.shared.messages import Member, Members
 
 DISTRUST_S = 1.0  # lists pushed before the registry learned of a broken link arrive within this time
+REFUSED_S = 10.0  # until a member of another protocol version is tried again
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,15 @@ class MemberList:
                 events.append(Changed(member))
         return events
 
-    def link_broke(self, incarnation: int, now: float) -> list[Event]:
-        """The link to a member closed or is full: the member is Gone until `link_returned` or a later list."""
+    def link_broke(self, incarnation: int, now: float, distrust_s: float = DISTRUST_S) -> list[Event]:
+        """The link to a member closed or is full: the member is Gone until `link_returned` or a later list.
+
+        `distrust_s`: lists of the next seconds do not make it Joined.
+        """
         member = self.members.pop(incarnation, None)
         if member is None:
             return []
-        self._distrusted[incarnation] = now + DISTRUST_S
+        self._distrusted[incarnation] = now + distrust_s
         return [Gone(msgspec.structs.replace(member, ready=False))]
 
     def link_returned(self, member: Member) -> list[Event]:

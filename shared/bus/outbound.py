@@ -10,7 +10,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from blockyard.shared.bus.frames import FrameReader
-from blockyard.shared.bus.member_list import Event, MemberList
+from blockyard.shared.bus.member_list import REFUSED_S, Event, MemberList
 from blockyard.shared.bus.poller import Poller
 from blockyard.shared.bus.sockets import Sockets, readable, receive_frame, send_frame
 from blockyard.shared.messages import PROTOCOL_VERSION, Hello, Member
@@ -115,7 +115,8 @@ class OutboundLinks:
             if incarnation not in self._members.members and not link.again:
                 self._forget(link)
                 continue
-            self._receive(link, at_most)
+            if not self._receive(link, at_most):
+                continue
             if link.broke():
                 self.broke(incarnation)
             elif link.overdue(now):
@@ -137,31 +138,37 @@ class OutboundLinks:
             self._poller.remove(link.socket, link.monitor)
             link.close(linger_ms=200)
 
-    def _receive(self, link: OutboundLink, at_most: int) -> None:
+    def _receive(self, link: OutboundLink, at_most: int) -> bool:
+        """Returns False if the link was closed, because another incarnation or protocol version answered."""
         if not readable(link.socket):  # the usual case: most links carry frames one way
-            return
+            return True
         peer = link.member.incarnation
         for _ in range(at_most):
             try:
                 data = receive_frame(link.socket)
             except zmq.Again:
-                return
+                return True
             frame = self._reader.read(data, peer)
-            if frame is None:
-                continue
-            if not isinstance(frame, Hello):
+            if isinstance(frame, Hello):
+                if not self._greeted(link, frame):
+                    return False
+            elif frame is not None and link.greeted:
                 self._events.append((peer, frame))
-            elif not self._greeted(link, frame):
-                self._give_up(link)
-                return
+            elif frame is not None:
+                self._reader.malformed.count(peer, f"{type(frame).__name__} without a Hello")
+        return True
 
     def _greeted(self, link: OutboundLink, hello: Hello) -> bool:
-        """Returns False if another incarnation or protocol version answered."""
+        """Returns False if another incarnation or protocol version answered: the link is closed."""
+        peer = link.member.incarnation
         if hello.version != PROTOCOL_VERSION:
-            words = f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}"
-            self._reader.malformed.count(link.member.incarnation, words)
+            self._reader.malformed.count(peer, f"{hello.name} speaks protocol {hello.version}, we {PROTOCOL_VERSION}")
+            self._forget(link)  # the registry is not told: members of its version have good links to it
+            self._tell(self._members.link_broke(peer, time.monotonic(), REFUSED_S))
             return False
-        if hello.incarnation != link.member.incarnation:
+        if hello.incarnation != peer:
+            self._reader.malformed.count(peer, f"{hello.name} answers for it at {link.member.endpoint}")
+            self._give_up(link)
             return False
         if link.on_hello():
             self._tell(self._members.link_returned(link.member))
