@@ -39,7 +39,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, IncomingTransfers
 from blockyard.services.kv_transfer.sender_processes import SenderProcesses
 from blockyard.services.kv_transfer.staging import StagingMemory
-from blockyard.shared.bus.frames import in_log
+from blockyard.shared.bus.frames import LogLimit, in_log
 from blockyard.shared.bus.sockets import Sockets, readable
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults
 from blockyard.shared.errors import ConfigError
@@ -99,6 +99,7 @@ class TransferReceiver:
         self._links: dict[int, _Link] = {}  # by sender
         self._routes: dict[bytes, _Link] = {}
         self._processes = SenderProcesses()
+        self._log_limit = LogLimit()
         self._nixl = self._make_accesses() if self._config.connector == "nixl" else None
         self._closing: Counter[int] = Counter()  # by sender: agents of nixl that still let it write
         self._decoder = msgspec.msgpack.Decoder(ToReceiver)
@@ -201,22 +202,29 @@ class TransferReceiver:
         if frame is None:
             return
         payload = parts[1].buffer if len(parts) == 2 else None
-        if isinstance(frame, LinkHello):
-            self._greet(route.bytes, frame)
-        elif link is None:
+        if link is None and not isinstance(frame, LinkHello):
             self.drops.count(DropReason.STRANGER, f"{type(frame).__name__} without a link")
         elif len(parts) > 2 or (payload is not None and not isinstance(frame, BlocksWritten)):
             self.drops.count(DropReason.WRONG_SIZE, f"{type(frame).__name__} in {len(parts)} parts")
         else:
             try:
-                self._handle(link, frame, payload)
+                if link is not None:
+                    self._handle(link, frame, payload)
+                elif isinstance(frame, LinkHello):
+                    self._greet(route.bytes, frame)
             except Exception as e:
-                log.exception("KV link of %x", link.sender)
-                self._refuse(link.sender, link.route, f"an error of the receiver: {type(e).__name__}: {e}")
-                self._lose(link)
+                link = self._routes.get(route.bytes)
+                log.exception("KV link of %s", "a new sender" if link is None else f"{link.sender:x}")
+                if link is not None:
+                    self._refuse(link.sender, link.route, f"an error of the receiver: {type(e).__name__}: {e}")
+                    self._lose(link)
 
     def _handle(self, link: _Link, frame: LinkFrame, payload: memoryview | None) -> None:
         match frame:
+            case LinkHello():  # each link of a sender has its own route
+                self.drops.count(DropReason.DOUBLED, f"hello of {frame.sender:x} on the link of {link.sender:x}")
+                self._refuse(link.sender, link.route, "a second hello on the link")
+                self._lose(link)
             case LinkReady():
                 self._open(link, frame)
             case BlocksWritten():
@@ -279,8 +287,13 @@ class TransferReceiver:
             link.outbox.append(self._encode(LinkWelcome(self._me, self._generation, handle, remote)))
 
     def _refuse(self, sender: int, route: bytes, reason: str) -> None:
-        log.warning("KV link of %x refused: %s", sender, in_log(reason))
+        self._warn(sender, f"refused: {in_log(reason)}")
         self._try_send(route, self._encode(LinkRefused(reason)))
+
+    def _warn(self, sender: int, words: str) -> None:
+        """Logs within the limit: a stranger may cause any number of lines."""
+        if self._log_limit.allows((sender, words)):
+            log.warning("KV link of %x: %s", sender, words)
 
     def _open(self, link: _Link, frame: LinkReady) -> None:
         if frame.connector == "nixl" and self._nixl is not None:
@@ -297,7 +310,7 @@ class TransferReceiver:
             try:
                 self._processes.add(link.sender, frame.pid)
             except (OSError, ValueError, OverflowError) as e:
-                log.warning("KV link of %x: process %d: %s", link.sender, frame.pid, e)
+                self._warn(link.sender, f"process {frame.pid}: {e}")
                 return
         link.reader = reader
         self._transfers.on_link(link.sender)

@@ -1,5 +1,6 @@
 """Who may open a link for KV transfers, and what becomes of strangers and of malformed frames."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BlockSums,
     BlocksWritten,
+    LinkClosed,
     LinkHello,
     LinkReady,
     Stopped,
@@ -24,6 +26,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
 )
 from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.receiver import TransferReceiver
+from blockyard.shared.bus.frames import LINES_A_MINUTE
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 
@@ -183,3 +186,38 @@ def test_a_message_of_gigabytes_closes_the_connection(
         events = receiver.poll()
     assert events[0].outcome is Received.SENDER_LOST
     assert not peers[1].blocks.any()
+
+
+@pytest.mark.parametrize("second", [SENDER, SENDER + 1])
+def test_a_second_hello_on_a_link_ends_that_link_alone(peers: tuple[Peer, Peer], second: int) -> None:
+    """The worker lives on, and the sender that was named is let in on a link of its own."""
+    source, target = peers
+    receiver = target.receiver()
+    raw = raw_link(source.sockets, receiver.endpoint)
+    raw.send(encode(LinkHello(LINK_VERSION, SENDER, 1, RECEIVER, SMALL)))
+    raw.send(encode(LinkHello(LINK_VERSION, second, 1, RECEIVER, SMALL)))
+    raw.send(encode(LinkClosed()))
+    assert poll_for(receiver, lambda: receiver.drops.by_reason[DropReason.STRANGER] == 1), "the link has ended"
+    assert receiver.drops.by_reason[DropReason.DOUBLED] == 1
+    raw.close(0)
+    assert receiver.poll() == []
+    for sender in (SENDER, SENDER + 1):
+        link = source.sender(receiver.endpoint, me=sender)
+        poll_both(receiver, link, lambda link=link: link.connector != "")
+        link.close()
+    receiver.close()
+
+
+def test_hellos_that_are_refused_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = Peer(tcp_bus(tmp_path), SMALL, 20, encrypt=False)
+    receiver = target.receiver(needs_ticket=True)
+    with caplog.at_level(logging.DEBUG), socket_without_keys() as raw:
+        raw.connect(receiver.endpoint)
+        for i in range(2000):
+            sender, version = i // 2, LINK_VERSION + i % 2
+            raw.send(encode(LinkHello(version, sender, 1, RECEIVER, SMALL, b"guess")))
+            receiver.poll()
+        assert poll_for(receiver, lambda: receiver.drops.by_reason[DropReason.STRANGER] == 1000)
+    assert 1 <= len(caplog.records) < 2 * LINES_A_MINUTE + 10
+    receiver.close()
+    target.close()
