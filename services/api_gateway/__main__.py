@@ -13,13 +13,15 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.messages import GatewayIn, Role
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 
 
 async def serve_async(config: GatewayConfig) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    links: Links[GatewayIn] = Links(config.process.name, Role.API_GATEWAY, config.process.bus, GatewayIn)
+    process, liveness = config.process, LivenessPipe(config.process.liveness_fd)
+    links: Links[GatewayIn] = Links(process.name, Role.API_GATEWAY, process.bus, GatewayIn, liveness=liveness)
     with links:
         gateway = Gateway(config, links)
         async with listening(config, gateway) as server, asyncio.TaskGroup() as tasks:

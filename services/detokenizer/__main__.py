@@ -13,12 +13,16 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.messages import DetokenizerIn, Role
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 from blockyard.shared.process.service_main import publish, run_until_stopped
 
 
 async def serve_async(config: DetokenizerConfig) -> None:
     model = config.served_model_names[0] if config.served_model_names else ""
-    links: Links[DetokenizerIn] = Links(config.process.name, Role.DETOKENIZER, config.process.bus, DetokenizerIn, model)
+    process, liveness = config.process, LivenessPipe(config.process.liveness_fd)
+    links: Links[DetokenizerIn] = Links(
+        process.name, Role.DETOKENIZER, process.bus, DetokenizerIn, model, liveness=liveness
+    )
     with links:
         links.update(phase="loading tokenizer")
         files = tokenizer_files.load(config.tokenizer_path)

@@ -16,6 +16,7 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 
 ONEDNN_PRODUCTS = "256"
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
@@ -35,7 +36,13 @@ def serve(config: WorkerConfig) -> None:
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     model = config.served_model_names[0] if config.served_model_names else config.model_path
     links: Links[WorkerIn] = Links(
-        config.process.name, Role.GPU_WORKER, config.process.bus, WorkerIn, model=model, own_heartbeat=True
+        config.process.name,
+        Role.GPU_WORKER,
+        config.process.bus,
+        WorkerIn,
+        model=model,
+        own_heartbeat=True,
+        liveness=LivenessPipe(config.process.liveness_fd),
     )
     with links:
         links.update(group=config.group, kv_role=config.kv_transfer.role if config.kv_transfer is not None else None)

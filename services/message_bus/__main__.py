@@ -9,14 +9,16 @@ from blockyard.services.message_bus.service import Membership, Registry
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 
 
 def serve(config: RegistryConfig) -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     socket = RegistrySocket(config.process.bus)
+    membership = Membership(time.monotonic(), config.dead_after_s, config.settle_s)
     try:
-        Registry(socket, Membership(time.monotonic(), config.dead_after_s, config.settle_s)).run(stopped)
+        Registry(socket, membership, LivenessPipe(config.process.liveness_fd)).run(stopped)
     finally:
         socket.close()
 

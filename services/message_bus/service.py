@@ -1,15 +1,17 @@
 """The registry's loop: receives announcements, decides which members are alive, sends the list when it changes."""
 
 import threading
-import time
 
 import msgspec
 
 from blockyard.shared.bus.links import new_incarnation
 from blockyard.shared.bus.registry_socket import RegistrySocket
 from blockyard.shared.messages import Announce, Frame, Leave, LinkLost, Member, Members, Stats
+from blockyard.shared.process.awake_clock import AwakeClock
+from blockyard.shared.process.liveness import LivenessPipe
 
 PUSH_STATS_S = 0.5
+PUSH_S = 1.0  # a member that hears no list for three times as long dials anew
 
 _NO_STATS = Stats()
 
@@ -43,13 +45,15 @@ class Membership:
                 self._remove(incarnation)
 
     def due(self, now: float) -> bool:
-        """Removes silent members. Returns True if the list is due now; a change of counters alone waits 0.5 s."""
+        """Removes silent members. Returns True if the list is due now: at once after a change, 0.5 s after the last
+        one if only counters have changed, 1 s after it otherwise.
+        """
         for incarnation, heard in list(self._heard.items()):
             if now - heard > self._dead_after_s:
                 self._remove(incarnation)
         if self.settled(now) and not self._was_settled:
             self._was_settled = self._changed = True
-        due = self._changed or (self._stats_changed and now - self._pushed_at >= PUSH_STATS_S)
+        due = self._changed or now - self._pushed_at >= (PUSH_STATS_S if self._stats_changed else PUSH_S)
         if due:
             self._changed = self._stats_changed = False
             self._pushed_at = now
@@ -79,18 +83,22 @@ def _without_stats(member: Member) -> Member:
 
 
 TICK_S = 0.1
+LONGEST_TURN_S = 0.5  # of the loop: more time was none in which a heartbeat could arrive
 
 
 class Registry:
-    def __init__(self, socket: RegistrySocket, membership: Membership) -> None:
+    def __init__(self, socket: RegistrySocket, membership: Membership, liveness: LivenessPipe | None = None) -> None:
         self._socket, self._membership = socket, membership
+        self._liveness = liveness or LivenessPipe(None)
         self._incarnation = new_incarnation()
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped` is set."""
+        clock = AwakeClock(LONGEST_TURN_S)
         while not stopped.is_set():
+            self._liveness.turned()
             frames = self._socket.poll(TICK_S)
-            now = time.monotonic()
+            now = clock.now()
             for frame in frames:
                 self._membership.apply(frame, now)
             due = self._membership.due(now)

@@ -13,13 +13,15 @@ from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.messages import Role, SchedulerIn
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 
 
 def serve(config: SchedulerConfig) -> None:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    names = config.served_model_names
-    with Links[SchedulerIn](config.process.name, Role.SCHEDULER, config.process.bus, SchedulerIn, names[0]) as links:
+    process, model = config.process, config.served_model_names[0]
+    liveness = LivenessPipe(process.liveness_fd)
+    with Links[SchedulerIn](process.name, Role.SCHEDULER, process.bus, SchedulerIn, model, liveness=liveness) as links:
         core = Scheduler(links.me.incarnation, settings_of(config), created=int(time.time()))
         Service(links, core, StatsLog(config.stats_interval_s, config.log_stats, time.monotonic())).run(stopped)
 

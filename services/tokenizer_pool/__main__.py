@@ -16,6 +16,7 @@ from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import Role, TokenizerIn
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 from blockyard.shared.process.service_main import publish, run_until_stopped
 
 TEXT_MODULE = "blockyard.services.tokenizer_pool.text_worker"
@@ -25,7 +26,10 @@ GRAMMAR_LIMITS = JobLimits(memory_bytes=512 * MIB, memory_bytes_per_token=0)
 
 async def serve_async(config: TokenizerConfig) -> None:
     model = config.served_model_names[0] if config.served_model_names else ""
-    links: Links[TokenizerIn] = Links(config.process.name, Role.TOKENIZER_POOL, config.process.bus, TokenizerIn, model)
+    process, liveness = config.process, LivenessPipe(config.process.liveness_fd)
+    links: Links[TokenizerIn] = Links(
+        process.name, Role.TOKENIZER_POOL, process.bus, TokenizerIn, model, liveness=liveness
+    )
     with links:
         links.update(phase="loading tokenizer")
         workers = JobWorkers(TEXT_MODULE, ServerSettings(config=config, limits=LIMITS))

@@ -22,7 +22,8 @@ from blockyard.shared.bus.poller import Poller, Readable
 from blockyard.shared.bus.registry_link import RegistryLink
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.messages import Frame, Hello, LinkLost, Member, MembersRequest, Role, Stats
+from blockyard.shared.messages import Frame, Hello, LinkLost, Member, Role, Stats
+from blockyard.shared.process.liveness import LivenessPipe
 
 In = TypeVar("In", bound=Frame)
 
@@ -39,20 +40,29 @@ class Links(Generic[In]):
 
     `accepts` is the union of frames this member accepts. Frames of other types are malformed: they are counted, logged
     once a sender, and dropped. With `own_heartbeat` a thread announces this member while its loop is busy with a step.
+    `liveness` is told of each turn of the loop.
     """
 
     def __init__(
-        self, name: str, role: Role, bus: BusConfig, accepts: Any, model: str = "", own_heartbeat: bool = False
+        self,
+        name: str,
+        role: Role,
+        bus: BusConfig,
+        accepts: Any,
+        model: str = "",
+        own_heartbeat: bool = False,
+        liveness: LivenessPipe | None = None,
     ) -> None:
+        self._liveness = liveness or LivenessPipe(None)
         self._sockets = sockets = Sockets(bus)
         bound = sockets.bind_router()
         self.me = me = Member(name, role, new_incarnation(), bound.endpoint, model=model)
         self._encode = msgspec.msgpack.Encoder().encode
         self._list = MemberList(me.incarnation)
         self._malformed = Malformed()
-        self._registry_link = RegistryLink(sockets, bus.registry, me, self._malformed, own_thread=own_heartbeat)
         self._poller = Poller()
-        self._poller.add(bound.socket, self._registry_link.socket)
+        self._poller.add(bound.socket)
+        self._registry_link = RegistryLink(sockets, self._poller, bus.registry, me, self._malformed, own_heartbeat)
         reader: FrameReader[In | Hello] = FrameReader(accepts | Hello, self._malformed)
         self._in = InboundLinks(bound.socket, me, reader, self._list.members, self._opened_again)
         self._out = OutboundLinks(sockets, me, reader, self._list, self._poller, self._link_lost)
@@ -72,17 +82,10 @@ class Links(Generic[In]):
         live = self._list.members.values()
         return [m for m in live if m.role == role and m.ready and (not model or m.model in ("", model))]
 
-    @property
-    def registry_heard_s(self) -> float:
-        """Time of the registry's last list on the monotonic clock; before the first list, the time of construction."""
-        return self._registry_link.heard_at
-
-    def ask_registry(self) -> None:
-        """Asks for the list, which the registry otherwise sends only when it has changed."""
-        self._registry_link.send(MembersRequest(self.me.name))
-
     def update(self, **fields: Any) -> None:
         """Changes this member's entry and announces it at once, unless only `stats` changed."""
+        if self.me.ready:  # a worker that wakes up reports its progress
+            self._liveness.turned()
         self.me = msgspec.structs.replace(self.me, **fields)
         self._registry_link.update(self.me, urgent=fields.keys() != {"stats"})
 
@@ -137,7 +140,7 @@ class Links(Generic[In]):
     def close(self) -> None:
         """Removes this member from the list and closes its links, which have 0.2 s to send queued frames."""
         self._out.close()
-        self._poller.remove(self._in.socket, self._registry_link.socket)
+        self._poller.remove(self._in.socket)
         self._in.socket.close(200)
         self._registry_link.close()
         self._sockets.close()
@@ -150,6 +153,7 @@ class Links(Generic[In]):
 
     def _drain(self) -> list[tuple[int, Event | In]]:
         """Returns all arrived events. The membership list comes first, because it says which peers are gone."""
+        self._liveness.turned()
         now = time.monotonic()
         events: list[tuple[int, Event | In]] = self._out.take_events()  # of sends since the last call
         for news in self._registry_link.beat(now):

@@ -20,7 +20,7 @@ class RegistrySocket:
         self._sockets = Sockets(bus)
         endpoint = registry_address(bus)
         try:
-            self._socket = self._sockets.bind_router(endpoint).socket
+            self._socket = self._sockets.bind_router(endpoint, handover=True).socket
         except zmq.ZMQError as e:
             raise ConfigError(f"cannot bind the message bus to {endpoint}: {e}") from e
         self._malformed = Malformed()

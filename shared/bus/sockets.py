@@ -97,10 +97,16 @@ class Sockets:
             self._zap.start()
             self._zap.configure_curve_callback(domain="blockyard", credentials_provider=_OneKey(self._keys.public))
 
-    def bind_router(self, endpoint: str | None = None) -> Bound:
-        """Binds to `endpoint`, or to a new address of the configured kind. Raises zmq.ZMQError if it is in use."""
+    def bind_router(self, endpoint: str | None = None, handover: bool = False) -> Bound:
+        """Binds to `endpoint`, or to a new address of the configured kind. Raises zmq.ZMQError if it is in use.
+
+        handover: a new connection with the routing id of another one replaces it. Without it libzmq ignores the new
+        one for as long as it takes the old one for alive, and often for good. For peers that connect again by
+        themselves. Not for links whose first frame says who sends: the new connection would be taken for that sender.
+        """
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.ROUTER_HANDOVER, int(handover))
         self._set_common(router)
         if self._keys is not None:
             router.curve_server = True

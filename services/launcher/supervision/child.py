@@ -24,6 +24,7 @@ CONFIG_EXIT_CODES = (2, 3)  # ConfigError and LoadError: a restart cannot help
 FIRST_DELAY_S = 0.2
 MAX_DELAY_S = 10.0
 HEALTHY_S = 30.0
+SIGNS_BYTES = 65536  # what a pipe holds
 
 
 class BackOff:
@@ -81,6 +82,7 @@ class Child:
         self._back_off = BackOff()
         self._ran_s = 0.0  # duration of the last run
         self._process: asyncio.subprocess.Process | None = None
+        self._signs: int | None = None  # the end for reading of the process's pipe
         self._settings = folder / f"{spec.name.replace(' ', '-')}.json"
 
     @property
@@ -95,28 +97,50 @@ class Child:
         self.starts += 1
         self._ran_s = 0.0
         began = time.monotonic()
-        self._process = process = await self._start()
         try:
-            return await process.wait()
+            self._process = process = await self._start()
+            try:
+                return await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+                self._process = None
+                self._ran_s = time.monotonic() - began
         finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            self._process = None
-            self._ran_s = time.monotonic() - began
+            self._close_signs()
 
     async def _start(self) -> asyncio.subprocess.Process:
+        writing: int | None = None
         try:
-            self._write_settings()
+            self._signs, writing = os.pipe()
+            os.set_blocking(self._signs, False)
+            self._write_settings(writing)
             # a new session: Ctrl-C in the terminal reaches only the launcher, which then drains
             return await asyncio.create_subprocess_exec(
                 *self._command(self.spec.service, self._settings),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=environment(),
                 start_new_session=True,
+                pass_fds=(writing,),
             )
         except OSError as e:
             raise NotStarted(f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}") from e
+        finally:
+            if writing is not None:
+                os.close(writing)
+
+    def read_signs(self) -> bytes:
+        """Returns the signs of life that arrived since the last call."""
+        try:
+            return b"" if self._signs is None else os.read(self._signs, SIGNS_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def _close_signs(self) -> None:
+        if self._signs is not None:
+            os.close(self._signs)
+            self._signs = None
 
     def stop(self, number: signal.Signals) -> None:
         """Sends the signal and prevents further restarts."""
@@ -141,8 +165,9 @@ class Child:
             return ""
         return " ".join(text.split())
 
-    def _write_settings(self) -> None:
-        process = msgspec.structs.replace(self.spec.config.process, parent_pid=os.getpid())
+    def _write_settings(self, liveness_fd: int) -> None:
+        ours = {"parent_pid": os.getpid(), "liveness_fd": liveness_fd}
+        process = msgspec.structs.replace(self.spec.config.process, **ours)
         config = msgspec.structs.replace(self.spec.config, process=process)
         fd = os.open(self._settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:

@@ -1,88 +1,79 @@
-"""Finds hung children: processes that run but send no heartbeat."""
+"""Finds hung children: processes that run but whose loop stands still. It needs no message bus and no link.
 
+A child writes signs of life into a pipe (`shared/process/liveness.py`). A child that the bus does not hear is therefore
+not taken for hung, and neither is the bus when this process does not hear it.
+"""
+
+from collections.abc import Container
 from dataclasses import dataclass
 
-from blockyard.shared.messages import Member
+from blockyard.shared.process.liveness import TURNED
 
-STARTING_TIMES = 6  # factor on the timeout for a child that is not ready: it imports, loads and captures
-REGISTRY_S = 2.0  # when the registry is silent for longer, a child's missing heartbeat proves nothing
+STARTING_TIMES = 6  # factor on the timeout for a child whose loop has not begun: importing may hold up its signs
+LONG_TURN_TIMES = 30  # factor for the loop of a child whose turns are long while it gives signs: a step on a CPU
 
 
 @dataclass(slots=True)
-class _Heartbeat:
+class _Signs:
     start: int  # number of the child's start
-    silent_since: float | None  # None while its heartbeat arrives
-    incarnation: int = 0  # 0: it has not announced itself yet
-    ready: bool = False
+    signed_at: float  # time of the last sign; before the first, of the start
+    turned_at: float | None = None  # time of the last turn of its loop; None: the loop has not begun
+    has_signed: bool = False
     reported: bool = False
 
-    def on_arrived(self, incarnation: int, ready: bool) -> None:
-        self.incarnation, self.ready, self.silent_since = incarnation, ready, None
-
-    def on_silent(self, since: float) -> None:
-        self.silent_since = since
+    def on_signs(self, signs: bytes, now: float) -> None:
+        self.signed_at, self.has_signed = now, True
+        if TURNED in signs:
+            self.turned_at = now
 
     def on_reported(self) -> None:
         self.reported = True
 
 
 class HungDetector:
-    """Detects hung children from the membership list. Times are seconds of one monotonic clock.
+    """Detects hung children from their signs of life. Times are seconds of one clock, which stands still while this
+    process does.
 
-    `timeout_s`: silence after which a ready child is hung; 0 turns detection off. `dead_after_s`: silence after which
-    the registry removes a member from its list.
+    `timeout_s`: silence after which a child is hung; 0 turns detection off. `long_turns`: names of children whose loop
+    may be busy for longer, as long as they give signs.
     """
 
-    def __init__(self, timeout_s: float, dead_after_s: float) -> None:
-        self._timeout_s, self._dead_after_s = timeout_s, dead_after_s
-        self._children: dict[str, _Heartbeat] = {}
+    def __init__(self, timeout_s: float, long_turns: Container[str] = ()) -> None:
+        self._timeout_s, self._long_turns = timeout_s, long_turns
+        self._children: dict[str, _Signs] = {}
 
-    def on_running(self, name: str, start: int, now: float) -> None:
-        """Call while the child runs; `start` is the number of its start."""
-        known = self._children.get(name)
-        if known is None or known.start != start:
-            self._children[name] = _Heartbeat(start, now)
+    def on_running(self, name: str, start: int, signs: bytes, now: float) -> None:
+        """Call while the child runs; `start` is the number of its start, `signs` arrived since the last call."""
+        child = self._children.get(name)
+        if child is None or child.start != start:
+            child = self._children[name] = _Signs(start, now)
+        if signs:
+            child.on_signs(signs, now)
 
     def on_ended(self, name: str) -> None:
         self._children.pop(name, None)
 
-    def on_member(self, member: Member) -> None:
-        """The member is on the list: its heartbeat arrives."""
-        child = self._children.get(member.name)
-        if child is not None:
-            child.on_arrived(member.incarnation, member.ready)
-
-    def on_gone(self, member: Member, now: float) -> None:
-        """The member was removed from the list."""
-        child = self._children.get(member.name)
-        if child is not None and child.incarnation == member.incarnation:
-            child.on_silent(now - self._dead_after_s)
-
-    def on_registry(self, name: str, heard_at: float, now: float) -> None:
-        """The registry's last message came at `heard_at`. The registry is a child without an entry on the list."""
-        child = self._children.get(name)
-        if child is not None and heard_at > now - REGISTRY_S:
-            child.on_arrived(incarnation=1, ready=True)
-        elif child is not None and child.silent_since is None:
-            child.on_silent(heard_at)
-        if heard_at <= now - REGISTRY_S:
-            for other, heartbeat in self._children.items():
-                if other != name and heartbeat.silent_since is not None:
-                    heartbeat.on_silent(now)
-
     def find_hung(self, now: float, settled: bool) -> dict[str, float]:
         """Returns the children to kill with their seconds of silence. Each start of a child is returned once.
 
-        Until the ring is `settled`, a child that never joined is not hung: importing its packages from a slow disk may
-        take any time.
+        Until the ring is `settled`, a child that never gave a sign is not hung: importing its packages from a slow disk
+        may take any time.
         """
         found = {}
         for name, child in self._children.items():
-            if not self._timeout_s or child.reported or child.silent_since is None:
-                continue
-            silent_s = now - child.silent_since
-            limit_s = self._timeout_s if child.ready else self._timeout_s * STARTING_TIMES
-            if silent_s >= limit_s and (settled or child.incarnation):
-                child.on_reported()
-                found[name] = silent_s
+            if self._timeout_s and not child.reported and (settled or child.has_signed):
+                silent_s = self._silent_s(name, child, now)
+                if silent_s is not None:
+                    child.on_reported()
+                    found[name] = silent_s
         return found
+
+    def _silent_s(self, name: str, child: _Signs, now: float) -> float | None:
+        """Returns None for a child that is not hung."""
+        silent_s = now - child.signed_at
+        if child.turned_at is None:
+            return silent_s if silent_s >= STARTING_TIMES * self._timeout_s else None
+        if silent_s >= self._timeout_s:
+            return silent_s
+        still_s = now - child.turned_at
+        return still_s if still_s >= self._timeout_s * (LONG_TURN_TIMES if name in self._long_turns else 1) else None

@@ -3,19 +3,19 @@
 import asyncio
 import logging
 import signal
-import time
 from pathlib import Path
 
 from blockyard.services.launcher.supervision.child import MakeCommand, service_specs
 from blockyard.services.launcher.supervision.hung import HungDetector
 from blockyard.services.launcher.supervision.run_dir import MemberSockets
-from blockyard.services.launcher.supervision.start_up import BUS, StartupDisplay, StartupTracker
+from blockyard.services.launcher.supervision.start_up import StartupDisplay, StartupTracker
 from blockyard.services.launcher.supervision.supervisor import StartFailed, Supervisor
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Changed, Gone, Joined
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import Hello, Role
+from blockyard.shared.process.awake_clock import AwakeClock
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,8 @@ class Ring:
         self._display = display
         all_specs = service_specs(deployment)
         self.supervisor = Supervisor(all_specs, folder, make_command)
-        self._hung = HungDetector(deployment.hung_timeout_s, deployment.registry.dead_after_s)
+        workers = [spec.name for spec in all_specs if spec.service == "gpu_worker"]
+        self._hung = HungDetector(deployment.hung_timeout_s, long_turns=workers)
         self._sockets = MemberSockets(folder)
         self._names = {spec.name for spec in all_specs}
         self.start_up = StartupTracker([spec.name for spec in all_specs], display)
@@ -68,7 +69,7 @@ class Ring:
                 async with asyncio.TaskGroup() as tasks:
                     for child in self.supervisor.children:
                         tasks.create_task(self.supervisor.supervise(child))
-                    work = (self._watch(links), self._kill_when_asked(), self._kill_hung(links))
+                    work = (self._watch(links), self._kill_when_asked(), self._kill_hung())
                     helpers = [tasks.create_task(coroutine) for coroutine in work]
                     await self._stop.wait()
                     await self.supervisor.drain(drain_s)
@@ -85,31 +86,28 @@ class Ring:
         async for _, event in links:
             match event:
                 case Joined(member) | Changed(member):
-                    self._hung.on_member(member)
                     if member.name in self._names:
                         self._sockets.on_member(member)
                     if self.start_up.on_member(member):
                         self.supervisor.settle()
                         self.ready.set()
                 case Gone(member):
-                    self._hung.on_gone(member, time.monotonic())
                     self.start_up.on_gone(member)
 
-    async def _kill_hung(self, links: Links[Hello]) -> None:
+    async def _kill_hung(self) -> None:
         """Kills hung children; the supervisor restarts them."""
+        clock = AwakeClock(2 * HUNG_CHECK_S)
         while True:
             await asyncio.sleep(HUNG_CHECK_S)
-            links.ask_registry()
-            now = time.monotonic()
+            now = clock.now()
             children = {child.spec.name: child for child in self.supervisor.children}
             for name, child in children.items():
                 if child.pid is None or child.stop_asked.is_set():
                     self._hung.on_ended(name)
                 else:
-                    self._hung.on_running(name, child.starts, now)
-            self._hung.on_registry(BUS, links.registry_heard_s, now)
+                    self._hung.on_running(name, child.starts, child.read_signs(), now)
             for name, silent_s in self._hung.find_hung(now, self.supervisor.settled).items():
-                log.warning("%s is hung: no heartbeat for %.0f s (--hung-timeout), it is killed", name, silent_s)
+                log.warning("%s is hung: no sign of life for %.0f s (--hung-timeout), it is killed", name, silent_s)
                 children[name].send(signal.SIGKILL)
 
     async def _kill_when_asked(self) -> None:

@@ -34,3 +34,4 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     bus: BusConfig
     log_level: LogLevel = "info"
     parent_pid: int = 0  # the launcher: this process ends with it; 0: none
+    liveness_fd: int | None = None  # of a pipe to the launcher

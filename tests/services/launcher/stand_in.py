@@ -16,6 +16,7 @@ from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Hello, Role
 from blockyard.shared.process import settings
+from blockyard.shared.process.liveness import LivenessPipe
 
 TYPES = {
     "api_gateway": GatewayConfig,
@@ -31,7 +32,8 @@ def main() -> None:
     config = settings.load(TYPES[service])
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-    links: Links[Hello] = Links(config.process.name, Role(service), config.process.bus, Hello)
+    process, liveness = config.process, LivenessPipe(config.process.liveness_fd)
+    links: Links[Hello] = Links(process.name, Role(service), process.bus, Hello, liveness=liveness)
     with links:
         links.update(phase="warming up", progress=0.5, notes=["one note"])
         until = time.monotonic() + 0.4  # the registry sends changes in batches

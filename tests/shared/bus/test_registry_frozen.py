@@ -1,0 +1,155 @@
+"""A registry that stands still, or whose connections are dead, keeps its list and hears all members again."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from rig import registry
+
+from blockyard.shared.bus import registry_link
+from blockyard.shared.bus.curve import PUBLIC_NAME, SECRET_NAME, write_keys
+from blockyard.shared.bus.links import Links
+from blockyard.shared.bus.member_list import Gone
+from blockyard.shared.bus.registry_socket import RegistrySocket
+from blockyard.shared.bus.sockets import Sockets
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.registry import RegistryConfig
+from blockyard.shared.messages import Announce, Cancel, Member, Role
+
+from .test_links import pair, until
+
+encode = msgspec.msgpack.encode
+
+
+def dial(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, route: bytes) -> "zmq.Socket[bytes]":
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 0)
+    dealer.setsockopt(zmq.ROUTING_ID, route)
+    dealer.connect(endpoint)
+    return dealer
+
+
+def announce(name: str) -> bytes:
+    return encode(Announce(Member(name, Role.DETOKENIZER, 1, "ipc:///x")))
+
+
+def heard(server: RegistrySocket, name: str, limit_s: float = 2.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if any(isinstance(f, Announce) and f.member.name == name for f in server.poll(0.05)):
+            return True
+    return False
+
+
+def test_a_connection_that_returns_under_its_routing_id_replaces_the_dead_one(tmp_path: Path) -> None:
+    """As libzmq's dealers do after silence. The registry may not know yet that the first connection is dead."""
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    server = RegistrySocket(bus)
+    with zmq.Context() as context, dial(context, bus.registry, b"m-1") as first:
+        first.send(announce("first"))
+        assert heard(server, "first")
+        with dial(context, bus.registry, b"m-1") as second:
+            second.send(announce("second"))
+            assert heard(server, "second")
+    server.close()
+
+
+def test_on_links_with_a_hello_nobody_takes_over_a_routing_id(tmp_path: Path) -> None:
+    """The frames of a new connection would count as those of the member that sent the Hello, or the ticket."""
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    sockets = Sockets(bus)
+    bound = sockets.bind_router()
+    with zmq.Context() as context, dial(context, bound.endpoint, b"m-1") as first:
+        first.send(b"hello")
+        assert bound.socket.poll(2000) and bound.socket.recv_multipart() == [b"m-1", b"hello"]
+        with dial(context, bound.endpoint, b"m-1") as second:
+            second.send(b"of a thief")
+            assert not bound.socket.poll(300)
+            bound.socket.send_multipart([b"m-1", b"answer"])
+            assert first.poll(2000) and not second.poll(0)
+    bound.socket.close(0)
+    sockets.close()
+
+
+def test_a_stranger_without_the_key_cannot_take_over_a_members_link(tmp_path: Path) -> None:
+    write_keys(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        registry_at = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    public, secret = str(tmp_path / PUBLIC_NAME), str(tmp_path / SECRET_NAME)
+    bus = BusConfig(registry=registry_at, bind="tcp://127.0.0.1", curve_public=public, curve_secret=secret)
+    server, sockets = RegistrySocket(bus), Sockets(bus)
+    member = sockets.connect_dealer(bus.registry, b"m")
+    route = member.getsockopt(zmq.ROUTING_ID)
+    member.send(announce("member"))
+    assert heard(server, "member")
+    with zmq.Context() as context:
+        thief = context.socket(zmq.DEALER)
+        thief.setsockopt(zmq.LINGER, 0)
+        thief.setsockopt(zmq.ROUTING_ID, route)
+        thief.curve_serverkey = (tmp_path / PUBLIC_NAME).read_bytes().strip()
+        thief.curve_publickey, thief.curve_secretkey = zmq.curve_keypair()
+        with thief:
+            thief.connect(bus.registry)
+            thief.send(announce("thief"))
+            assert not heard(server, "thief", 0.5)
+            member.send(announce("member"))
+            assert heard(server, "member")
+    member.close(0)
+    sockets.close()
+    server.close()
+
+
+def test_a_member_that_hears_no_list_dials_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    monkeypatch.setattr(registry_link, "DEAF_S", 1.5)
+    with registry(bus), Links("a", Role.SCHEDULER, bus, Cancel) as a:
+        link = a._registry_link
+        first = link._socket
+        until(lambda: link._heard_at > link._dialled_at, a)
+        stays_until = time.monotonic() + 2.0
+        until(lambda: time.monotonic() > stays_until, a)
+        assert link._socket is first, "the registry repeats its list"
+        first.disconnect(bus.registry)  # a connection that carries nothing, which nothing reports
+        until(lambda: link._socket is not first, a)
+        again_at = link._dialled_at
+        until(lambda: link._heard_at > again_at, a)
+
+
+@contextmanager
+def message_bus(bus: BusConfig, folder: Path, dead_after_s: float) -> Iterator["subprocess.Popen[bytes]"]:
+    path = folder / "settings.json"
+    process = ProcessConfig(name="message_bus", bus=bus)
+    path.write_bytes(msgspec.json.encode(RegistryConfig(process=process, dead_after_s=dead_after_s)))
+    command = [sys.executable, "-P", "-m", "blockyard.services.message_bus", str(path)]
+    with subprocess.Popen(command) as running:
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def test_a_registry_that_stood_still_declares_nobody_dead(tmp_path: Path) -> None:
+    """It has heard nobody for longer than the timeout of a member."""
+    bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
+    with message_bus(bus, tmp_path, dead_after_s=1.5) as process, ExitStack() as stack:
+        members = [stack.enter_context(links) for links in pair(bus)]
+        until(lambda: all(m.members for m in members), *members)
+        for _ in range(3):
+            seen: list = []
+            process.send_signal(signal.SIGSTOP)
+            wakes = time.monotonic() + 2.0
+            until(lambda: time.monotonic() > wakes, *members, seen=seen)  # noqa: B023
+            process.send_signal(signal.SIGCONT)
+            awake = time.monotonic()
+            until(lambda: all(m._registry_link._heard_at > awake for m in members), *members, seen=seen)  # noqa: B023
+            until(lambda: time.monotonic() > awake + 0.5, *members, seen=seen)  # noqa: B023
+            assert not any(isinstance(event, Gone) for _, _, event in seen)
