@@ -1,25 +1,27 @@
 """Freezes services of a running server by SIGSTOP, while clients ask one stream after another."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import aiohttp
-from rig import StreamLog, completion, stream
-
-from rig import Server  # isort: skip
+from rig import Server, StreamLog, completion, stream
 
 OURS = "blockyard: "
 LAUNCHER = "launcher"
 GATEWAY = "api_gateway"
 SERVICES = ("message_bus", "scheduler", "gpu_worker", "tokenizer_pool", "detokenizer", GATEWAY, LAUNCHER)
 MOCK = ("--worker-cls", "mock", "--mock-step-ms", "10", "--data-parallel-size", "2")
-NUM_TOKENS = 100
+NUM_TOKENS, SHORT_TOKENS = 100, 20
 NUM_BODIES = 16
+ARRIVAL_S = 0.5  # between two short requests of new clients
 ANSWER_S = 90.0  # after which an answer counts as failed
+NOTHING = "nothing"  # in a plan: a while in which nothing is frozen
 
 
 @dataclass
@@ -45,27 +47,35 @@ class Freeze:
 
 
 class FrozenRing:
-    """A server under the load of `num_clients` streams at a time."""
+    """A server under the load of `num_clients` streams at a time, and of new clients twice a second."""
 
     def __init__(self, server: Server, num_clients: int) -> None:
         self._server, self._num_clients = server, num_clients
-        self._bodies = [completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i) for i in range(NUM_BODIES)]
-        self._expected: list[str] = []
+        self._expected: dict[tuple[int, int], str] = {}  # texts by place and number of tokens
         self._current: Freeze | None = None
         self._begun_s = [0.0] * num_clients  # start of each client's last answer
+        self._open: set[asyncio.Task[bool]] = set()  # requests of new clients
 
-    async def run(self, plan: list[tuple[str, float]]) -> list[Freeze]:
-        """Freezes one service after another, each for its seconds."""
+    async def run(
+        self, plan: list[tuple[str, float]], on_done: Callable[[Freeze], None] = lambda _: None
+    ) -> list[Freeze]:
+        """Freezes one service after another, each for its seconds. Calls `on_done` with each."""
+        freezes = []
         timeout, connector = aiohttp.ClientTimeout(ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            self._expected = [(await stream(session, self._server.url, body)).text for body in self._bodies]
-            clients = [asyncio.create_task(self._ask(session, number)) for number in range(self._num_clients)]
+            for kind in itertools.product(range(NUM_BODIES), (NUM_TOKENS, SHORT_TOKENS)):
+                self._expected[kind] = (await stream(session, self._server.url, make_body(*kind))).text
+            clients = [asyncio.create_task(self._ask_on(session, number)) for number in range(self._num_clients)]
+            clients.append(asyncio.create_task(self._arrive(session)))
             try:
-                return [await self._freeze(service, seconds) for service, seconds in plan]
+                for service, seconds in plan:
+                    freezes.append(await self._freeze(service, seconds))
+                    on_done(freezes[-1])
             finally:
-                for client in clients:
-                    client.cancel()
-                await asyncio.gather(*clients, return_exceptions=True)
+                for task in (*clients, *self._open):
+                    task.cancel()
+                await asyncio.gather(*clients, *self._open, return_exceptions=True)
+        return freezes
 
     def processes(self) -> dict[str, int]:
         """Process ids by name. A starting process has its command line as name."""
@@ -74,14 +84,15 @@ class FrozenRing:
 
     async def _freeze(self, service: str, seconds: float) -> Freeze:
         before = self.processes()
-        victim = next(pid for name, pid in sorted(before.items()) if name.startswith(service))
         self._current = freeze = Freeze(service, seconds)
-        os.kill(victim, signal.SIGSTOP)
+        victim = next((pid for name, pid in sorted(before.items()) if name.startswith(service)), None)
+        assert victim or service == NOTHING, f"no {service} among {sorted(before)}"
+        if victim:
+            os.kill(victim, signal.SIGSTOP)
         await asyncio.sleep(seconds)
-        try:
-            os.kill(victim, signal.SIGCONT)
-        except ProcessLookupError:
-            pass  # it was killed
+        if victim:
+            with contextlib.suppress(ProcessLookupError):  # it was killed
+                os.kill(victim, signal.SIGCONT)
         await self._until_answered()
         after = self.processes()
         freeze.killed = sorted(name for name, pid in before.items() if after.get(name) != pid)
@@ -95,27 +106,45 @@ class FrozenRing:
             if time.perf_counter() - awake_s > 2 * ANSWER_S:
                 raise TimeoutError(f"no answers {2 * ANSWER_S:.0f} s after {self._current}")
 
-    async def _ask(self, session: aiohttp.ClientSession, number: int) -> None:
+    async def _ask_on(self, session: aiohttp.ClientSession, number: int) -> None:
+        """A client that asks for one stream after another."""
         for place in itertools.count(number):
-            begun_s, body = time.perf_counter(), self._bodies[place % NUM_BODIES]
-            try:
-                log = await stream(session, self._server.url, body)
-            except (RuntimeError, aiohttp.ClientError, TimeoutError) as e:
-                self._on_failed(f"{type(e).__name__} {e} after {time.perf_counter() - begun_s:.1f} s")
+            begun_s = time.perf_counter()
+            if await self._ask(session, place % NUM_BODIES, NUM_TOKENS):
+                self._begun_s[number] = begun_s
+            else:
                 await asyncio.sleep(0.5)
-                continue
-            if log.text != self._expected[place % NUM_BODIES]:
-                self._on_failed(
-                    f"another text, of {len(log.text)} characters, after {time.perf_counter() - begun_s:.1f} s"
-                )
-            self._begun_s[number] = begun_s
-            if self._current is not None:
-                self._current.answers += 1
-                self._current.longest_pause_s = max(self._current.longest_pause_s, longest_pause_s(log))
+
+    async def _arrive(self, session: aiohttp.ClientSession) -> None:
+        """New clients, each with one short stream."""
+        for place in itertools.count():
+            task = asyncio.create_task(self._ask(session, place % NUM_BODIES, SHORT_TOKENS))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+            await asyncio.sleep(ARRIVAL_S)
+
+    async def _ask(self, session: aiohttp.ClientSession, place: int, num_tokens: int) -> bool:
+        """Returns False for a request without an answer."""
+        begun_s = time.perf_counter()
+        try:
+            log = await stream(session, self._server.url, make_body(place, num_tokens))
+        except (RuntimeError, aiohttp.ClientError, TimeoutError) as e:
+            self._on_failed(f"{type(e).__name__} {e} after {time.perf_counter() - begun_s:.1f} s")
+            return False
+        if log.text != self._expected[place, num_tokens]:
+            self._on_failed(f"another text, of {len(log.text)} characters, after {time.perf_counter() - begun_s:.1f} s")
+        if self._current is not None:
+            self._current.answers += 1
+            self._current.longest_pause_s = max(self._current.longest_pause_s, longest_pause_s(log))
+        return True
 
     def _on_failed(self, words: str) -> None:
         if self._current is not None:
             self._current.failed.append(words)
+
+
+def make_body(place: int, num_tokens: int) -> dict[str, object]:
+    return completion(num_tokens, prompt=f"def stream_{place}():", seed=place)
 
 
 def longest_pause_s(log: StreamLog) -> float:
