@@ -8,7 +8,9 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, QueueCapacity, Role
 
 FULL_FOR_S = 5.0  # a queue counts as full for at most this long, in case the frame of new capacity is lost
-AWAY_S = 5.0  # a model still takes requests for this long after its last scheduler was lost
+# A model still takes requests for this long after its last scheduler was lost. One that stands still is lost after 4 s,
+# killed after 10 s (--hung-timeout), and back some seconds later.
+AWAY_S = 20.0
 UNHEARD = QueueCapacity(16, 2**16)
 
 

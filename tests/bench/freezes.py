@@ -63,8 +63,9 @@ class FrozenRing:
         freezes = []
         timeout, connector = aiohttp.ClientTimeout(ANSWER_S), aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            for kind in itertools.product(range(NUM_BODIES), (NUM_TOKENS, SHORT_TOKENS)):
-                self._expected[kind] = (await stream(session, self._server.url, make_body(*kind))).text
+            kinds = list(itertools.product(range(NUM_BODIES), (NUM_TOKENS, SHORT_TOKENS)))
+            logs = await asyncio.gather(*(stream(session, self._server.url, make_body(*kind)) for kind in kinds))
+            self._expected = {kind: log.text for kind, log in zip(kinds, logs, strict=True)}
             clients = [asyncio.create_task(self._ask_on(session, number)) for number in range(self._num_clients)]
             clients.append(asyncio.create_task(self._arrive(session)))
             try:

@@ -69,8 +69,9 @@ RING = (
         "hung-timeout",
         FlagKind.FLOAT,
         10.0,
-        "`serve`: seconds without a heartbeat after which a process is killed and started again, six times as many "
-        "until it is ready; 0: never, as under a debugger.",
+        "`serve`: seconds after which a process that stands still is killed and started again, six times as many while "
+        "it starts, 30 times as many for a worker's step as long as its other threads run; 0: never, as under a "
+        "debugger.",
         ge=0,
     ),
     Flag(

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.ring_client.admission import not_ready
+from blockyard.shared.ring_client.admission import AWAY_S, not_ready
 from blockyard.shared.ring_client.journal import JournalEntry
 
-HOLD_S = 5.0
+HOLD_S = AWAY_S
 MAX_HELD = 1024  # choices, as the default of a scheduler's queue
 MAX_HELD_TOKENS = 2**22  # of their prompts
 

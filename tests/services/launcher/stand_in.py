@@ -1,6 +1,7 @@
 """A child process that joins the ring and does nothing: `python stand_in.py SERVICE SETTINGS`.
 
-On SIGTERM it writes its name to the file `order` beside its settings, a gateway after half a second.
+On SIGTERM it writes its name to the file `order` beside its settings, a gateway after half a second. SIGUSR1 stops its
+loop, and not its other threads.
 """
 
 import signal
@@ -32,6 +33,7 @@ def main() -> None:
     config = settings.load(TYPES[service])
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(60))
     process, liveness = config.process, LivenessPipe(config.process.liveness_fd)
     links: Links[Hello] = Links(process.name, Role(service), process.bus, Hello, liveness=liveness)
     with links:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -115,6 +115,20 @@ def test_hung_children_are_killed_and_started_again(folder: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_loop_that_stands_still_is_killed_though_its_process_runs(folder: Path) -> None:
+    display = Recorder()
+
+    async def scenario() -> set[str]:
+        async with running(folder, display, "--hung-timeout", "1") as ring:
+            before = pids(ring)
+            os.kill(before["detokenizer 0"], signal.SIGUSR1)
+            while "detokenizer 0 is ready again" not in display.said:
+                await asyncio.sleep(0.05)
+            return {name for name, pid in pids(ring).items() if pid != before[name]}
+
+    assert asyncio.run(scenario()) == {"detokenizer 0"}
+
+
 def test_a_ring_survives_a_while_in_which_no_process_can_start(folder: Path) -> None:
     display = Recorder()
     failures: list[str] = []
@@ -204,7 +218,7 @@ from blockyard.services.launcher.supervision.ring import Ring
 
 async def main():
     folder = Path({folder!r})
-    ring = Ring(deployment(folder), folder, Recorder(), stand_in)
+    ring = Ring(deployment(folder, *{flags!r}), folder, Recorder(), stand_in)
     task = asyncio.create_task(ring.run(10.0))
     await ring.ready.wait()
     print(*(child.pid for child in ring.supervisor.children), flush=True)
@@ -214,8 +228,10 @@ asyncio.run(main())
 """
 
 
-def test_children_die_with_a_killed_launcher(folder: Path) -> None:
-    program = LAUNCHER.format(tests=str(STAND_IN.parent), folder=str(folder))
+@contextmanager
+def launched(folder: Path, *flags: str) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """A launcher in a process of its own, and the process ids of its children."""
+    program = LAUNCHER.format(tests=str(STAND_IN.parent), folder=str(folder), flags=flags)
     paths = os.pathsep.join([str(STAND_IN.parents[3] / ".src"), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
@@ -224,7 +240,30 @@ def test_children_die_with_a_killed_launcher(folder: Path) -> None:
         children = [int(pid) for pid in launcher.stdout.readline().split()]
         assert len(children) == 6
         assert all(alive(pid) for pid in children)
-        launcher.kill()
+        try:
+            yield launcher, children
+        finally:
+            launcher.kill()
+
+
+@pytest.mark.parametrize("with_children", [False, True])
+def test_a_launcher_that_stood_still_kills_nobody(folder: Path, with_children: bool) -> None:
+    """Alone, or with all its children as in a paused container, where the children wake up a little later."""
+    with launched(folder, "--hung-timeout", "1") as (launcher, children):
+        stopped = [launcher.pid, *(children if with_children else [])]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.05)
+        time.sleep(2.5)
+        assert all(alive(pid) for pid in children)
+
+
+def test_children_die_with_a_killed_launcher(folder: Path) -> None:
+    with launched(folder) as (_, children):
+        pass
     deadline = time.monotonic() + 5
     while any(alive(pid) for pid in children) and time.monotonic() < deadline:
         time.sleep(0.02)
