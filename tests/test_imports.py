@@ -88,7 +88,7 @@ LAYERS["shared"] = (
 )
 LAYERS["shared"] += ("tokenizer_files",)
 LAYERS["shared"] += ("messages", "grammars", "output_parsing", "tool_parsers", "reasoning_parsers", "parser_plugins")
-LAYERS["shared"] += ("config", "bus", "process", "ring_client")
+LAYERS["shared"] += ("config", "process", "bus", "ring_client")
 LAYERS["shared/output_parsing"] = ("parts", "cut_calls", "markers", "text_input", "json_text", "reader", "compose")
 LAYERS["shared/grammars"] = (
     "error_texts",

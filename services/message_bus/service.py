@@ -87,6 +87,8 @@ LONGEST_TURN_S = 0.5  # of the loop: more time was none in which a heartbeat cou
 
 
 class Registry:
+    """Serves the list. The time in which this process stands still counts for no member's silence."""
+
     def __init__(self, socket: RegistrySocket, membership: Membership, liveness: LivenessPipe | None = None) -> None:
         self._socket, self._membership = socket, membership
         self._liveness = liveness or LivenessPipe(None)

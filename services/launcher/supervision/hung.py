@@ -7,7 +7,7 @@ not taken for hung, and neither is the bus when this process does not hear it.
 from collections.abc import Container
 from dataclasses import dataclass
 
-from blockyard.shared.process.liveness import TURNED
+from blockyard.shared.process.liveness import SIGN_S, TURNED
 
 STARTING_TIMES = 6  # factor on the timeout for a child whose loop has not begun: importing may hold up its signs
 LONG_TURN_TIMES = 30  # factor for the loop of a child whose turns are long while it gives signs: a step on a CPU
@@ -70,10 +70,10 @@ class HungDetector:
 
     def _silent_s(self, name: str, child: _Signs, now: float) -> float | None:
         """Returns None for a child that is not hung."""
-        silent_s = now - child.signed_at
+        silent_s = now - child.signed_at - SIGN_S  # it may have stopped just before its next sign
         if child.turned_at is None:
             return silent_s if silent_s >= STARTING_TIMES * self._timeout_s else None
         if silent_s >= self._timeout_s:
             return silent_s
-        still_s = now - child.turned_at
+        still_s = now - child.turned_at - SIGN_S
         return still_s if still_s >= self._timeout_s * (LONG_TURN_TIMES if name in self._long_turns else 1) else None

@@ -143,7 +143,7 @@ def test_a_registry_that_stood_still_declares_nobody_dead(tmp_path: Path) -> Non
     with message_bus(bus, tmp_path, dead_after_s=1.5) as process, ExitStack() as stack:
         members = [stack.enter_context(links) for links in pair(bus)]
         until(lambda: all(m.members for m in members), *members)
-        for _ in range(3):
+        for _ in range(2):
             seen: list = []
             process.send_signal(signal.SIGSTOP)
             wakes = time.monotonic() + 2.0

@@ -3,7 +3,7 @@
 import pytest
 
 from blockyard.services.launcher.supervision.hung import LONG_TURN_TIMES, STARTING_TIMES, HungDetector
-from blockyard.shared.process.liveness import RUNNING, TURNED
+from blockyard.shared.process.liveness import RUNNING, SIGN_S, TURNED
 
 TIMEOUT_S = 10.0
 LOADS, SERVES, FROZEN = RUNNING, TURNED, b""
@@ -49,7 +49,7 @@ def test_no_child_that_gives_signs_is_killed(ring: Ring) -> None:
 def test_a_frozen_child_is_killed_once_after_the_timeout(ring: Ring, name: str) -> None:
     ring.set(name, FROZEN)
     ring.run(100)
-    assert ring.killed == [(name, TIMEOUT_S)]
+    assert ring.killed == [(name, TIMEOUT_S + SIGN_S)]
 
 
 def test_a_child_that_wakes_up_in_time_lives(ring: Ring) -> None:
@@ -68,7 +68,7 @@ def test_a_loop_that_stands_still_is_hung_though_its_process_runs(ring: Ring) ->
     ring.run(TIMEOUT_S - 1)
     assert not ring.killed
     ring.run(2)
-    assert ring.killed == [("detokenizer 0", TIMEOUT_S)]
+    assert ring.killed == [("detokenizer 0", TIMEOUT_S + SIGN_S)]
 
 
 def test_a_step_may_take_longer_while_its_process_runs(ring: Ring) -> None:
@@ -76,7 +76,7 @@ def test_a_step_may_take_longer_while_its_process_runs(ring: Ring) -> None:
     ring.run(LONG_TURN_TIMES * TIMEOUT_S - 1)
     assert not ring.killed
     ring.run(2)
-    assert ring.killed == [("gpu_worker", LONG_TURN_TIMES * TIMEOUT_S)]
+    assert ring.killed == [("gpu_worker", LONG_TURN_TIMES * TIMEOUT_S + SIGN_S)]
 
 
 def test_a_child_may_load_for_any_time_and_is_found_if_it_freezes_meanwhile() -> None:
@@ -88,7 +88,7 @@ def test_a_child_may_load_for_any_time_and_is_found_if_it_freezes_meanwhile() ->
     ring.run(STARTING_TIMES * TIMEOUT_S - 1)
     assert not ring.killed, "an import may hold up its thread"
     ring.run(2)
-    assert ring.killed == [("gpu_worker", STARTING_TIMES * TIMEOUT_S)]
+    assert ring.killed == [("gpu_worker", STARTING_TIMES * TIMEOUT_S + SIGN_S)]
 
 
 def test_the_next_start_of_a_killed_child_is_judged_anew(ring: Ring) -> None:
