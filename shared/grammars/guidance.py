@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import llguidance
 import msgspec
 import numpy as np
+from llguidance import TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from blockyard.shared.grammars.error_texts import guidance_cause, one_line
@@ -24,7 +25,7 @@ from blockyard.shared.grammars.json_schemas.rules import close_objects
 from blockyard.shared.grammars.lark_sources import replace_lark_schemas
 from blockyard.shared.grammars.matching import STEP_S, MatcherRules, SequenceMatcher
 from blockyard.shared.grammars.schemas import read_choices, read_schema
-from blockyard.shared.grammars.token_texts import load_tokenizer, special_token
+from blockyard.shared.grammars.token_texts import TextSpelling, load_tokenizer, special_token
 from blockyard.shared.messages import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class GuidanceEngine:
     """One tokenizer in llguidance."""
 
     def __init__(self, vocabulary: Vocabulary, step_s: float = STEP_S) -> None:
-        self._tokenizer = load_tokenizer(vocabulary)
+        self._names = load_tokenizer(vocabulary)
+        self._tokenizer = llguidance.LLTokenizer(TokenizerWrapper(TextSpelling(self._names, vocabulary.eos_token_ids)))
         self._rules = MatcherRules(vocabulary, step_s)
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=MAX_ITEMS_IN_ROW,
@@ -79,7 +81,7 @@ class GuidanceEngine:
         source = grammar.source if grammar.kind == GrammarKind.LARK else _lark(grammar.source)
         lines = [replace_lark_schemas(source, lambda schema: _with_options(schema, grammar))]
         for index, text in enumerate(grammar.markers):
-            token_id = special_token(self._tokenizer, text)
+            token_id = special_token(self._names, text)
             quoted = msgspec.json.encode(text).decode()
             lines.append(f"marker_{index}: {quoted if token_id is None else f'<[{token_id}]>'}")
         return llguidance.LLMatcher.grammar_from_lark("\n".join(lines))
