@@ -99,6 +99,7 @@ LAYERS["shared/grammars"] = (
     "schemas",
     "matching",
     "token_texts",
+    "trial_walks",
     "guidance",
     "xgrammar_engine",
 )

@@ -253,6 +253,7 @@ def _with_extras(
         prompt_logprobs=prompt_logprobs,
         cached_tokens=step.cached_tokens,
         queued_s=step.queued_s,
+        status=step.status,
     )
 
 

@@ -136,7 +136,8 @@ class Batch:
         for i, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
             if (problem := sampled.problems.get(i)) is not None:
                 self.fail_slot(slot, int(table.owners[slot]))
-                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=problem))
+                cause, status = problem
+                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=cause, status=status))
                 continue
             if i in sampled.waiting:
                 results.append(SlotResult(slot, [], length))

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,17 @@ from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
 
 class SlotError(Exception):
     """The reason that a slot cannot run. Only this slot fails."""
+
+
+class Problem(NamedTuple):
+    """Why a slot fails that has started."""
+
+    cause: str
+    status: int = 500  # of the answer in HTTP: 400 where the sampling parameters are the cause
+
+
+NOT_FINITE = Problem("the model's logits are not finite")
+NONE_ALLOWED = Problem("no token is allowed here", 400)
 
 
 @dataclass(slots=True)

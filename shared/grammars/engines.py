@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from blockyard.shared.grammars.error_texts import without_source
 from blockyard.shared.grammars.guidance import GuidanceEngine
@@ -19,52 +18,42 @@ from blockyard.shared.grammars.interface import (
 from blockyard.shared.grammars.json_schemas.engine_schemas import refuse_lark_schema, xgrammar_schema
 from blockyard.shared.grammars.lark_sources import replace_lark_schemas
 from blockyard.shared.grammars.schemas import read_choices, read_schema
+from blockyard.shared.grammars.token_texts import token_texts
+from blockyard.shared.grammars.trial_walks import TrialWalks
 from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
 
 AUTO_ORDER = (GrammarEngine.GUIDANCE, GrammarEngine.XGRAMMAR)
 
 
-class EngineNotLoaded(Exception):
-    """An engine that `Engines` was told not to load in this process."""
-
-    def __init__(self, name: GrammarEngine) -> None:
-        super().__init__(name)
-        self.name = name
-
-
 class Engines:
-    """Compiles grammars for one vocabulary. Several threads may use it."""
+    """Compiles grammars for one vocabulary to check them. Several threads may use it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
+        self._walks: TrialWalks | None = None
         self._engines: dict[GrammarEngine, Engine | GrammarError] = {}
-        self._may_load = True
         self._lock = threading.Lock()
 
     def load(self, name: GrammarEngine) -> Engine:
         """Returns an engine, which may take seconds the first time. Raises GrammarError."""
         with self._lock:
             if name not in self._engines:
-                if not self._may_load:
-                    raise EngineNotLoaded(name)
                 self._engines[name] = self._made(name)
+                if self._walks is None and not isinstance(self._engines[name], GrammarError):
+                    self._walks = TrialWalks(token_texts(self._vocabulary), self._vocabulary.num_mask_words)
             engine = self._engines[name]
         if isinstance(engine, GrammarError):
             raise GrammarError(str(engine))
         return engine
 
-    def load_no_more(self) -> None:
-        """From now on a grammar that needs another engine raises EngineNotLoaded."""
-        self._may_load = False
-
     def _made(self, name: GrammarEngine) -> Engine | GrammarError:
         try:
-            return _MAKERS[name](self._vocabulary)
+            return make_engine(name, self._vocabulary)
         except GrammarError as e:
             return e
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises GrammarError for a grammar that its engine does not take, or that allows no token at all."""
+        """Raises GrammarError for a grammar that its engine does not take, or that leads to no end or over a limit."""
         try:
             return self._compile(grammar)
         except GrammarError as e:
@@ -75,13 +64,11 @@ class Engines:
         if grammar.markers and grammar.engine != GrammarEngine.GUIDANCE:
             raise UnsupportedGrammar(f"{grammar.engine.value} does not support grammars with markers")
         compiled = self.load(grammar.engine).compile(grammar)
-        words = np.zeros(self._vocabulary.num_mask_words, dtype=np.int32)
-        start = compiled.matcher()
+        assert self._walks is not None
         try:
-            start.fill(words)
+            self._walks.check(compiled)
         except MatcherError as e:
-            if not start.is_complete():  # without end-of-sequence ids the mask of an empty text is empty
-                raise GrammarError(f"the grammar allows no first token of this model: {e}") from e
+            raise UnsupportedGrammar(str(e)) from e
         return compiled
 
     def resolve(self, grammar: Grammar) -> Grammar:
@@ -110,6 +97,11 @@ def _check_source(grammar: Grammar) -> None:
         read_schema(grammar.source)
     if grammar.kind == GrammarKind.CHOICE:
         read_choices(grammar.source)
+
+
+def make_engine(name: GrammarEngine, vocabulary: Vocabulary) -> Engine:
+    """Raises GrammarError."""
+    return _MAKERS[name](vocabulary)
 
 
 def _refuse_before_loading(grammar: Grammar) -> None:

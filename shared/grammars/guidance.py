@@ -23,7 +23,7 @@ from blockyard.shared.grammars.json_schemas.keywords import Schema
 from blockyard.shared.grammars.json_schemas.normal_form import normal_schema
 from blockyard.shared.grammars.json_schemas.rules import close_objects
 from blockyard.shared.grammars.lark_sources import replace_lark_schemas
-from blockyard.shared.grammars.matching import STEP_S, MatcherRules, SequenceMatcher
+from blockyard.shared.grammars.matching import NO_TOKEN, STEP_S, MatcherRules, SequenceMatcher
 from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.grammars.token_texts import TextSpelling, load_tokenizer, special_token
 from blockyard.shared.messages import Grammar, GrammarKind
@@ -45,7 +45,7 @@ MAX_LEXER_STATES = 100_000  # 1 to 2 KB each
 _ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|.)", re.DOTALL)  # in EBNF
 _EMPTY_RULE = re.compile(r"(?m)^[ \t]*([\w-]+)[ \t]*::=(?:\s|#[^\n]*)*(?:\Z|^[\w-]+[ \t]*::=)")
 # of llguidance's errors
-_UNKNOWN_COUNTS, _OVERLAP = "min/maxProperties only", "oneOf constraints are not"
+_UNKNOWN_COUNTS, _OVERLAP, _DEAD_END = "min/maxProperties only", "oneOf constraints are not", "NoExtension"
 
 
 class GuidanceEngine:
@@ -213,6 +213,8 @@ def _cause(error: str, has_lines: bool = False) -> str:
         return "oneOf is not supported where two of its schemas may allow the same value; use anyOf"
     if error.startswith(_UNKNOWN_COUNTS):
         return "minProperties and maxProperties are not supported beside properties that are not required"
+    if error.startswith(_DEAD_END):
+        return NO_TOKEN
     if error.startswith("panic"):
         return "the grammar is too large or too complex for llguidance"
     return guidance_cause(error.partition("<non-verbose/>")[0].partition("<backtrace>")[0], has_lines)

@@ -153,6 +153,7 @@ class SlotResult(FrameStruct, frozen=True):
     first_prompt: int = 0
     prompt_logprobs: list[TokenLogprobs] = []
     detail: str = ""
+    status: int = 500  # as in TokenStep
 
 
 class StepResult(Frame, frozen=True):

@@ -60,6 +60,7 @@ class TokenStep(FrameStruct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queued_s: float | None = None  # with the first token: how long the request waited to be scheduled
+    status: int = 500  # of HTTP, with FinishReason.FAILED: 4xx where the request is the cause, and not to be repeated
 
 
 class TokenRows(FrameStruct, frozen=True):
@@ -138,6 +139,7 @@ class TextDelta(FrameStruct, frozen=True):
     prompt_logprobs: list[TextLogprobs] = []
     cached_tokens: int = 0
     queued_s: float | None = None  # as in `TokenStep`
+    status: int = 500  # as in `TokenStep`
 
 
 class TextBatch(Frame, frozen=True):

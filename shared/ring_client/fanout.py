@@ -69,7 +69,8 @@ class Fanout:
         assert delta.finish is not None
         if delta.finish > FinishReason.LENGTH:
             self._meters.ended_early(1, delta.finish)
-            self._dispatch.fail(entry, RequestError(delta.detail or "the ring gave this request up", status=500))
+            message = delta.detail or "the ring gave this request up"
+            self._dispatch.fail(entry, RequestError(message, status=delta.status))
             return
         self._meters.choice_ended(entry, choice, delta.finish, now)
         if entry.num_open == 0:

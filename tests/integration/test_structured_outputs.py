@@ -93,6 +93,8 @@ def test_answers_validate_alone_streamed_and_as_choices(client: openai.OpenAI) -
         ({"structured_outputs": {"regex": "[ab]{3}"}}, {a + b + c for a in "ab" for b in "ab" for c in "ab"}),
         ({"structured_outputs": {"grammar": 'root ::= "x" | "yy"'}}, {"x", "yy"}),
         ({"structured_outputs": {"grammar": 'start: "x" | "yy"'}}, {"x", "yy"}),
+        ({"structured_outputs": {"choice": ["<|im_start|>user", "a <|pad|>"]}}, {"<|im_start|>user", "a <|pad|>"}),
+        ({"structured_outputs": {"regex": r"(<\|im_end\|>){2}"}}, {"<|im_end|>" * 2}),
         ({"guided_choice": ["left", "right"], "guided_decoding_backend": "xgrammar"}, {"left", "right"}),
         ({"guided_regex": "no|yes", "ignore_eos": True, "min_tokens": 20}, {"no", "yes"}),
     ],
@@ -150,6 +152,29 @@ def completion_ids(client: openai.OpenAI, *processors: object, **fields: Any) ->
     )
     ids: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
     return ids
+
+
+DEAD_END = """start: /[a-z]{400}/ NOTHING
+NOTHING: /[a-z]+/ & /[0-9]+/
+"""
+
+
+def test_a_grammar_that_fails_late_is_an_error_that_clients_do_not_repeat(client: openai.OpenAI) -> None:
+    """The trial walk does not come to this dead end. Text that was sent is followed by an event with the error."""
+    fields = {"max_tokens": 500, "extra_body": {"guided_grammar": DEAD_END, "guided_decoding_backend": "guidance"}}
+    with pytest.raises(openai.BadRequestError, match="allows no token of the model here, at output token") as caught:
+        chat(client, **fields)
+    assert caught.value.type == "invalid_request_error"
+    text = ""
+    with pytest.raises(openai.APIError, match="allows no token of the model here, at output token") as caught_late:
+        for event in chat(client, stream=True, **fields):
+            text += event.choices[0].delta.content or ""
+    assert len(text) == 400 and text.isalpha()
+    assert not isinstance(caught_late.value, openai.APIStatusError)
+    assert chat(client, extra_body={"guided_choice": ["still", "there"]}).choices[0].message.content in (
+        "still",
+        "there",
+    )
 
 
 def test_logits_processors_of_users(client: openai.OpenAI) -> None:

@@ -41,6 +41,7 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.memory import KVMemoryNeed
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.device_steps import edits_bytes
+from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import FinishReason, Geometry, KVRole, SlotResult, StepPlan
 
@@ -51,8 +52,8 @@ FINISH = {
     SlotOutcome.FULL: FinishReason.LENGTH,
 }
 PROBLEMS = {
-    SlotOutcome.NOT_FINITE: "the model's logits are not finite",
-    SlotOutcome.NONE_ALLOWED: "no token is allowed here",
+    SlotOutcome.NOT_FINITE: NOT_FINITE,
+    SlotOutcome.NONE_ALLOWED: NONE_ALLOWED,
 }
 
 
@@ -411,8 +412,7 @@ class DeviceLoop:
             if problem := matchers.problem(slot):
                 failed.add(row)
                 self._batch.fail_slot(slot, int(flight.owners[row]))
-                result = SlotResult(slot, [], int(computed[row]), FinishReason.FAILED, detail=problem)
-                flight.results.append(result)
+                flight.results.append(_failed(slot, int(computed[row]), problem))
         return failed
 
     def _add_logprobs(self, flight: InFlightStep) -> None:
@@ -436,9 +436,13 @@ class DeviceLoop:
         problem = PROBLEMS.get(outcome)
         if problem is not None:
             self._batch.fail_slot(slot, owner)
-            return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem)
+            return _failed(slot, length, problem)
         ids = [] if outcome == SlotOutcome.FULL else [token]
         return SlotResult(slot, ids, length, FINISH[outcome], token if outcome == SlotOutcome.STOP else None)
+
+
+def _failed(slot: int, length: int, problem: Problem) -> SlotResult:
+    return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem.cause, status=problem.status)
 
 
 def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.sampling.user_processors import (
     UserProcessor,
     load_processor,
 )
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.slots import Problem, Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import Sampling
 
@@ -38,7 +38,7 @@ class StepResources:
 class StoppedRows:
     """Rows that take no token in this step."""
 
-    problems: dict[int, str] = field(default_factory=dict)  # by row: its slot fails
+    problems: dict[int, Problem] = field(default_factory=dict)  # by row: its slot fails
     waiting: set[int] = field(default_factory=set)  # their slots compute the same position again in the next step
 
 
@@ -63,7 +63,7 @@ class LogitsProcessors(HostStep):
 
     def __init__(self, resources: StepResources) -> None:
         self._processors: dict[int, list[UserProcessor]] = {}  # by slot
-        self._problems: dict[int, str] = {}  # of slots with a processor that cannot be loaded
+        self._problems: dict[int, Problem] = {}  # of slots with a processor that cannot be loaded
         self._thread = ProcessorThread()
 
     def start(self, slot: int, sampling: Sampling, token_ids: Ints, num_prompt_tokens: int) -> bool:
@@ -72,7 +72,7 @@ class LogitsProcessors(HostStep):
         try:
             self._processors[slot] = [load_processor(one) for one in sampling.logits_processors]
         except ProcessorError as e:
-            self._processors[slot], self._problems[slot] = [], str(e)
+            self._processors[slot], self._problems[slot] = [], Problem(str(e))
         return True
 
     def end(self, slot: int) -> None:
@@ -91,7 +91,7 @@ class LogitsProcessors(HostStep):
             try:
                 logits[row] = self._thread.run(processors, ids[:begin], ids[begin:], logits[row])
             except ProcessorError as e:
-                stopped.problems[row] = str(e)
+                stopped.problems[row] = Problem(str(e))
 
     def on_sampled(self, slots: list[int], token_ids: list[int], table: Slots) -> None:
         """The next call gets the token from the table."""

@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, un
 from blockyard.services.gpu_worker.sampling.logprobs import score
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import SlotStart, TokenLogprobs
 
@@ -29,7 +29,7 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row
-    problems: dict[int, str] = field(default_factory=dict)  # by row
+    problems: dict[int, Problem] = field(default_factory=dict)  # by row
     waiting: set[int] = field(default_factory=set)  # rows without a token: they compute their position again
 
 
@@ -160,5 +160,5 @@ def _finish(logits: Tensor, values: Tensor, tokens: Tensor) -> Sampled:
     for row, value in enumerate(values.tolist()):
         if not math.isfinite(value):
             none_left = bool((logits[row] == -math.inf).all())
-            sampled.problems[row] = "no token is allowed here" if none_left else "the model's logits are not finite"
+            sampled.problems[row] = NONE_ALLOWED if none_left else NOT_FINITE
     return sampled

@@ -30,7 +30,7 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
 from blockyard.services.gpu_worker.structured_output.reasoning_ends import EndsByText, load_texts
 from blockyard.services.gpu_worker.structured_output.slot_matchers import SlotMatchers
 from blockyard.shared import tokenizer_files
-from blockyard.shared.grammars.engines import Engines
+from blockyard.shared.grammars import engines
 from blockyard.shared.grammars.interface import Engine, Vocabulary
 from blockyard.shared.process.settings import die_with, wake_on_time
 
@@ -94,7 +94,9 @@ def serve(frames: FrameSocket[ToMatcher], memory_fd: int, make_engine: MakeEngin
 def load_engine(settings: MatcherSettings) -> Engine:
     """Loads the engine with the tokens of the model."""
     tokenizer = tokenizer_files.load(settings.tokenizer_path).tokenizer
-    return Engines(Vocabulary(tokenizer.to_str(), settings.vocab_size, settings.eos_token_ids)).load(settings.engine)
+    return engines.make_engine(
+        settings.engine, Vocabulary(tokenizer.to_str(), settings.vocab_size, settings.eos_token_ids)
+    )
 
 
 def _wait_for_frames(frames: FrameSocket[ToMatcher]) -> list[ToMatcher]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from blockyard.services.gpu_worker.cores import usable_cores
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.slots import Problem, Slots
 from blockyard.services.gpu_worker.structured_output import matcher_client
 from blockyard.services.gpu_worker.structured_output.mask_memory import OWNER_BITS, MaskMemory
 from blockyard.services.gpu_worker.structured_output.matcher_client import MatcherClient
@@ -30,6 +30,7 @@ from blockyard.shared.messages import FIRST_MASK_S, GrammarEngine, Sampling, Slo
 
 log = logging.getLogger(__name__)
 
+GRAMMARS_FAULT, OUR_FAULT = 400, 500  # HTTP statuses of slots that fail; clients repeat a request after a 500
 POLL_S = 20e-6  # between two looks of a process for tokens of a device
 LOOK_S = 50e-6  # between two looks for a mask
 PATIENCE_S = 0.003  # a step waits so long for a row whose last mask was there in time ...
@@ -63,7 +64,7 @@ class ConstrainedSlot:
     strikes: int = 0
     struck_tag: int = 0  # of the mask that was made at the last strike
     is_deferred: bool = False  # it is opened when another process has closed the slot
-    problem: str = ""  # the reason that it gets no more masks
+    problem: Problem | None = None  # the reason that it gets no more masks
 
 
 class MatcherProcesses:
@@ -157,7 +158,8 @@ class MatcherProcesses:
         self._num_open[process] += 1
         slot = self._slots[start.slot] = ConstrainedSlot(owner, process, rules, start.num_prompt_tokens)
         if start.slot >= self.memory.num_slots:
-            slot.problem = f"slot {start.slot} has no mask: this worker has masks for {self.memory.num_slots} slots"
+            cause = f"slot {start.slot} has no mask: this worker has masks for {self.memory.num_slots} slots"
+            slot.problem = Problem(cause)
             return
         self.memory.clear(start.slot)
         closing = self._closing.get(start.slot)
@@ -196,8 +198,8 @@ class MatcherProcesses:
         words: MaskWords = self.memory.masks[slot, index % 2]
         return words
 
-    def problem(self, slot: int) -> str:
-        """The reason that a slot gets no mask; empty if it does."""
+    def problem(self, slot: int) -> Problem | None:
+        """The reason that a slot gets no mask; None if it does."""
         return self._slots[slot].problem
 
     def wait(self, wanted: dict[int, int], has_others: bool) -> None:
@@ -277,11 +279,12 @@ class MatcherProcesses:
             if client is not None and not client.is_ready:
                 state.late_index = 0
                 if now - client.started_s > START_S:
-                    self._fail(slot, f"the grammar engine {engine} took more than {START_S:.0f} s to load")
+                    self._fail(slot, f"the grammar engine {engine} took more than {START_S:.0f} s to load", OUR_FAULT)
             elif state.late_index != index:
                 state.late_index, state.late_since_s = index, now
             elif now - state.late_since_s > OVERDUE_S and not state.problem:
-                self._fail(slot, f"the grammar engine {engine} took more than {OVERDUE_S:.0f} s for a mask")
+                cause = f"the grammar engine {engine} took more than {OVERDUE_S:.0f} s for a mask"
+                self._fail(slot, cause, GRAMMARS_FAULT)
                 self._restart(state.process)
 
     def _hear(self) -> None:
@@ -296,7 +299,7 @@ class MatcherProcesses:
                 elif isinstance(frame, SlotClosed):
                     self._on_closed(frame.slot, frame.owner)
                 elif state is not None and state.owner == frame.owner:
-                    state.problem = frame.cause
+                    state.problem = Problem(frame.cause, GRAMMARS_FAULT)
             if not client.is_alive:
                 self._on_death(key, client)
 
@@ -314,25 +317,25 @@ class MatcherProcesses:
         client.kill()
         log.error("the matcher process of %s ended with %d slots open", key.engine, len(open_slots))
         for slot in open_slots if client.failure else ():
-            self._slots[slot].problem = client.failure
+            self._slots[slot].problem = Problem(client.failure)
         deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
         for slot in open_slots:
             state = self._slots[slot]
             tag = int(self.memory.working[slot])
             if deaths >= MOST_DEATHS:
-                state.problem = f"the process of the grammar engine {key.engine} ended {deaths} times"
+                state.problem = Problem(f"the process of the grammar engine {key.engine} ended {deaths} times")
             elif tag >> 32 == state.owner:
                 state.strikes = state.strikes + 1 if tag == state.struck_tag else 1
                 state.struck_tag = tag
                 if state.strikes >= MOST_STRIKES:
-                    self._fail(slot, f"the grammar engine {key.engine} ended while it made a mask")
+                    self._fail(slot, f"the grammar engine {key.engine} ended while it made a mask", GRAMMARS_FAULT)
         self._restart(key)
 
-    def _fail(self, slot: int, cause: str) -> None:
+    def _fail(self, slot: int, cause: str, status: int) -> None:
         state = self._slots[slot]
         assert self._table is not None
         place = int(self._table.num_known[slot]) - state.num_prompt_tokens + 1
-        state.problem = f"{cause}, at output token {place}"
+        state.problem = Problem(f"{cause}, at output token {place}", status)
 
     def _restart(self, key: MatcherKey) -> None:
         """Ends a process, and starts another one in its place if slots need it."""

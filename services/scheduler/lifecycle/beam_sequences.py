@@ -37,7 +37,7 @@ class BeamScheduler:
         assert search is not None
         assert hypothesis is not None
         if slot.detail:
-            self._lifecycle.fail(sequence, slot.detail)
+            self._lifecycle.fail(sequence, slot.detail, slot.status)
             return
         if not slot.logprobs:
             return  # the result of a part of its prompt, or an empty one

@@ -110,12 +110,21 @@ class DetokenizerStreams:
                 )
             )
 
-    def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
+    def finish(self, sequence: Sequence, finish: FinishReason, detail: str, status: int) -> None:
         """Sends a final step without tokens."""
         request = sequence.request
         if request.text_outbox is not None:
             request.text_outbox.add_step(
-                TokenStep(request.id, request.attempt, sequence.index, len(sequence.outputs), [], finish, detail=detail)
+                TokenStep(
+                    request.id,
+                    request.attempt,
+                    sequence.index,
+                    len(sequence.outputs),
+                    [],
+                    finish,
+                    detail=detail,
+                    status=status,
+                )
             )
 
     def end_batches(self) -> None:

@@ -73,16 +73,16 @@ class Lifecycle:
             heir.share_prefilled(sequence)
             self.handovers.pass_on(sequence, heir)
 
-    def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "") -> None:
+    def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "", status: int = 500) -> None:
         """Ends a sequence for a reason that does not come from the worker."""
-        self.streams.finish(sequence, finish, detail)
+        self.streams.finish(sequence, finish, detail, status)
         self.end(sequence)
 
-    def fail(self, sequence: Sequence, detail: str) -> None:
+    def fail(self, sequence: Sequence, detail: str, status: int = 500) -> None:
         """Ends a sequence that cannot continue; for a beam, all choices of its request."""
         failed = [sequence] if sequence.request.search is None else list(sequence.request.sequences.values())
         for one in failed:
-            self.finish(one, FinishReason.FAILED, detail)
+            self.finish(one, FinishReason.FAILED, detail, status)
 
     def drop(self, request: Request) -> None:
         """Ends all sequences of a request without an answer, at the detokenizer too."""

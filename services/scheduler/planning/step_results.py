@@ -204,6 +204,7 @@ def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, sta
             slot.prompt_logprobs,
             0 if first else sequence.reported_cached_tokens,
             None if first else sequence.queued_s,
+            slot.status,
         ),
         stamp_s,
     )

@@ -204,8 +204,9 @@ def test_an_unknown_id_fails_its_stream_only(bench: Any) -> None:
 
 def test_a_failure_of_the_worker_is_passed_on(bench: Any) -> None:
     bench.open()
-    bench.step(0, [], finish=FinishReason.FAILED, detail="out of memory")
-    assert (bench.deltas[0].finish, bench.deltas[0].detail) == (FinishReason.FAILED, "out of memory")
+    bench.step(0, [], finish=FinishReason.FAILED, detail="out of memory", status=400)
+    delta = bench.deltas[0]
+    assert (delta.finish, delta.detail, delta.status) == (FinishReason.FAILED, "out of memory", 400)
 
 
 def test_logprobs_have_bytes(bench: Any) -> None:

@@ -35,6 +35,7 @@ class Stream:
     finish: FinishReason | None = None
     stop_token: int | None = None
     detail: str = ""
+    status: int = 500
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
     planned: int = 0  # tokens computed once all plans sent are done, at most
@@ -171,7 +172,7 @@ class Driver:
         for i, entry in enumerate(result.prompt_logprobs):
             assert result.first_prompt + i not in s.prompt_logprobs
             s.prompt_logprobs[result.first_prompt + i] = entry
-        s.finish, s.stop_token, s.detail = result.finish, result.stop_token, result.detail
+        s.finish, s.stop_token, s.detail, s.status = result.finish, result.stop_token, result.detail, result.status
         if s.slot is not None and (s.finish is not None or len(s.output) in s.preempt_at):
             s.preempt_at.discard(len(s.output))
             self._release(s)

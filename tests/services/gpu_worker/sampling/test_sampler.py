@@ -181,7 +181,8 @@ def test_a_row_that_cannot_be_sampled_fails_alone(
     break_it(logits[1])
     sampled = bench.sample(logits)
     assert list(sampled.problems) == [1]
-    assert message in sampled.problems[1]
+    assert message in sampled.problems[1].cause
+    assert sampled.problems[1].status == (500 if message == "not finite" else 400)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,7 @@ def test_a_choice_that_gets_no_more_masks_fails_alone(ahead: Runner, depth: int)
     assert failing.detail == "the fake grammar fails here, at output token 3"
     assert none_common.detail == "the grammar allows no token of allowed_token_ids, at output token 1"
     assert not_compiled.detail == "not a grammar"
+    assert [failing.status, none_common.status, not_compiled.status] == [400] * 3  # clients repeat what has a 500
     assert (good.output, good.finish) == ([5, 6, 7, EOS], FinishReason.STOP)
     assert len(plain.output) == 12
 

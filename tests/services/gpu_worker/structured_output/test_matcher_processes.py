@@ -61,10 +61,15 @@ class Bench:
         while time.monotonic() < deadline:
             self.matchers.wait({slot: index}, has_others=False)
             if problem := self.matchers.problem(slot):
-                return problem
+                return problem.cause
             if (words := self.matchers.mask(slot, index)) is not None:
                 return allowed_ids(words)
         raise TimeoutError(f"slot {slot} has no mask")
+
+    def status(self, slot: int) -> int:
+        problem = self.matchers.problem(slot)
+        assert problem is not None
+        return problem.status
 
     def sample(self, slot: int, token: int) -> None:
         self.matchers.sampled([(slot, int(self.table.num_tokens[slot]), token)])
@@ -226,6 +231,7 @@ def test_an_engine_that_cannot_be_loaded_fails_its_slots() -> None:
     with contextlib.closing(it.matchers):
         it.start(1, constraint(choices=[[5]]))
         assert it.mask(1) == "guidance: broken: no such library"
+        assert it.status(1) == 500
 
 
 def test_a_killed_process_is_started_again_with_the_tokens_so_far(bench: Bench) -> None:
@@ -251,6 +257,7 @@ def test_a_grammar_that_ends_the_process_twice_at_one_token_fails_alone(bench: B
     assert bench.mask(2) == [6]
     bench.sample(1, 5)
     assert bench.mask(1) == "the grammar engine guidance ended while it made a mask, at output token 2"
+    assert bench.status(1) == 400
     assert bench.mask(2) == [6]
     bench.sample(2, 6)
     assert bench.mask(2) == [7]
@@ -263,6 +270,7 @@ def test_a_mask_that_is_overdue_fails_its_slot(bench: Bench, monkeypatch: pytest
     bench.start(1, constraint(choices=[[5]], compile_s=60.0))
     bench.start(2, constraint(choices=[[6]]))
     assert bench.mask(1) == "the grammar engine guidance took more than 0 s for a mask, at output token 1"
+    assert bench.status(1) == 400
     assert bench.mask(2) == [6]
 
 
