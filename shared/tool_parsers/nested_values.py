@@ -130,7 +130,7 @@ class ValueReader:
             if len(start) <= MAX_WORD_CHARS:  # the text ends
                 raw = start
                 text.skip(len(raw))
-            elif _IN_NUMBERS.issuperset(start):
+            elif _IN_NUMBERS.issuperset(start[:MAX_WORD_CHARS].rstrip()):  # whitespace may follow it
                 return (yield from _long_number(text))
             else:
                 yield _json('"')

@@ -39,6 +39,11 @@ ANSWERS = (
         call("search", '{"filter": {"tags": [1') + content("b"),
     ),
     Answer("words", "S+call:search{query:a b,score:1a}E+", call("search", '{"query": "a b", "score": "1a"}')),
+    Answer(
+        "whitespace behind a long number",
+        f"S+call:search{{score:[{'7' * 250}\n     ,{'7' * 300}\n  ],query:{'8' * 254}  }}E+",
+        call("search", f'{{"score": [{"7" * 250}, {"7" * 300}], "query": {"8" * 254}}}'),
+    ),
     Answer("a marker in a text", "S+call:search{query:Q+E+ S+Q+}E+", call("search", '{"query": "E+ S+"}')),
     Answer("JSON", 'S+call:search{"query": "a\\"}\\n"}E+', call("search", '{"query": "a\\"}\\n"}')),
     Answer("keys with quotes", "S+call:search{Q+queryQ+:Q+aQ+}E+", call("search", '{"query": "a"}')),
