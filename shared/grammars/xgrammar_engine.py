@@ -1,6 +1,7 @@
 """The engine of xgrammar. Its library imports torch and transformers, and has no limits on time or memory."""
 
 import re
+from typing import Any
 
 import msgspec
 import xgrammar
@@ -17,6 +18,7 @@ from blockyard.shared.grammars.token_texts import token_texts
 from blockyard.shared.messages import Grammar, GrammarKind
 
 NAME = "xgrammar"
+MOST_WHITESPACE = 21  # characters between JSON tokens, of any kind: a line break and its indentation
 # Escapes within strings: "\\u0061" would be another spelling of a name that the schema knows. JSON needs no others.
 _ESCAPES = re.compile(r"^(\w*basic_escape\w*) ::= .*$", re.MULTILINE)
 _FEW_ESCAPES = r'\1 ::= ["\\\\bfnrt]'
@@ -67,8 +69,13 @@ class XgrammarEngine:
 
     def _schema(self, schema: Schema, grammar: Grammar) -> xgrammar.CompiledGrammar:
         source = msgspec.json.encode(xgrammar_schema(schema, grammar.additional_properties)).decode()
-        rules = str(xgrammar.Grammar.from_json_schema(source, any_whitespace=grammar.any_whitespace, strict_mode=False))
-        return self._compiler.compile_grammar(_ESCAPES.sub(_FEW_ESCAPES, rules))
+        rules = xgrammar.Grammar.from_json_schema(
+            source,
+            any_whitespace=grammar.any_whitespace,
+            strict_mode=False,
+            max_whitespace_cnt=MOST_WHITESPACE if grammar.any_whitespace else None,
+        )
+        return self._compiler.compile_grammar(_ESCAPES.sub(_FEW_ESCAPES, str(rules)))
 
 
 class XgrammarGrammar:
@@ -114,7 +121,21 @@ def _structural_tag(source: str) -> str:
         except (TypeError, ValueError) as e:  # pydantic's errors are ValueErrors
             raise GrammarError(f"the structural tag is not valid: {one_line(e)}") from e
     replace_schemas(tag, xgrammar_schema)
+    _bound_whitespace(tag)
     return msgspec.json.encode(tag).decode()
+
+
+def _bound_whitespace(tag: dict[str, Any]) -> None:
+    """Bounds the whitespace of the JSON in a structural tag where its author has not."""
+    waiting: list[object] = [tag]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            if part.get("type") == "json_schema" and part.get("max_whitespace_cnt") is None:
+                part["max_whitespace_cnt"] = MOST_WHITESPACE
+            waiting += [value for keyword, value in part.items() if keyword != "json_schema"]
 
 
 def _literal(text: str) -> str:

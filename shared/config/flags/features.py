@@ -177,7 +177,8 @@ STRUCTURED = (
         "structured-outputs-config",
         FlagKind.JSON,
         None,
-        "Defaults of structured output: `backend` (as --guided-decoding-backend), `disable_any_whitespace`, "
+        "Defaults of structured output: `backend` (as --guided-decoding-backend), `disable_any_whitespace` (else a run "
+        "between two tokens of JSON is at most a blank, or a line break and 20 blanks), "
         "`disable_additional_properties`. Also one key at a time: --structured-outputs-config.backend xgrammar.",
     ),
     Flag(
