@@ -8,12 +8,17 @@ _OF_WHOLE = (
     "eos_token_id",
     "tie_word_embeddings",
 )  # the whole model's values are used, not the text part's
+_OF_BOTH = ("model_type", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "pad_token_id")  # or those
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of `text_config`, or of the whole model where there is none or it does not say them."""
+    """Returns the settings of `text_config`, or of the whole model where there is none.
+
+    Of the whole model's other fields only those of all its parts count, as in transformers: sizes, rotations and
+    windows beside `text_config` are not the text part's.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
         return dict(config)
-    whole = {key: value for key, value in config.items() if key != "text_config"}
-    return whole | text | {key: whole[key] for key in _OF_WHOLE if whole.get(key) is not None}
+    whole = {key: config[key] for key in (*_OF_WHOLE, *_OF_BOTH) if config.get(key) is not None}
+    return whole | text | {key: whole[key] for key in _OF_WHOLE if key in whole}

@@ -19,7 +19,10 @@ HOST_SLACK = 0.5  # bytes; rounding of a share
 PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
 TEXT_PART = "language_model."
 # last parts of names of tables and masks that a model computes itself; releases of all families have some of them
-COMPUTED = ("inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "masked_bias")
+COMPUTED = (
+    *("inv_freq", "original_inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq", "long_inv_freq"),
+    *("cos_cached", "sin_cached", "masked_bias", "causal_mask", "position_ids"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,12 @@ def test_spellings(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     assert_same(write(tmp_path, name, fields), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["llama4-sees", "mistral3", "gemma3-sees", "gemma4-sees"])
+def test_sizes_beside_a_text_part_are_not_its_own(name: str, tmp_path: Path) -> None:
+    beside = {"rope_scaling": LINEAR, "rope_theta": 300.0, "sliding_window": 5, "rope_condense_ratio": 2}
+    assert_same(write(tmp_path, name, beside | {"rms_norm_eps": 0.5, "final_logit_softcapping": 2.0}), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [
@@ -193,7 +199,9 @@ def test_a_missing_head_of_an_untied_model_is_named(flag: Any, tmp_path: Path) -
     [
         ("llama", ["model.layers.0.self_attn.rotary_emb." + n for n in ("inv_freq", "cos_cached", "sin_cached")]),
         ("qwen2", ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]),
-        ("gemma3", ["model.rotary_emb_local.inv_freq"]),
+        ("gemma3", ["model.rotary_emb_local.inv_freq", "model.rotary_emb.full_attention_inv_freq"]),
+        ("phi3-long", ["model.layers.0.self_attn.rotary_emb.long_inv_freq"]),
+        ("mistral", ["model.position_ids", "model.causal_mask"]),
         ("falcon-7b-like", ["transformer.h.0.self_attention.maybe_rotary.inv_freq"]),
         ("gpt2", ["transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"]),
         ("gpt-neox", ["gpt_neox.layers.0.attention." + n for n in ("bias", "masked_bias", "rotary_emb.inv_freq")]),
