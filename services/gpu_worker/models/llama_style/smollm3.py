@@ -27,7 +27,7 @@ DEFAULTS = {  # of fields that config.json may omit
 
 
 class SmolLM3Config(msgspec.Struct, frozen=True):
-    use_sliding_window: bool = False
+    use_sliding_window: bool = False  # in layers without rotation, where config.json has no `layer_types`
     sliding_window: bounds.Window | None = None  # 0 or null: no window
 
 
@@ -37,11 +37,11 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     num_layers = fields.num_hidden_layers
     rotates = read_rotating_layers(config, num_layers)
     rotary = read_rotary(config, fields)
-    kinds = read_layer_types(config, num_layers, lambda layer: FULL if rotates[layer] else SLIDING)
-    window = (own.sliding_window or None) if own.use_sliding_window else None
+    near = own.use_sliding_window
+    kinds = read_layer_types(config, num_layers, lambda layer: SLIDING if near and not rotates[layer] else FULL)
     variant = LlamaVariant(
         attention=biased(fields.attention_bias),
-        windows=[window if kind == SLIDING else None for kind in kinds],
+        windows=[own.sliding_window or None if kind == SLIDING else None for kind in kinds],
         rotations=[rotary if rotated else None for rotated in rotates],
     )
     return build_llama(config, fields, table, variant)

@@ -86,6 +86,9 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 17, "layer_types": ["sliding_attention"] * 4}),
     ("qwen2-moe", {"mlp_only_layers": None}),
     ("qwen3", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 2, "head_dim": LEFT_OUT}),
+    ("smollm3", {"sliding_window": 17, "layer_types": ["sliding_attention"] * 3}),
+    ("smollm3", {"sliding_window": 17, "use_sliding_window": True}),
+    ("smollm3", {"sliding_window": 17}),
     ("phi3-long", {"original_max_position_embeddings": LEFT_OUT}),
     ("gpt-neox", {"rope_parameters": None, "rotary_emb_base": 300, "rotary_pct": 0.5}),
     ("gpt-neox", {"rope_parameters": None, "rope_theta": 300.0, "partial_rotary_factor": 0.5}),  # which it ignores
