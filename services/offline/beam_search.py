@@ -23,7 +23,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     temperature: float = 0.0  # has no effect: beam search does not sample
     length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False  # keep the end-of-sequence id in `tokens`
+    include_stop_str_in_output: bool = False  # has no effect, as in vLLM: `tokens` keep the end-of-sequence id
 
     def sampling(self) -> SamplingParams:
         """Raises RequestError, a ValueError, for a value out of range."""
@@ -34,7 +34,7 @@ class BeamSearchParams:
             use_beam_search=True,
             early_stopping="vllm",
             length_penalty=self.length_penalty,
-            temperature=self.temperature,
+            temperature=0.0,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             logprobs=0,
@@ -43,8 +43,8 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    tokens: list[int]  # of the prompt and the output
-    logprobs: list[PositionLogprobs]  # of the output tokens, including the end-of-sequence id
+    tokens: list[int]  # of the prompt and the output, including the end-of-sequence id
+    logprobs: list[PositionLogprobs]  # of the output tokens
     cum_logprob: float
     text: str  # of all tokens except special ones
     finish_reason: str | None
@@ -58,15 +58,12 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-def beam_output(output: RequestOutput, params: BeamSearchParams, tokenizer: Tokenizer) -> BeamSearchOutput:
-    return BeamSearchOutput([_sequence(output.prompt_token_ids, one, params, tokenizer) for one in output.outputs])
+def beam_output(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:
+    return BeamSearchOutput([_sequence(output.prompt_token_ids, one, tokenizer) for one in output.outputs])
 
 
-def _sequence(
-    prompt: list[int], found: CompletionOutput, params: BeamSearchParams, tokenizer: Tokenizer
-) -> BeamSearchSequence:
-    has_end = found.finish_reason == "stop" and not params.include_stop_str_in_output
-    tokens = prompt + (found.token_ids[:-1] if has_end else found.token_ids)
+def _sequence(prompt: list[int], found: CompletionOutput, tokenizer: Tokenizer) -> BeamSearchSequence:
+    tokens = prompt + found.token_ids
     return BeamSearchSequence(
         tokens,
         found.logprobs or [],

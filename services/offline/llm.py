@@ -109,7 +109,7 @@ class LLM(RingOperations):
         _refuse("lora_request", lora_request)
         outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None)
         tokenizer = self.get_tokenizer().backend_tokenizer
-        return [beam_output(output, params, tokenizer) for output in outputs]
+        return [beam_output(output, tokenizer) for output in outputs]
 
     def get_tokenizer(self) -> LLMTokenizer:
         """Returns the model's tokenizer with the interface of transformers: callable, `encode`, `decode` and so on."""

@@ -127,13 +127,14 @@ def test_the_models_own_defaults_hold_where_none_are_given(llm: LLM) -> None:
 
 
 def test_beam_search(llm: LLM) -> None:
-    params = BeamSearchParams(beam_width=3, max_tokens=12)
+    params = BeamSearchParams(beam_width=3, max_tokens=12, temperature=0.7)  # which has no effect
     by_text, by_ids = llm.beam_search([CODE, {"prompt_token_ids": llm.get_tokenizer().encode(CODE)}], params)
     assert by_text == by_ids
     prompt = llm.get_tokenizer().encode(CODE)
     scores = []
     for found in by_text.sequences:
         assert found.tokens[: len(prompt)] == prompt
+        assert all(token in own for token, own in zip(found.tokens[len(prompt) :], found.logprobs, strict=True))
         assert found.text.startswith(CODE)
         assert found.cum_logprob == pytest.approx(
             sum(max(p.values(), key=lambda c: c.logprob).logprob for p in found.logprobs)
@@ -148,6 +149,8 @@ def test_beam_search(llm: LLM) -> None:
     )
     texts = [CODE + choice.text for choice in plain.outputs]
     assert [found.text for found in by_text.sequences] == texts
+    ended = llm.beam_search("def f(x):", BeamSearchParams(beam_width=4, max_tokens=8))[0].sequences[0]
+    assert (ended.finish_reason, ended.tokens[-1] in ended.logprobs[-1]) == ("stop", True)
     with pytest.raises(ValueError, match="beam_width"):
         llm.beam_search(CODE, BeamSearchParams(beam_width=0, max_tokens=4))
 
