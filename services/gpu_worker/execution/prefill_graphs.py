@@ -32,7 +32,7 @@ from blockyard.services.gpu_worker.slots import Slots
 log = logging.getLogger(__name__)
 
 
-START_S = 6.0  # spent at most before the worker is ready: what is missing then slows the streams of a busy worker
+START_S = 1.5  # spent before the worker is ready
 FEWEST = 3  # sizes at least; of a small model they cover every step
 
 
