@@ -7,10 +7,10 @@ import msgspec
 from jinja2 import nodes
 
 from blockyard.shared.errors import RequestError
+from blockyard.shared.ring_client.request_fields.chat_messages import TEXT_PARTS
 from blockyard.shared.tool_parsers.call_arguments import template_arguments
 
 Message = dict[str, Any]
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 TEXT_ARGUMENT = "arguments"  # the name of a text in place of arguments
 REASONING = ("reasoning_content", "thinking", "reasoning")
 

@@ -9,12 +9,15 @@ from blockyard.shared.tool_parsers.call_arguments import template_arguments
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT
 
 NULL = msgspec.Raw(b"null")
+# parts of content that are text, with the field that holds it; agents send back those of /v1/responses, too
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | None = None
     image_url: msgspec.Raw = NULL
     input_audio: msgspec.Raw = NULL
     video_url: msgspec.Raw = NULL
@@ -106,7 +109,7 @@ def _message(message: Message, where: str) -> TemplateMessage:
         raise not_built(f"{where}.audio")
     content = message.content
     if content is None:
-        if message.role != "assistant":
+        if message.role not in ("assistant", "tool"):  # a tool may have nothing to say
             raise RequestError("content is missing", f"{where}.content")
         content = message.refusal or ""
     shown: str | list[TextPart] = content if isinstance(content, str) else _parts(content, f"{where}.content")
@@ -172,12 +175,11 @@ def _parts(content: list[ContentPart], where: str) -> str | list[TextPart]:
 
 
 def _part(part: ContentPart, where: str) -> str:
-    if part.type == "text" and part.text is not None:
-        return part.text
-    if part.type == "refusal" and part.refusal is not None:
-        return part.refusal
-    if part.type in ("text", "refusal"):
-        raise RequestError(f"a part of type {part.type} needs the field {part.type}", f"{where}.{part.type}")
+    if (field := TEXT_PARTS.get(part.type)) is not None:
+        text: str | None = getattr(part, field)
+        if text is None:
+            raise RequestError(f"a part of type {part.type} needs the field {field}", f"{where}.{field}")
+        return text
     raise RequestError(
         f"this model takes text alone: parts of type {part.type[:40]!r} are not built yet",
         f"{where}.type",

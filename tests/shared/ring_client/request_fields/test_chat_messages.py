@@ -96,7 +96,7 @@ def test_reasoning_has_one_name(name: str) -> None:
     [
         ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
         ({"role": "tool", "content": "x", "tool_call_id": ""}, "messages[0].tool_call_id"),
-        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
+        ({"role": "user"}, "messages[0].content"),
         ({"role": "function", "content": "x"}, "messages[0].name"),
         ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
         (call(id="1"), "messages[0].tool_calls[0].function"),
@@ -108,3 +108,17 @@ def test_wrong_messages_are_refused_by_name(message: dict[str, Any], field: str)
     with pytest.raises(RequestError) as e:
         shown(message)
     assert e.value.field == field
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal", "thinking"])
+def test_parts_of_all_apis_are_text(kind: str) -> None:
+    """As in vLLM: agents that also speak /v1/responses send its parts back."""
+    field = kind if kind in ("refusal", "thinking") else "text"
+    [message] = shown({"role": "user", "content": [{"type": kind, field: "hm"}]})
+    assert message["content"] == "hm"
+    with pytest.raises(RequestError, match=f"needs the field {field}"):
+        shown({"role": "user", "content": [{"type": kind}]})
+
+
+def test_a_tool_may_answer_null() -> None:
+    assert shown({"role": "tool", "tool_call_id": "1", "content": None})[0]["content"] == ""
