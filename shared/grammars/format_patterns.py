@@ -18,6 +18,7 @@ _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,29}[A-Za-z0-9])?"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _WORD = "[A-Za-z0-9_+\\-]{1,30}"
+_POINTER = r"(/([A-Za-z0-9._ %$@:+\-]|~[01]){0,60}){0,9}"
 _HEX = "[0-9a-fA-F]"
 # dates of months and leap years that exist; at most seven labels of 31 characters, which are less than 253; no 01.2.3.4
 FORMAT_PATTERNS = {
@@ -30,5 +31,7 @@ FORMAT_PATTERNS = {
     "ipv4": f"({_BYTE}\\.){{3}}{_BYTE}",
     "ipv6": f"({_HEX}{{1,4}}:){{7}}{_HEX}{{1,4}}|::({_HEX}{{1,4}}:){{0,5}}{_HEX}{{1,4}}",
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(0|[1-9][0-9]{{0,8}})(#|{_POINTER})",
     "uri": f"[a-z][a-z0-9+.\\-]{{0,20}}://{_LABEL}(\\.{_LABEL}){{0,3}}(:[0-9]{{1,4}})?(/[A-Za-z0-9._~\\-]{{0,60}}){{0,9}}",
 }

@@ -13,21 +13,24 @@ import msgspec
 from blockyard.shared.grammars.interface import UnsupportedGrammar
 from blockyard.shared.grammars.json_schemas import patterns
 from blockyard.shared.grammars.json_schemas.keywords import Schema, keywords, subschemas
-from blockyard.shared.grammars.json_schemas.patterns import plain_pattern
+from blockyard.shared.grammars.json_schemas.patterns import plain_pattern, whole_pattern
 from blockyard.shared.grammars.json_schemas.rules import (
     DATES,
     HOSTS,
+    POINTERS,
     TIMES,
     Refusal,
     Table,
     bound_hosts,
     close_objects,
     drop_forbidden,
+    fit_bounds,
     keep_values_of_type,
     name_required,
     name_types,
     refuse_combinations,
     refuse_contradictions,
+    refuse_fine_bounds,
     refuse_odd_names,
     refuse_others,
     refuse_overlaps,
@@ -67,6 +70,10 @@ def _other_values(values: list[Any]) -> str:
     return "quotes and backslashes" if any(sign in value for value in values for sign in '"\\') else ""
 
 
+def _writes_any_character(pattern: str) -> bool:
+    return bool(_ANY_CHARACTER.search(pattern)) or patterns.spans_quotes(pattern)
+
+
 GUIDANCE = _table(
     "type enum const anyOf oneOf allOf $ref items prefixItems minItems maxItems properties required "
     "additionalProperties patternProperties minProperties maxProperties minLength maxLength pattern "
@@ -78,7 +85,7 @@ XGRAMMAR = _table(
     "type enum const properties required additionalProperties items prefixItems minItems maxItems minLength maxLength "
     "minimum maximum exclusiveMinimum exclusiveMaximum anyOf oneOf $ref minProperties maxProperties",
     pattern=_complex,
-    format=_formats("duration email ipv6 uuid uri uri-reference uri-template json-pointer relative-json-pointer"),
+    format=_formats("duration email ipv6 uuid uri uri-reference uri-template"),
 )
 _SETS_OF_OTHERS = re.compile(r"\\[SWD]")
 _ANY_CHARACTER = re.compile(r"(?<!\\)\.|\[\^|\\[SWD]")  # quotes among them
@@ -86,7 +93,7 @@ OUTLINES = _table(
     "type enum const properties required prefixItems minItems maxItems minLength maxLength anyOf oneOf $ref "
     "additionalProperties",
     items=_not(False),
-    pattern=lambda pattern: _complex(pattern) or "any character" * bool(_ANY_CHARACTER.search(pattern)),
+    pattern=lambda pattern: _complex(pattern) or "any character" * _writes_any_character(pattern),
     format=_formats("uuid"),  # it ignores others, or lets control characters through
 )
 ENFORCER = _table(
@@ -107,9 +114,10 @@ _ANY_VALUE: dict[str, Any] = {
 
 def guidance_schema(schema: Schema) -> Schema:
     name = GrammarEngine.GUIDANCE.value
-    schema = bound_hosts(replace_formats(schema, DATES | TIMES))
+    schema = bound_hosts(replace_formats(schema, DATES | TIMES | POINTERS))
     refuse_others(schema, GUIDANCE, name)
     refuse_uncounted_properties(schema, name)
+    fit_bounds(schema, name)
     for part in subschemas(schema):
         if "pattern" in part:
             part["pattern"] = plain_pattern(part["pattern"])
@@ -143,12 +151,13 @@ def xgrammar_schema(schema: Schema, additional_properties: bool = True) -> Schem
     name = GrammarEngine.XGRAMMAR.value
     if not additional_properties:
         schema = close_objects(schema)
-    replace_formats(schema, DATES | HOSTS | TIMES)
+    replace_formats(schema, DATES | HOSTS | TIMES | POINTERS)
     refuse_others(schema, XGRAMMAR, name)
     name_required(name_types(keep_values_of_type(schema)))
     refuse_combinations(schema, name)
     refuse_overlaps(schema, name)
     refuse_uncounted_properties(schema, name)
+    refuse_fine_bounds(schema, name)
     for part in subschemas(schema):
         if _names_some(part) and not all(map(_is_plain_name, part["properties"])):
             raise UnsupportedGrammar(
@@ -156,7 +165,8 @@ def xgrammar_schema(schema: Schema, additional_properties: bool = True) -> Schem
                 "additionalProperties of false"
             )
         if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = patterns.without_options(plain_pattern(pattern, within_json=True))
+            plain = patterns.without_options(plain_pattern(pattern, within_json=True))
+            part["pattern"] = patterns.in_ascii(plain)  # a class with other characters would let quotes in
         elif part.keys() & {"minLength", "maxLength"}:  # by these alone it would let control characters in
             least, most = part.pop("minLength", 0), part.pop("maxLength", "")
             part["pattern"] = f"^.{{{least},{most}}}$"
@@ -174,14 +184,14 @@ def refuse_lark_schema(schema: object) -> str:
 
 def outlines_schema(schema: Schema) -> Schema:
     name = GrammarEngine.OUTLINES.value
-    replace_formats(schema, DATES | HOSTS | TIMES)
+    replace_formats(schema, DATES | HOSTS | TIMES | POINTERS)
     refuse_others(schema, OUTLINES, name)
     drop_forbidden(name_required(name_types(keep_values_of_type(schema))))
     _refuse_for_closed(schema, name)
     refuse_overlaps(schema, name)
     for part in subschemas(schema):
-        if "pattern" in part:
-            part["pattern"] = plain_pattern(part["pattern"], within_json=True)
+        if "pattern" in part:  # the string's quotes are no part of its first and last alternatives
+            part["pattern"] = f"({whole_pattern(plain_pattern(part['pattern'], within_json=True))})"
         if not part.keys() - {"$defs"}:
             raise UnsupportedGrammar(f"{name} supports no schemas without a type, a value or a choice")
         dropped = sorted(part.keys() & {"items", "minItems", "maxItems"})

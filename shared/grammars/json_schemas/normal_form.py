@@ -22,6 +22,7 @@ from blockyard.shared.grammars.json_schemas.keywords import (
     checked,
     kind_of,
 )
+from blockyard.shared.grammars.json_schemas.patterns import with_whole_characters
 
 MAX_PARTS = 50_000  # schemas within one, as in llguidance; a definition counts once
 _ANYTHING: tuple[Any, ...] = (True, {})
@@ -86,10 +87,13 @@ class _Normalizer:
         if keyword in NAMED_SCHEMAS:
             if not isinstance(value, dict):
                 raise GrammarError(f"{keyword} of a JSON schema is an object of schemas")
-            return {name: self._part(one, base) for name, one in value.items()}
+            spelled = with_whole_characters if keyword == "patternProperties" else str
+            return {spelled(name): self._part(one, base) for name, one in value.items()}
         if keyword.startswith("exclusive") and isinstance(value, bool):
             return value  # of draft 4
         value = checked(keyword, value)
+        if keyword == "pattern":
+            return with_whole_characters(value)
         return f"#/$defs/{self._name(value, base)}" if keyword == "$ref" else value
 
     def _name(self, reference: str, base: str) -> str:

@@ -14,6 +14,10 @@ _PIECE = re.compile(
 _SPACES = "\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 _CONTROL = re.compile(r"[\x00-\x1f]|\\(?:[nrtfv0]|c.|x[01].|u00[01].|u\{0*1?.\})")
 _QUOTED = re.compile(r'"|\\(?:["\\]|x(?:22|5[cC])|u00(?:22|5[cC])|u\{0*(?:22|5[cC])\})')
+_PAIR = re.compile(
+    r"(?P<before>(?<!\\)(?:\\\\)*)\\u(?P<high>[dD][89abAB][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
+)
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_ESCAPE = re.compile(r"\\(?:[1-9bBAZzGQEkpPecCRXKNLlhH0]|$)")
 _SETS = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": rf"\s{_SPACES}"}
 OUTSIDE, CLASS, NEGATED = "outside", "class", "negated class"
@@ -61,6 +65,27 @@ def plain_pattern(pattern: str, within_json: bool = False) -> str:
     return out
 
 
+def with_whole_characters(pattern: str) -> str:
+    """The pattern with the character itself for two escapes of UTF-16, which no engine reads as one."""
+
+    def character(found: re.Match[str]) -> str:
+        halves = bytes.fromhex(found["high"] + found["low"])
+        return found["before"] + halves.decode("utf-16-be")
+
+    return _PAIR.sub(character, pattern)
+
+
+def in_ascii(pattern: str) -> str:
+    """The pattern with escapes for characters beyond ASCII."""
+    return "".join(c if c.isascii() else f"\\u{{{ord(c):x}}}" for c in pattern)
+
+
+def whole_pattern(pattern: str) -> str:
+    """The pattern without the anchors at its ends, for an engine whose patterns match a whole text."""
+    *others, (last, place) = [("", OUTSIDE), *pieces(pattern.removeprefix("^"))]
+    return "".join(piece for piece, _ in others) + last * (last != "$" or place != OUTSIDE)
+
+
 def misread(pattern: str) -> str | None:
     """What an engine that knows simple regular expressions alone would ignore, or take for another thing."""
     at = 0
@@ -70,6 +95,8 @@ def misread(pattern: str) -> str | None:
             return "anchors in the middle"
         if place == OUTSIDE and piece.startswith("(?") and piece != "(?":
             return "look-around" if piece[-1] in "=!" else "flags and names of groups"
+        if _HALF.match(piece):
+            return "halves of characters"
         if _NO_ESCAPE.match(piece):
             return f"the escape {piece}"
     return None
@@ -89,6 +116,24 @@ def needs_escapes(pattern: str) -> bool:
 def writes_quotes(pattern: str) -> bool:
     """Whether it names quotes or backslashes, which a string of JSON holds escaped."""
     return any(place != NEGATED and _QUOTED.fullmatch(piece) for piece, place in pieces(pattern))
+
+
+def spans_quotes(pattern: str) -> bool:
+    """Whether a range of characters in a class goes from before a quote or backslash to behind it."""
+    before: list[str] = []
+    for piece, place in pieces(pattern):
+        before = [*before[-2:], piece] if place == CLASS else []
+        if len(before) == 3 and before[1] == "-":
+            least, most = _code(before[0]), _code(before[2])
+            if any(least <= ord(sign) <= most for sign in '"\\'):
+                return True
+    return False
+
+
+def _code(piece: str) -> int:
+    """The number of the character that a piece of a class stands for."""
+    number = re.fullmatch(r"\\[ux]\{?([0-9A-Fa-f]+)\}?", piece)
+    return int(number[1], 16) if number else ord(piece[-1])
 
 
 def without_options(pattern: str) -> str:

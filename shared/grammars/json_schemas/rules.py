@@ -29,10 +29,14 @@ _CONCERNED = {
 _ESCAPED = re.compile(r'["\\\x00-\x1f]')
 _LENGTHS = keywords("minLength maxLength")
 MOST_HOST_CHARS = 253
+BOUNDS = keywords("minimum maximum exclusiveMinimum exclusiveMaximum")
+MOST_WHOLE = 2**53 - 1  # up to which each whole number is one double
+LEAST_NUMBER = 1e-9  # in place of numbers above 0
 
 DATES = {name: f"^{FORMAT_PATTERNS[name]}$" for name in ("date", "date-time")}
 HOSTS = {name: f"^{FORMAT_PATTERNS[name]}$" for name in ("hostname", "ipv4")}
 TIMES = {"time": f"^{FORMAT_PATTERNS['time']}$"}
+POINTERS = {name: f"^{FORMAT_PATTERNS[name]}$" for name in ("json-pointer", "relative-json-pointer")}
 
 
 def refuse_others(schema: Schema, table: Table, engine: str) -> None:
@@ -170,6 +174,33 @@ def refuse_uncounted_properties(schema: Schema, engine: str) -> None:
         is_open = part.get("additionalProperties", True) is not False or "patternProperties" in part
         if is_open and isinstance(least, int | float) and least > len(names) + 1:
             raise UnsupportedGrammar(f"{engine} supports minProperties up to one more than `required` lists")
+
+
+def fit_bounds(schema: Schema, engine: str) -> Schema:
+    """Bounds that llguidance misreads become narrower ones. Changes `schema`.
+
+    It lets 0 through beside an exclusive bound of 0, and rounds whole numbers that are no double. Raises
+    UnsupportedGrammar where no number is left.
+    """
+    for part in subschemas(schema):
+        for name, other, sign in (("aximum", "inimum", 1), ("inimum", "aximum", -1)):
+            if any(sign * part.get(key, 0) > MOST_WHOLE for key in (f"m{other}", f"exclusiveM{other}")):
+                raise UnsupportedGrammar(f"{engine} supports no numbers that are all beyond {sign * MOST_WHOLE}")
+            for key in (f"m{name}", f"exclusiveM{name}"):
+                if sign * part.get(key, 0) > MOST_WHOLE:
+                    part[key] = sign * MOST_WHOLE
+            if part.get(f"exclusiveM{name}") == 0:
+                del part[f"exclusiveM{name}"]
+                part[f"m{name}"] = sign * min(sign * part.get(f"m{name}", 0), -LEAST_NUMBER)
+    return schema
+
+
+def refuse_fine_bounds(schema: Schema, engine: str) -> None:
+    """Raises UnsupportedGrammar for bounds with more decimals than the engine reads."""
+    for part in subschemas(schema):
+        for name in part.keys() & BOUNDS:
+            if round(part[name], 6) != part[name]:
+                raise UnsupportedGrammar(f"{engine} supports at most 6 decimals in `{name}`")
 
 
 def refuse_overlaps(schema: Schema, engine: str) -> None:

@@ -1,5 +1,6 @@
 """What an engine takes it enforces: no invalid value of any kind of schema gets through, however it is spelled."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -93,6 +94,28 @@ def test_invalid_values_are_never_taken(engines: Engines, texts: list[bytes], en
             continue  # it writes no characters of several tokens
         assert any(reader.takes(compiled, value) for value in valid), f"{engine} takes nothing for {json.dumps(schema)}"
     assert {"anchor", "const", "definitions", "enum", "properties", "ref", "type", "unevaluatedProperties"} <= taken
+
+
+@pytest.mark.parametrize(
+    "pattern", ["^a|b$", r"^\S{2}$", "^[^é]{2}$", "^[^à-ü]x$", "^[ -\U0010ffff]{2}$", "^[A-z]b$", r"^[\s\S]b$"]
+)
+def test_a_pattern_stays_within_its_quotes(engines: Engines, texts: list[bytes], pattern: str) -> None:
+    reader = Reader(texts)
+    for engine in ALL:
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        try:
+            compiled = engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine))
+        except GrammarError:
+            continue
+        for text in ('"a', 'b"', '"b""', '"""', '"\\x"', '"\\b"', '"\n""', '"b\n"'):
+            assert not reader.takes_text(compiled, text), (engine, text)
+
+
+@pytest.mark.parametrize("engine", ALL)
+def test_no_text_is_no_number(engines: Engines, engine: GrammarEngine) -> None:
+    schema = json.dumps({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-7})
+    with contextlib.suppress(GrammarError):
+        assert not engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine)).matcher().is_complete()
 
 
 def test_auto_refuses_only_kinds_that_no_engine_has(engines: Engines) -> None:
