@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from blockyard.services.launcher.supervision.supervisor import StartFailed
     from blockyard.services.offline.answers import CompletionToolCall
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.offline.engine_args import AsyncEngineArgs, EngineArgs
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
         Logprob,
         RequestMetrics,
         RequestOutput,
+        RingLost,
     )
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
     from blockyard.services.offline.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
+    from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
     from blockyard.shared.ring_client.request_fields.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -29,17 +32,22 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "BlockyardError",
     "CompletionOutput",
     "CompletionToolCall",
+    "ConfigError",
     "EngineArgs",
     "GenerationError",
     "GuidedDecodingParams",
     "LLMEngine",
     "Logprob",
+    "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
+    "RingLost",
     "SamplingParams",
+    "StartFailed",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -51,8 +59,13 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'blockyard' has no attribute {name!r}")
     # services import this package too: they must not load the client of the offline API
+    from blockyard.services.launcher.supervision import supervisor  # noqa: PLC0415
     from blockyard.services.offline import answers, beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
     from blockyard.services.offline.engines import async_engine  # noqa: PLC0415
+    from blockyard.shared import errors  # noqa: PLC0415
 
-    modules = (llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers)
+    modules = (
+        *(llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers),
+        *(errors, supervisor),
+    )
     return next(getattr(module, name) for module in modules if hasattr(module, name))

@@ -11,6 +11,7 @@ from blockyard.shared.ring_client.client import RingClient
 
 MODES = ("abort", "wait", "keep")
 SCHEDULING = "scheduling"  # the part that sleep level 0 stops
+NO_POOLING = "models that generate text are served, and no pooling models"
 TAGS = (*MemoryTag, SCHEDULING)
 
 
@@ -66,6 +67,21 @@ class RingOperations:
             return snapshot(client.meters, client.counts)
 
         return self._session.call(read)
+
+    def encode(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("encode", NO_POOLING)
+
+    def embed(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("embed", NO_POOLING)
+
+    def classify(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("classify", NO_POOLING)
+
+    def score(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("score", NO_POOLING)
+
+    def reward(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("reward", NO_POOLING)
 
     def collective_rpc(self, *_: object, **__: object) -> NoReturn:
         raise not_built("collective_rpc", "workers are processes that take the scheduler's steps alone")

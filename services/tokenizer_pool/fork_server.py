@@ -5,6 +5,7 @@ with everything loaded in memory that it shares with the others. The server itse
 service starts it as a process of its own (`run`), and again if it ends.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -82,17 +83,18 @@ class ForkServer:
         self._workers: dict[int, _Forked] = {}  # by a descriptor that the kernel closes when the worker ends
 
     def run(self) -> None:
-        try:
-            workload = self._load()
+        # without its service this process ends, and the workers with it
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            try:
+                workload = self._load()
+            except BlockyardError as e:
+                self._tell(LoadFailed(e.exit_code, str(e)))
+                return
             gc.collect()
             gc.freeze()  # a garbage collection would copy pages shared with workers
             self._tell(Loaded(workload.notes))
             while self._serve(workload):
                 pass
-        except BlockyardError as e:
-            self._tell(LoadFailed(e.exit_code, str(e)))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the service is gone, and the workers end with this process
 
     def _serve(self, workload: Workload) -> bool:
         """Starts missing workers and waits for an event. Returns False once the service is gone."""

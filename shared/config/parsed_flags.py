@@ -279,5 +279,8 @@ def _unknown(where: str, name: str, known: list[str], dashes: str = "") -> str:
 
 
 def _suggestion(name: str, known: list[str], dashes: str = "") -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {dashes}{close[0]}?" if close else ""
+    close = difflib.get_close_matches(name.replace("_", "-"), known, n=1) or difflib.get_close_matches(name, known, n=1)
+    if not close:
+        return ""
+    found = close[0].replace("-", "_") if "_" in name and not dashes else close[0]
+    return f"; did you mean {dashes}{found}?"

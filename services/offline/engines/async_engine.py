@@ -12,7 +12,7 @@ from blockyard.services.offline.outputs import RequestOutput, RingLost
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.services.offline.tokenizer import LLMTokenizer
-from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.client import RingClient
 
 
@@ -76,7 +76,7 @@ class AsyncLLMEngine:
                 live.abort()
 
     async def encode(self, *_: object, **__: object) -> None:
-        raise not_built("encode", "models that generate text are served, and no pooling models")
+        self._operations.encode()
 
     async def collective_rpc(self, *_: object, **__: object) -> None:
         self._operations.collective_rpc()

@@ -92,7 +92,9 @@ def kind_of(value: object) -> str:
     """What a JSON value is, in words for the client."""
     if isinstance(value, bool | int | float):
         return str(value).lower()[:40]
-    return {str: "a string", list: "a list", type(None): "null"}.get(type(value), "an object")
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    return {str: "a string", type(None): "null"}.get(type(value), "an object")
 
 
 def subschemas(schema: object) -> Iterator[dict[str, Any]]:

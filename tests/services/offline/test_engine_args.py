@@ -74,7 +74,7 @@ def test_errors_are_those_of_the_command_line(name: str, value: object, flag: li
 
 
 def test_an_unknown_keyword_is_refused() -> None:
-    with pytest.raises(ConfigError, match="LLM: max_num_seq: no such flag; did you mean"):
+    with pytest.raises(ConfigError, match=r"LLM: max_num_seq: no such flag; did you mean max_num_seqs\?"):
         read("m", {"max_num_seq": 4}, {})
 
 

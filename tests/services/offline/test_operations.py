@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import blockyard
 from blockyard.services.offline.operations import RingOperations
 from blockyard.shared.messages import Control, ControlVerb, MemoryTag
 
@@ -72,3 +73,8 @@ def test_wake_up(tags: list[str] | None, sent: list[Control]) -> None:
     llm = Operations()
     llm.wake_up(tags)
     assert llm._session.sent == sent
+
+
+def test_errors_and_types_are_imported_from_the_package() -> None:
+    assert {"RequestError", "RingLost", "ConfigError", "StartFailed", "LLM"} <= set(blockyard.__all__)
+    assert all(getattr(blockyard, name) is not None for name in blockyard.__all__)
