@@ -19,6 +19,7 @@ from lmformatenforcer import (
 from blockyard.shared.grammars.error_texts import one_line
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, MatcherError, UnsupportedGrammar, Vocabulary
 from blockyard.shared.grammars.json_schemas.engine_schemas import enforcer_schema
+from blockyard.shared.grammars.json_schemas.keywords import Schema, subschemas
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher, set_bits
 from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.grammars.token_texts import token_texts
@@ -61,7 +62,7 @@ class LmFormatEnforcerEngine:
     def _parser(self, grammar: Grammar) -> CharacterLevelParser:
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
-                return JsonSchemaParser(enforcer_schema(read_schema(grammar.source)))
+                return JsonSchemaParser(_without_blanks(enforcer_schema(read_schema(grammar.source))))
             case GrammarKind.JSON_OBJECT:
                 return JsonSchemaParser({"type": "object"})
             case GrammarKind.REGEX:
@@ -73,6 +74,14 @@ class LmFormatEnforcerEngine:
                     raise GrammarError(f"{NAME} knows no token of these characters: {''.join(sorted(missing)[:20])}")
                 return UnionParser([StringParser(choice) for choice in choices])
         raise UnsupportedGrammar(f"{NAME} does not support grammars of the kind {grammar.kind.value}")
+
+
+def _without_blanks(schema: Schema) -> Schema:
+    """Raises UnsupportedGrammar for a pattern that may begin with a blank: it lets any number of them through."""
+    for part in subschemas(schema):
+        if "pattern" in part and not set(" \t\n\r").isdisjoint(RegexParser(part["pattern"]).get_allowed_characters()):
+            raise UnsupportedGrammar(f"{NAME} does not support a blank at the beginning of `pattern`")
+    return schema
 
 
 class LmFormatEnforcerGrammar:

@@ -10,7 +10,7 @@ from blockyard.shared.grammars.error_texts import one_line, xgrammar_cause
 from blockyard.shared.grammars.interface import GrammarError, MaskWords, UnsupportedGrammar, Vocabulary
 from blockyard.shared.grammars.json_schemas.engine_schemas import refuse_lark_schema, xgrammar_schema
 from blockyard.shared.grammars.json_schemas.keywords import Schema
-from blockyard.shared.grammars.json_schemas.patterns import misread
+from blockyard.shared.grammars.json_schemas.patterns import misread, with_whole_characters
 from blockyard.shared.grammars.lark_sources import replace_lark_schemas
 from blockyard.shared.grammars.matching import MatcherRules, SequenceMatcher
 from blockyard.shared.grammars.schemas import read_choices, read_object, read_schema, replace_schemas
@@ -61,7 +61,7 @@ class XgrammarEngine:
                 choices = " | ".join(map(_literal, read_choices(source)))
                 return self._compiler.compile_grammar(f"root ::= {choices}")
             case GrammarKind.EBNF:
-                return self._compiler.compile_grammar(source)
+                return self._compiler.compile_grammar(with_whole_characters(source))
             case GrammarKind.LARK:
                 return self._compiler.compile_lark(replace_lark_schemas(source, refuse_lark_schema))
             case GrammarKind.STRUCTURAL_TAG:

@@ -209,9 +209,12 @@ def enforcer_schema(schema: Schema) -> Schema:
         if isinstance(part.get("type"), list) and part.keys() & _OF_TYPES:
             raise UnsupportedGrammar(f"{name} supports no other keywords beside a list of types")
         if "pattern" in part:
-            part["pattern"] = plain_pattern(part["pattern"], within_json=True)
-        if "minLength" in part:  # it counts an escape by its characters
-            part["pattern"] = f"[^\\t\\n\\r]{{{part.pop('minLength')},{part.pop('maxLength', '')}}}"
+            part["pattern"] = f"({whole_pattern(plain_pattern(part['pattern'], within_json=True))})"
+        # it counts an escape by its characters, and no blanks before others
+        if part.keys() & {"minLength", "maxLength"}:
+            least, most = part.pop("minLength", 0), part.pop("maxLength", None)
+            more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+            part["pattern"] = f"[^ \\t\\n\\r][^\\t\\n\\r]{more}" if least else f"([^ \\t\\n\\r][^\\t\\n\\r]{more})?"
         if part.get("additionalProperties") in _ANYTHING:
             del part["additionalProperties"]
         for keyword in part.keys() & {"properties", "$defs"}:

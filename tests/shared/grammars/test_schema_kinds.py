@@ -112,6 +112,13 @@ def test_a_pattern_stays_within_its_quotes(engines: Engines, texts: list[bytes],
 
 
 @pytest.mark.parametrize("engine", ALL)
+def test_patterns_that_all_engines_take(engines: Engines, engine: GrammarEngine, texts: list[bytes]) -> None:
+    for pattern, value in (("^ab$", "ab"), ("a|b", "b"), ("^a\\$", "a$"), ("^[a-z]{2}$", "xy"), ("^(a|b)$", "b")):
+        schema = json.dumps({"type": "string", "pattern": pattern})
+        assert Reader(texts).takes(engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine)), value), pattern
+
+
+@pytest.mark.parametrize("engine", ALL)
 def test_no_text_is_no_number(engines: Engines, engine: GrammarEngine) -> None:
     schema = json.dumps({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-7})
     with contextlib.suppress(GrammarError):

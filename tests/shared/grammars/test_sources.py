@@ -84,6 +84,7 @@ EBNF: list[tuple[str, list[str], list[str]]] = [
     ('root ::= "\\x41\\u0022\\U0001F389\\\\u00fc"', ['A"🎉\\u00fc'], ["A"]),
     ("root ::= [\\x5d\\u005b]", ["]", "["], ["5"]),
     ('start ::= "a"\nroot ::= start', ["a"], ["b"]),  # the first engine takes it for Lark
+    ('root ::= "\\ud83d\\ude00"', ["😀"], ["?"]),
     ('root ::=\n  "a" | b # c ::=\nb ::= "::="', ["a", "::="], [""]),
     ('# c ::=\nroot ::= "a" |', ["a", ""], ["b"]),
 ]
