@@ -55,7 +55,7 @@ def test_the_loop_of_vllms_example(engine: LLMEngine) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_kinds_of_outputs(engine: LLMEngine, n: int) -> None:
     for kind in RequestOutputKind:
-        params = SamplingParams(n=n, max_tokens=20, seed=1, logprobs=0, output_kind=kind)
+        params = SamplingParams(n=n, max_tokens=300, seed=1, logprobs=0, output_kind=kind)
         engine.add_request(kind.name, "the same prompt", params)
     found = drive(engine)
     [whole] = found["FINAL_ONLY"]
