@@ -55,11 +55,3 @@ def test_without_thinking_a_call_comes_at_once(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**asked(0, **more))
     message = answer.choices[0].message
     assert message.tool_calls and not message.content and not getattr(message, "reasoning", None)
-
-
-@pytest.mark.parametrize("stop", [["}"], ["{", "unit"], ["\n", "e"]])
-def test_no_stop_string_ends_a_forced_call(client: openai.OpenAI, stop: list[str]) -> None:
-    """Agents send stops for answers without a call. A forced call has no content that they end."""
-    choice = client.chat.completions.create(**asked(0, stop=stop)).choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
-    assert json.loads(choice.message.tool_calls[0].function.arguments)["unit"] in ("lines", "bytes")

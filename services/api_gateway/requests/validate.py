@@ -72,18 +72,7 @@ def parse_chat(
     parsed = _generate_request(request, options, card, config, [prompt], asked, num_logprobs, of_prompt, grammar)
     if parsed.thinking_budget is None and grammar is not None and thinking_is_off(request, config):
         parsed = replace(parsed, thinking_budget=0)  # the template may ignore it
-    if grammar is not None and tools is not None and tools.is_forced:
-        parsed = _without_stops(parsed)
     return _with_output(replace(parsed, prompt_field="messages", tools=tools), output, formats)
-
-
-def _without_stops(request: GenerateRequest) -> GenerateRequest:
-    """Stops end content. A forced call has none, and its own text, or its reasoning, may hold one: `}`."""
-    return replace(
-        request,
-        text=msgspec.structs.replace(request.text, stop=[]),
-        sampling=msgspec.structs.replace(request.sampling, stop_token_ids=[]),
-    )
 
 
 def _with_output(request: GenerateRequest, output: OutputForm | None, formats: OutputFormats) -> GenerateRequest:
