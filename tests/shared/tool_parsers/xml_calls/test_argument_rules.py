@@ -124,7 +124,7 @@ def test_custom_tools_have_one_text() -> None:
         {"dependentRequired": {"a": ["b"]}},
         {"properties": {"a": False}, "required": ["a"]},
         {"properties": {"a>b": {"type": "string"}}, "required": ["a>b"]},
-        {"properties": {"a": {"type": "string", "format": "color"}}},
+        {"properties": {"a": {"type": "string", "format": "idn-hostname"}}},
         {"required": ["a"], "additionalProperties": False},
         {"properties": {}, "minProperties": 1},
     ],
