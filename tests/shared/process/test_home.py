@@ -4,6 +4,8 @@ import os
 import pwd
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,15 +60,22 @@ def _can_map_users() -> bool:
         return False
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """pytest's own folders may be too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="home-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.skipif(not _can_map_users(), reason="needs user namespaces")
-def test_a_worker_starts_without_home_and_passwd_entry(tmp_path: Path) -> None:
+def test_a_worker_starts_without_home_and_passwd_entry(short_path: Path) -> None:
     script = """
 from blockyard import LLM, SamplingParams
 with LLM("demo", dtype="float32", log_level="warning") as llm:
     print(len(llm.generate("a", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids))
 """
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-    (tmp_path / "script.py").write_text(script)
+    (short_path / "script.py").write_text(script)
     words = [
         "unshare",
         "-U",
@@ -74,16 +83,16 @@ with LLM("demo", dtype="float32", log_level="warning") as llm:
         "--map-group=54321",
         sys.executable,
         "-P",
-        str(tmp_path / "script.py"),
+        str(short_path / "script.py"),
     ]
     ran = subprocess.run(
         words,
-        env=env | {"TMPDIR": str(tmp_path)},
-        cwd=tmp_path,
+        env=env | {"TMPDIR": str(short_path)},
+        cwd=short_path,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (0, "3\n"), ran.stderr
-    assert not (tmp_path / "~").exists() and (tmp_path / "blockyard-home-54321").is_dir()
+    assert not (short_path / "~").exists() and (short_path / "blockyard-home-54321").is_dir()
