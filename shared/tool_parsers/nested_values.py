@@ -108,7 +108,7 @@ class ValueReader:
                 yield _json("}" if open_ones.pop().is_object else "]")
                 rest = yield from self._expression(text)
                 if rest and rest.strip():
-                    yield _json(rest)
+                    yield _json(rest.rstrip())
             elif more:
                 yield _json(", ")
                 return not open_ones[-1].is_object or (yield from self._key(text))

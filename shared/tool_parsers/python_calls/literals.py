@@ -247,4 +247,5 @@ def _json(piece: str) -> Part:
     return Part(PartKind.ARGUMENTS, piece)
 
 
-VALUES = ValueReader(Notation({"{": "}", "[": "]", "(": ")"}, read_string, json_of_word), ")")
+NOTATION = Notation({"{": "}", "[": "]", "(": ")"}, read_string, json_of_word)
+VALUES = ValueReader(NOTATION, ")")
