@@ -17,6 +17,7 @@ from blockyard.shared.output_parsing.text_input import TextInput
 
 MAX_WORD_CHARS = 256  # a longer word streams
 _IN_NUMBERS = frozenset("0123456789.eE+-")
+_UNPACKED = "**"  # before the entries of another dict: a key for its expression
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -83,7 +84,7 @@ class ValueReader:
         yield from text.spaces()
         first = yield from text.peek()
         is_set = bool(first) and first in self._notation.brackets
-        if first and not is_set and first != closer:
+        if first and first != closer and not (yield from text.literal(_UNPACKED)):
             is_string = yield from silent(self._notation.read_string(text, ":,}"))
             word = (yield from self._expression(text, ":")) if is_string is None else ""
             yield from text.spaces()
@@ -173,10 +174,16 @@ class ValueReader:
         yield from text.spaces()
         is_string = yield from self._notation.read_string(text, ":")
         if is_string is None:
-            raw = yield from text.before(self._behind_key, MAX_WORD_CHARS)
-            if raw is None or not raw.strip():
+            if (yield from text.literal(_UNPACKED)):
+                yield _json(f'"{_UNPACKED}": ')
+                return True
+            raw = yield from self._expression(text, ":")
+            if raw is None:
+                raw = yield from text.before(self._behind_key, MAX_WORD_CHARS)
+            word = (raw or "").strip()
+            if not word:
                 return False
-            yield _json(f'"{escaped(raw.strip())}"')
+            yield _json(f'"{escaped(self._notation.json_of_word(word) or word)}"')
         elif not is_string:
             return False
         yield from text.spaces()
