@@ -86,7 +86,7 @@ class ValueReader:
         is_set = bool(first) and first in self._notation.brackets
         if first and first != closer and not (yield from text.literal(_UNPACKED)):
             is_string = yield from silent(self._notation.read_string(text, ":,}"))
-            word = (yield from self._expression(text, ":")) if is_string is None else ""
+            word = (yield from self.expression(text, ":")) if is_string is None else ""
             yield from text.spaces()
             behind = yield from text.peek()
             if is_string is not False and word is not None:
@@ -107,7 +107,7 @@ class ValueReader:
             yield from text.spaces()
             if (yield from text.literal(open_ones[-1].closer)):  # also behind a comma
                 yield _json("}" if open_ones.pop().is_object else "]")
-                rest = yield from self._expression(text)
+                rest = yield from self.expression(text)
                 if rest and rest.strip():
                     yield _json(rest.rstrip())
             elif more:
@@ -123,7 +123,7 @@ class ValueReader:
 
     def _word(self, text: TextInput) -> Reading[bool]:
         """Writes what stands up to the next comma, bracket or end: a number, a known word, or a string."""
-        raw = yield from self._expression(text)
+        raw = yield from self.expression(text)
         if raw is None:
             raw = yield from text.before(self._behind_word, MAX_WORD_CHARS)
         if raw is None:
@@ -146,7 +146,7 @@ class ValueReader:
         yield _json(f'"{escaped(word)}"' if known is None else known)
         return True
 
-    def _expression(self, text: TextInput, also: str = "") -> Reading[str | None]:
+    def expression(self, text: TextInput, also: str = "") -> Reading[str | None]:
         """Reads text up to a comma, bracket or end outside of its own brackets, or to a character of `also`.
 
         None, with nothing read, if the text ends before, or more than `MAX_WORD_CHARS` characters come before it.
@@ -177,7 +177,7 @@ class ValueReader:
             if (yield from text.literal(_UNPACKED)):
                 yield _json(f'"{_UNPACKED}": ')
                 return True
-            raw = yield from self._expression(text, ":")
+            raw = yield from self.expression(text, ":")
             if raw is None:
                 raw = yield from text.before(self._behind_key, MAX_WORD_CHARS)
             word = (raw or "").strip()

@@ -113,6 +113,12 @@ EXPRESSIONS = {
     "{1: 2, None: 3, True: 4, f(x, 1): 5}": '{"1": 2, "null": 3, "true": 4, "f(x, 1)": 5}',
     "{**a}": '{"**": "a"}',
     "{'a': 1, **f(x), **{'b': 2}}": '{"a": 1, "**": "f(x)", "**": {"b": 2}}',
+    "'%s' % 1": '"%s\' % 1"',
+    "['a'.join(['b', 'c']), {'d' + e: \"%s\" % f['g']}]": (
+        "[\"a'.join(['b', 'c'])\", {\"d' + e\": \"%s\\\" % f['g']\"}]"
+    ),
+    "'a' if b else c": '"a\' if b else c"',
+    "'it's + 'so' * 5. And it's'": "\"it's + 'so' * 5. And it's\"",
     "float('inf')": "\"float('inf')\"",
     "-float('inf')": "\"-float('inf')\"",
     "get_time()": '"get_time()"',
