@@ -17,6 +17,7 @@ from blockyard.shared.output_parsing.text_input import TextInput
 
 MAX_WORD_CHARS = 256  # a longer word streams
 _IN_NUMBERS = frozenset("0123456789.eE+-")
+_UNPACKED = "**"  # before the entries of another dict: a key for its expression
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -83,9 +84,9 @@ class ValueReader:
         yield from text.spaces()
         first = yield from text.peek()
         is_set = bool(first) and first in self._notation.brackets
-        if first and not is_set and first != closer:
+        if first and first != closer and not (yield from text.literal(_UNPACKED)):
             is_string = yield from silent(self._notation.read_string(text, ":,}"))
-            word = (yield from self._expression(text, ":")) if is_string is None else ""
+            word = (yield from self.expression(text, ":")) if is_string is None else ""
             yield from text.spaces()
             behind = yield from text.peek()
             if is_string is not False and word is not None:
@@ -106,9 +107,9 @@ class ValueReader:
             yield from text.spaces()
             if (yield from text.literal(open_ones[-1].closer)):  # also behind a comma
                 yield _json("}" if open_ones.pop().is_object else "]")
-                rest = yield from self._expression(text)
+                rest = yield from self.expression(text)
                 if rest and rest.strip():
-                    yield _json(rest)
+                    yield _json(rest.rstrip())
             elif more:
                 yield _json(", ")
                 return not open_ones[-1].is_object or (yield from self._key(text))
@@ -122,7 +123,7 @@ class ValueReader:
 
     def _word(self, text: TextInput) -> Reading[bool]:
         """Writes what stands up to the next comma, bracket or end: a number, a known word, or a string."""
-        raw = yield from self._expression(text)
+        raw = yield from self.expression(text)
         if raw is None:
             raw = yield from text.before(self._behind_word, MAX_WORD_CHARS)
         if raw is None:
@@ -145,7 +146,7 @@ class ValueReader:
         yield _json(f'"{escaped(word)}"' if known is None else known)
         return True
 
-    def _expression(self, text: TextInput, also: str = "") -> Reading[str | None]:
+    def expression(self, text: TextInput, also: str = "") -> Reading[str | None]:
         """Reads text up to a comma, bracket or end outside of its own brackets, or to a character of `also`.
 
         None, with nothing read, if the text ends before, or more than `MAX_WORD_CHARS` characters come before it.
@@ -173,10 +174,16 @@ class ValueReader:
         yield from text.spaces()
         is_string = yield from self._notation.read_string(text, ":")
         if is_string is None:
-            raw = yield from text.before(self._behind_key, MAX_WORD_CHARS)
-            if raw is None or not raw.strip():
+            if (yield from text.literal(_UNPACKED)):
+                yield _json(f'"{_UNPACKED}": ')
+                return True
+            raw = yield from self.expression(text, ":")
+            if raw is None:
+                raw = yield from text.before(self._behind_key, MAX_WORD_CHARS)
+            word = (raw or "").strip()
+            if not word:
                 return False
-            yield _json(f'"{escaped(raw.strip())}"')
+            yield _json(f'"{escaped(self._notation.json_of_word(word) or word)}"')
         elif not is_string:
             return False
         yield from text.spaces()

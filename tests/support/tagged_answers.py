@@ -6,6 +6,16 @@ from recorded_answers import Answer, call, content
 
 Values = dict[str, str]  # the text of each argument
 WriteCall = Callable[[str, Values], str]  # one call with its tags, as the format's template writes it
+PYTHON_VALUES = {  # the text of an object or list, and its JSON
+    "{'k': 1, 'b': True, 'n': None}": '{"k": 1, "b": true, "n": null}',
+    "{'s': \"it's\", 'l': [(1, 2.5), {'m': 'n'}],}": '{"s": "it\'s", "l": [[1, 2.5], {"m": "n"}]}',
+    "{\"k\": False, 'l': [1, 'a', None]}": '{"k": false, "l": [1, "a", null]}',
+    "[{'k': 'v'}, 1]": '[{"k": "v"}, 1]',
+    "(1, 'b')": '[1, "b"]',
+    "{'k': <1>}": "\"{'k': <1>}\"",
+    "{'k': 1} q": "\"{'k': 1} q\"",
+    "{k: 1": '"{k: 1"',
+}
 PARIS = call("get_weather", '{"city": "Paris", "days": 3}')
 
 
@@ -75,6 +85,14 @@ def tagged_answers(begin: str, write: WriteCall, between: str, end: str, value_e
             "text behind JSON",
             calls(write("search", {"filter": '{"tags": []} q', "exact": "false"})),
             call("search", '{"filter": {"tags": []} q, "exact": false}'),
+        ),
+        *(
+            Answer(
+                f"Python's spelling: {value}",
+                calls(write("search", {"filter": value, "exact": "true"})),
+                call("search", f'{{"filter": {expected}, "exact": true}}'),
+            )
+            for value, expected in PYTHON_VALUES.items()
         ),
         Answer(
             "cut short",

@@ -2,7 +2,7 @@
 
 Values are the literals of Python: strings, numbers, True, False, None, lists, tuples and dicts, also as JSON spells
 them. Chat templates put texts between quotes without escapes, and models do as they do: a quote ends a string if what
-may follow a string follows it.
+may follow a string follows it, or an expression goes on with it: the string then has the text of the expression.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,6 +27,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "\n
 _ESCAPES |= {"a": "\a", "b": "\b", "f": "\f", "v": "\v"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _OCTAL = frozenset("01234567")
+_OPERATORS = "%+*.[i"  # the first characters of what goes on behind a string: see `_is_operation`
 _VALUE_STARTS = "'\"[{-0123456789"  # of arguments without a name
 
 
@@ -176,8 +177,42 @@ def read_string(text: TextInput, behind: str) -> Reading[bool | None]:
         elif (yield from _ends(text, behind)):
             yield _json('"')
             return True
+        elif operation := (yield from _operation(text, quote, behind)):
+            yield _json(escaped(quote + operation) + '"')
+            return True
         else:
             yield _json(escaped(found))
+
+
+def _operation(text: TextInput, quote: str, behind: str) -> Reading[str]:
+    """Reads what an expression that begins with a string does with it. Empty, with nothing read, if that goes on."""
+    place = text.keep()
+    yield from text.spaces()
+    first = yield from text.peek()
+    text.rewind(place)
+    if not first or first not in _OPERATORS:
+        return ""
+    place = text.keep()
+    raw = ((yield from VALUES.expression(text, ":" if ":" in behind else "")) or "").rstrip()
+    following = yield from text.peek()
+    if raw and raw[-1] != quote[0] and _is_operation(raw.lstrip()) and following and following in behind:
+        text.release()
+        return raw
+    text.rewind(place)
+    return ""
+
+
+def _is_operation(raw: str) -> bool:
+    """Whether text behind a string is like that in '%s' % x, 'a' + b, 'a' * 2, 'a'.join(b), 'a'[0] or 'a' if b else c.
+
+    A text in quotes may go on with such a character too: a value has to follow it.
+    """
+    first, rest = raw[0], raw[1:].lstrip()
+    if first in "%+*":
+        return bool(rest) and (rest[0].isalnum() or rest[0] in "_'\"([{")
+    if first == ".":
+        return raw[1:].partition("(")[0].isidentifier() and "(" in raw
+    return first == "[" or (raw.startswith("if ") and " else " in raw)
 
 
 def _ends(text: TextInput, behind: str) -> Reading[bool]:
@@ -247,4 +282,5 @@ def _json(piece: str) -> Part:
     return Part(PartKind.ARGUMENTS, piece)
 
 
-VALUES = ValueReader(Notation({"{": "}", "[": "]", "(": ")"}, read_string, json_of_word), ")")
+NOTATION = Notation({"{": "}", "[": "]", "(": ")"}, read_string, json_of_word)
+VALUES = ValueReader(NOTATION, ")")

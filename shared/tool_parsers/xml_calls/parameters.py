@@ -1,23 +1,28 @@
 """Reads arguments that stand alone, as text and not as JSON, into the JSON object of a call.
 
 The tool's schema says what such a text is. A string is the text itself, without quotes and escapes, and is yielded as
-it comes; objects and lists are JSON, and are yielded as they come too. Where the schema allows a string and something
-else, JSON of the other types counts as such, and all other text is a string.
+it comes. Objects and lists are JSON or literals of Python, are written as JSON, and are yielded as they come too if
+they begin like JSON; others wait for their end, and are strings if they are no literals. Where the schema allows a
+string and something else, JSON of the other types counts as such, and all other text is a string.
 """
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from blockyard.shared.output_parsing.json_text import collected, escaped, json_value
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import SPACES, TextInput
+from blockyard.shared.tool_parsers.nested_values import ValueReader
+from blockyard.shared.tool_parsers.python_calls.literals import NOTATION, json_of_word
 from blockyard.shared.tool_parsers.schema_types import NESTED, NUMBERS, type_of
 
 MAX_SCALAR_CHARS = 4000
 _NUMBER_CHARS = frozenset("+-.0123456789eE")
 # templates of several families show Python's words in the history of a conversation
 _WORDS = {"true": "boolean", "false": "boolean", "True": "boolean", "False": "boolean", "null": "null", "None": "null"}
+_BEHIND_BRACKET = {"{": '"}', "[": '"]-0123456789tfn'}  # of JSON
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -53,10 +58,12 @@ class ValueText:
             place = text.keep()
             yield from text.spaces()
             first = yield from text.peek()
-            if first and first in "{[" and types & NESTED:
-                if "string" not in types:
+            if first and first in "{[(" and types & NESTED and "string" not in types:
+                if (yield from _begins_like_json(text)):
                     text.release()
                     return (yield from self._read_json(text))
+                value = yield from self._whole_literal(text)
+            elif first and first in "{[" and types & NESTED:
                 value = yield from self._whole_json(text, types)
             else:
                 value = yield from self._scalar(text, types)
@@ -95,7 +102,7 @@ class ValueText:
         return False
 
     def _read_json(self, text: TextInput) -> Reading[bool]:
-        yield from json_value(text, PartKind.ARGUMENTS, self._ends)
+        yield from self._values(json_of_word).read(text, "")
         place = text.keep()
         yield from text.spaces()
         if (yield from self._ends_here(text)):
@@ -105,16 +112,36 @@ class ValueText:
         text.rewind(place)
         return (yield from self._read_text(text))
 
+    def _values(self, word: Callable[[str], str | None]) -> ValueReader:
+        return ValueReader(replace(NOTATION, json_of_word=word, ends=(self._end, *self._later)), ")")
+
+    def _whole_literal(self, text: TextInput) -> Reading[str | None]:
+        """The JSON of an object or list in Python's spelling and the space behind it, if the value ends there."""
+        unknown: list[str] = []
+
+        def known_word(word: str) -> str | None:
+            value = json_of_word(word)
+            if value is None:
+                unknown.append(word)
+            return value
+
+        value = yield from collected(self._values(known_word).read(text, ""))
+        if value is None or unknown or isinstance(_decoded(value), str):
+            return None
+        return value if (yield from self._end_follows(text)) else None
+
     def _whole_json(self, text: TextInput, types: frozenset[str]) -> Reading[str | None]:
         """An object or list and the space behind it, if the value ends there."""
         value = yield from collected(json_value(text, PartKind.ARGUMENTS, self._ends))
-        yield from text.spaces()
         if value is None or not _is_of(_decoded(value), types):
             return None
+        return value if (yield from self._end_follows(text)) else None
+
+    def _end_follows(self, text: TextInput) -> Reading[bool]:
+        """Reads whitespace. True if the value ends behind it; its closing tag stays unread."""
+        yield from text.spaces()
         found = yield from text.next_marker(self._ends)
-        if found and found != self._end and not (yield from self._is_missing(text, found)):
-            return None
-        return value if found else None
+        return found == self._end or (bool(found) and (yield from self._is_missing(text, found)))
 
     def _scalar(self, text: TextInput, types: frozenset[str]) -> Reading[str | None]:
         """A number or word and the space behind it, up to the end of the value or of the text."""
@@ -137,6 +164,21 @@ class ValueText:
             return None
         raw = _JSON_WORDS.get(raw, raw)
         return raw if _is_of(_decoded(raw), types) else None
+
+
+def _begins_like_json(text: TextInput) -> Reading[bool]:
+    """Whether what stands behind the opening brackets that follow is JSON, as far as one character shows it."""
+    place = text.keep()
+    behind = first = yield from text.peek()
+    while first and first in _BEHIND_BRACKET:
+        behind = _BEHIND_BRACKET[first]
+        text.skip(1)
+        yield from text.spaces()
+        before, first = first, (yield from text.peek())
+        if before == "{":
+            break
+    text.rewind(place)
+    return first in behind
 
 
 def _decoded(raw: str) -> object:
