@@ -14,7 +14,7 @@ from blockyard.services.bench.flags import Parser, count, positive
 from blockyard.services.bench.workload import due_times
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.supervision import child
-from blockyard.shared.config import host_memory, parsed_flags, resolve, worker_fields, worker_roles
+from blockyard.shared.config import host_memory, parsed_flags, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint, asked_length
 from blockyard.shared.config.flags import FLAGS, GROUPS
 from blockyard.shared.config.flags.roles import ROLE_NAMES
@@ -27,6 +27,7 @@ from blockyard.shared.config.services.simulation import (
     SimulatedRole,
     SimulationConfig,
 )
+from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.config.worker_roles import WorkersOfRole
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVRole
@@ -159,7 +160,7 @@ def _role(workers: WorkersOfRole, model: Checkpoint, cost: CostModel) -> Simulat
     return SimulatedRole(
         role=workers.role or KVRole.BOTH,
         num_workers=workers.num_workers,
-        max_num_seqs=values.maybe("max-num-seqs", int) or worker_fields.USUAL_SEQS,
+        max_num_seqs=values.maybe("max-num-seqs", int) or USUAL_SEQS,
         max_num_batched_tokens=resolve.step_tokens(values, model),
         num_blocks=values.maybe("num-gpu-blocks-override", int) or cost.num_blocks,
         num_host_blocks=_host_blocks(values, cost),

@@ -3,12 +3,12 @@
 import math
 from dataclasses import dataclass, replace
 
+from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.errors import LoadError
 
 GIB = 1 << 30
 CPU_SHARE = 0.5  # share of free memory, unless a flag sets the size
-FEWEST_SEQS = 256  # sequences of a worker without --max-num-seqs
-TOKENS_PER_SEQ = 512  # of KV memory for each further one
+TOKENS_PER_SEQ = 512  # of KV memory, for each sequence above USUAL_SEQS
 CPU_USUAL = 1 * GIB  # default size; larger only if one sequence needs more
 
 
@@ -52,8 +52,8 @@ def length_that_fits(need: KVMemoryNeed, num_blocks: int) -> int:
 
 def num_seqs_for(tokens: int, most: int) -> int:
     """Returns how many sequences may run where KV memory holds so many tokens, without --max-num-seqs: a multiple of 64
-    from FEWEST_SEQS to `most`."""
-    return min(max(tokens // TOKENS_PER_SEQ // 64 * 64, FEWEST_SEQS), most)
+    from USUAL_SEQS to `most`."""
+    return min(max(tokens // TOKENS_PER_SEQ // 64 * 64, USUAL_SEQS), most)
 
 
 def blocks_of(tokens: int, block_size: int) -> int:

@@ -31,7 +31,7 @@ from blockyard.shared.config.services.process import BusConfig, LogLevel, Proces
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
-from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.config.services.worker import USUAL_SEQS, WorkerConfig
 from blockyard.shared.config.worker_roles import WorkersOfRole
 from blockyard.shared.errors import ConfigError
 
@@ -276,7 +276,7 @@ def run_ahead(values: Values) -> int | None:
 def step_tokens(values: Values, model: Checkpoint) -> int:
     """Returns the most tokens of a step. Raises ConfigError if there are fewer than running sequences."""
     asked = values.maybe("max-num-batched-tokens", int)
-    least = values.maybe("max-num-seqs", int) or worker_fields.USUAL_SEQS
+    least = values.maybe("max-num-seqs", int) or USUAL_SEQS
     if asked is not None:
         if asked < least:
             raise ConfigError(

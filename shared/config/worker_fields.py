@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.errors import ConfigError
 
 FLAG = "compilation-config"
 LEVELS = range(4)
-USUAL_SEQS, MOST_SEQS = 256, 1024  # without --max-num-seqs: of a worker on the CPU; the most of one on a GPU
+MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
 
 
 class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

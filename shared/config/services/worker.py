@@ -10,6 +10,8 @@ from blockyard.shared.messages import GrammarEngine, KVRole
 DUMMY_FORMATS = ("dummy", "dummy-skewed")  # load formats of random weights
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
+USUAL_SEQS = 256  # sequences at a time of a worker without --max-num-seqs; on a GPU the fewest
+
 
 class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The worker without a model: `--worker-cls mock`."""
@@ -66,8 +68,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     kv_cache_memory_bytes: int | None = None  # instead of a share of the device's memory
     swap_space_gib: float = 0.0  # host memory for KV blocks
     cpu_offload_gib: float = 0.0  # weights of layers that stay in host memory
-    max_num_seqs: int = 256
-    fit_max_num_seqs: bool = False  # lower it to one for each 512 tokens of KV memory, but not below 256
+    max_num_seqs: int = USUAL_SEQS
+    fit_max_num_seqs: bool = False  # lower it to one for each 512 tokens of KV memory, but not below USUAL_SEQS
     max_num_batched_tokens: int = 2048
     model_impl: Literal["auto", "transformers"] = "auto"
     seed: int = 0  # of dummy weights
