@@ -145,3 +145,15 @@ def compare_tokens(name: str, runner: Runner, theirs: PreTrainedModel, dtype: to
             expected = logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
             ties.compare(name, stream.prompt, expected, stream.output, score)
     return ties.check()
+
+
+def check_two_streams(theirs: Any, runner: Runner, device: str) -> None:
+    """Asserts that two prompts in one batch, of a whole step and of one token, have the greedy tokens of `theirs`."""
+    driver = Driver(runner, seed=3)
+    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    streams = [driver.add(prompt, sampling) for prompt in ([5, 9, 11, 30], [7])]
+    driver.run()
+    for stream in streams:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([stream.prompt + stream.output], device=device)).logits[0]
+        assert stream.output == logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()

@@ -9,7 +9,7 @@ import torch
 from plan_driver import Driver
 from safetensors.torch import load_file, save_file
 from ties import Ties
-from tiny_classes import compare_tokens, save_tiny
+from tiny_classes import check_two_streams, compare_tokens, save_tiny
 from tiny_models import BY_NAME, LLAMA, VOCAB, Tiny, greedy_score, start
 from transformers import (
     ArceeConfig,
@@ -147,14 +147,7 @@ def test_tokens_by_the_kernels_of_a_gpu(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(
         transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps()
     )
-    driver = Driver(start(tmp_path, device=DEVICE, model_impl="transformers"), seed=3)
-    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
-    streams = [driver.add(prompt, sampling) for prompt in ([5, 9, 11, 30], [7])]
-    driver.run()
-    for stream in streams:
-        with torch.no_grad():
-            logits = theirs(torch.tensor([stream.prompt + stream.output], device=DEVICE)).logits[0]
-        assert stream.output == logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
+    check_two_streams(theirs, start(tmp_path, device=DEVICE, model_impl="transformers"), DEVICE)
 
 
 def test_auto_takes_transformers_for_what_the_table_lacks() -> None:

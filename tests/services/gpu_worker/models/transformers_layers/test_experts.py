@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from plan_driver import Driver
-from tiny_classes import compare_tokens, save_tiny, tiny_config
+from tiny_classes import check_two_streams, compare_tokens, save_tiny, tiny_config
 from tiny_models import start
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -70,14 +70,7 @@ def test_tokens_by_the_kernels_of_a_gpu(kind: str, tmp_path: Path, monkeypatch: 
         transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps()
     )
     monkeypatch.setattr(experts, "find_experts", GroupedExperts)
-    driver = Driver(start(tmp_path, device=DEVICE, model_impl="transformers", max_model_len=128), seed=3)
-    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
-    streams = [driver.add(prompt, sampling) for prompt in ([5, 9, 11, 30], [7])]
-    driver.run()
-    for stream in streams:
-        with torch.no_grad():
-            logits = theirs(torch.tensor([stream.prompt + stream.output], device=DEVICE)).logits[0]
-        assert stream.output == logits.argmax(-1)[len(stream.prompt) - 1 : -1].tolist()
+    check_two_streams(theirs, start(tmp_path, device=DEVICE, model_impl="transformers", max_model_len=128), DEVICE)
 
 
 def experts_of(kind: str, **changed: Any) -> nn.Module:
