@@ -38,7 +38,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of compilers must not reach the answers
     for line in sys.stdin:
-        answers.write(f"{compile_kernel(line)}\n")
+        error = compile_kernel(line)
+        try:
+            answers.write(f"{error}\n")
+        except BrokenPipeError:  # the worker has ended, and its start has said why
+            return
 
 
 def compile_kernel(line: str) -> str:
