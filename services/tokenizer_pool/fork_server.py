@@ -21,7 +21,7 @@ from typing import NoReturn, Protocol
 import msgspec
 from setproctitle import setproctitle
 
-from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits, resident_bytes
 from blockyard.services.tokenizer_pool.worker_frames import (
     MAX_FRAME_BYTES,
     FromServer,
@@ -73,6 +73,7 @@ def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) ->
 class _Forked:
     pid: int
     began_s: float
+    resident_bytes: int  # of the server then
 
 
 class ForkServer:
@@ -115,7 +116,7 @@ class ForkServer:
     def _start(self, workload: Workload) -> None:
         ours, theirs = pair(socket.SOCK_STREAM)
         alive, held = os.pipe()
-        parent, began = os.getpid(), time.monotonic()
+        parent, began, rss = os.getpid(), time.monotonic(), resident_bytes()
         pid = os.fork()
         if pid == 0:
             self._control.close()
@@ -125,7 +126,7 @@ class ForkServer:
             _run_worker(parent, f"{self._name} worker", lambda: workload.serve(theirs))
         theirs.close()
         os.close(held)
-        self._workers[alive] = _Forked(pid, began)
+        self._workers[alive] = _Forked(pid, began, rss)
         with ours:
             socket.send_fds(self._control, [encode(WorkerStarted(pid))], [ours.fileno()])
 
@@ -133,8 +134,9 @@ class ForkServer:
         """Reaps a worker that has ended."""
         worker = self._workers.pop(alive)
         os.close(alive)
-        _, status = os.waitpid(worker.pid, 0)
-        self._tell(WorkerEnded(os.waitstatus_to_exitcode(status), worker.pid))
+        _, status, used = os.wait4(worker.pid, 0)
+        growth = max(used.ru_maxrss * 1024 - worker.resident_bytes, 0)
+        self._tell(WorkerEnded(os.waitstatus_to_exitcode(status), worker.pid, growth))
         if time.monotonic() - worker.began_s < PAUSE_S:
             time.sleep(PAUSE_S)
 

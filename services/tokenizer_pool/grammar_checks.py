@@ -155,6 +155,10 @@ class GrammarChecks:
             for peer, work in check.works:
                 self.submit(peer, work)
             return
+        if isinstance(answer, TextRejected) and answer.code == UNAVAILABLE:  # no verdict
+            for peer, work in check.works:
+                self._on_verdict(peer, work, msgspec.structs.replace(answer, request_id=work.request_id))
+            return
         known: Grammar | str = ""
         if isinstance(answer, Tokenized) and answer.grammar is not None:
             known = msgspec.structs.replace(answer.grammar, source="")

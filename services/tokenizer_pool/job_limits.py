@@ -66,7 +66,7 @@ class ProcessLimits:
         self._limits = limits
         self._max_model_len: int | None = None
         self._most_cpu_s = math.inf  # of a part of the current job
-        self._data_bytes = _data_bytes()
+        self._data_bytes = _memory_bytes(5)
         self._peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for number in _TIMERS:
             signal.signal(number, signal.SIG_DFL)
@@ -106,6 +106,10 @@ class ProcessLimits:
             signal.setitimer(_TIMERS[number], 0)
 
 
-def _data_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text("ascii").split()[5]
+def resident_bytes() -> int:
+    return _memory_bytes(1)
+
+
+def _memory_bytes(field: int) -> int:
+    pages = Path("/proc/self/statm").read_text("ascii").split()[field]
     return int(pages) * os.sysconf("SC_PAGESIZE")

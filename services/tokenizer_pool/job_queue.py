@@ -7,22 +7,33 @@ from dataclasses import dataclass
 from blockyard.services.tokenizer_pool.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
 from blockyard.services.tokenizer_pool.job_turns import JobTurns
 from blockyard.services.tokenizer_pool.worker_frames import Work
-from blockyard.shared.messages import TAKES_LONG, Detokenize, TextRejected, Tokenize
+from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextRejected, Tokenize
 
 MAX_SENT = 2  # a worker never waits for a job, and few are resent when it ends
-MAX_KILLED = NUM_WORKERS + 1  # workers killed from outside (by the kernel, an operator, as stopped) before a job fails
+MAX_KILLED = NUM_WORKERS + 1  # workers killed in a way that their job may have caused, before the job fails
+KILLED_S = 60.0  # since the first kill from outside that a job met, before it fails
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """How a worker ended, and when."""
+
+    exit_code: int  # negative: killed by this signal; 0: between two jobs
+    now_s: float
+    was_stuck: bool = False  # the service had it killed, because its job was silent for too long
+    growth_bytes: int = 0  # of its memory
+
+    @property
+    def is_kill(self) -> bool:
+        return self.exit_code == -signal.SIGKILL
 
 
 @dataclass(slots=True)
 class Job:
     peer: int  # incarnation of the gateway
     work: Work
-    num_kills: int = 0
-
-    def on_killed(self) -> bool:
-        """Its worker was killed from outside. Returns True if the job may run again."""
-        self.num_kills += 1
-        return self.num_kills < MAX_KILLED
+    num_kills: int = 0  # that it may have caused
+    killed_s: float | None = None  # when it first met a kill from outside
 
 
 class JobQueue:
@@ -64,15 +75,14 @@ class JobQueue:
     def answered(self, worker: int) -> Job:
         return self._sent[worker].popleft()
 
-    def worker_ended(self, worker: int, exit_code: int, max_model_len: int = 0) -> tuple[Job, TextRejected] | None:
+    def worker_ended(self, worker: int, end: WorkerEnd, max_model_len: int = 0) -> tuple[Job, TextRejected] | None:
         """Queues the worker's unanswered jobs again, except the one that made it end: returned with its answer."""
         sent = self._sent.pop(worker)
         job = sent[0] if sent else None
         refused: tuple[Job, TextRejected] | None = None
-        # with exit code 0 it ended by itself, between two jobs
-        if job is not None and exit_code != 0 and (exit_code != -signal.SIGKILL or not job.on_killed()):
+        if job is not None and (answer := self._verdict(job, end, max_model_len)) is not None:
             sent.popleft()
-            refused = job, self._answer(job.work, exit_code, max_model_len)
+            refused = job, answer
         for kept in reversed(sent):
             self._turns.put_back(kept.work.tenant, kept, kept.work.quick)
         return refused
@@ -84,15 +94,27 @@ class JobQueue:
     def _num_long(self) -> int:
         return sum(not job.work.quick for sent in self._sent.values() for job in sent)
 
+    def _verdict(self, job: Job, end: WorkerEnd, max_model_len: int) -> TextRejected | None:
+        """Returns the answer of the job that the worker ended with; None: it may run again."""
+        if end.exit_code == 0:
+            return None
+        if not end.is_kill:
+            return self._answer(job.work, end.exit_code, max_model_len)
+        if end.was_stuck or end.growth_bytes > self._limits.growth_bytes:  # the kernel kills what has grown
+            job.num_kills += 1
+            return self._answer(job.work, end.exit_code, max_model_len) if job.num_kills >= MAX_KILLED else None
+        # an operator, or the kernel because of other processes: no number of such kills says anything about the job
+        if job.killed_s is None:
+            job.killed_s = end.now_s
+        if end.now_s - job.killed_s < KILLED_S:
+            return None
+        why = f"the processes at work on it were killed from outside for {KILLED_S:g} s; try again"
+        return TextRejected(job.work.request_id, _field(job.work), why, UNAVAILABLE)
+
     def _answer(self, work: Work, exit_code: int, max_model_len: int) -> TextRejected:
-        is_check = isinstance(work, Tokenize) and work.grammar is not None
-        if is_check:
-            field, reason = "grammar", self._grammar_reason(exit_code)
-        else:
-            field = "tokens" if isinstance(work, Detokenize) else "prompt" if work.messages is None else "messages"
-            reason = self._reason(work, exit_code, max_model_len)
+        reason = self._grammar_reason(exit_code) if _is_check(work) else self._reason(work, exit_code, max_model_len)
         is_over = exit_code in (-RENDERING, -ENCODING)
-        return TextRejected(work.request_id, field, reason, TAKES_LONG if work.quick and is_over else "")
+        return TextRejected(work.request_id, _field(work), reason, TAKES_LONG if work.quick and is_over else "")
 
     def _grammar_reason(self, exit_code: int) -> str:
         if exit_code == -RENDERING:
@@ -113,3 +135,14 @@ class JobQueue:
             return f"{what} takes too much memory or time to tokenize"
         how = signal.Signals(-exit_code).name if exit_code < 0 else f"exit code {exit_code}"
         return f"{what} cannot be tokenized: the process at work on it ended with {how}"
+
+
+def _is_check(work: Work) -> bool:
+    return isinstance(work, Tokenize) and work.grammar is not None
+
+
+def _field(work: Work) -> str:
+    """The field of a request that the job is about."""
+    if isinstance(work, Detokenize):
+        return "tokens"
+    return "grammar" if _is_check(work) else "prompt" if work.messages is None else "messages"

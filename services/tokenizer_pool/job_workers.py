@@ -3,16 +3,18 @@
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import msgspec
 
 from blockyard.services.tokenizer_pool.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS
-from blockyard.services.tokenizer_pool.job_queue import JobQueue
+from blockyard.services.tokenizer_pool.job_queue import KILLED_S, JobQueue, WorkerEnd
 from blockyard.services.tokenizer_pool.worker_frames import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -35,8 +37,9 @@ from blockyard.shared.errors import BlockyardError, ConfigError, LoadError
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
+EXIT_S = 2.0  # between the end of a server's socket and of its process
 SERVER_S = 5.0  # a server that replaces no worker in this time stands still
-MAX_STARTS = 3  # of servers in a row that end before they have loaded
+MAX_STARTS = 3  # of servers in a row that end before they have loaded, without having been killed
 OnAnswer = Callable[[int, Answer], None]
 
 
@@ -72,8 +75,15 @@ class Server:
         """Raises ServerEnded."""
         frame = await self._news.get()
         if frame is None:
+            await self._exited()
             raise ServerEnded
         return frame
+
+    async def _exited(self) -> None:
+        """Waits for the exit code: one that ends by itself closes its socket some time before."""
+        until_s = time.monotonic() + EXIT_S
+        while self._process.poll() is None and time.monotonic() < until_s:
+            await asyncio.sleep(0.005)
 
     def take_stream(self) -> socket.socket:
         """Returns the stream of the worker that `next` announced last."""
@@ -83,6 +93,11 @@ class Server:
         """Ends it and its workers. Their answers count no more, and `next` raises ServerEnded."""
         self.is_stopped = True
         self._process.kill()
+
+    @property
+    def was_killed(self) -> bool:
+        """Of a closed one: whether SIGKILL ended it, from outside or by `stop`."""
+        return self._process.returncode == -signal.SIGKILL
 
     def close(self) -> None:
         """May be called twice."""
@@ -117,7 +132,7 @@ class WorkerStream:
         self.reader, self.writer = reader, writer
         self.since_s = 0.0  # start of the current job
         self.killed_s: float | None = None  # when the server was asked to kill it
-        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[WorkerEnded] = asyncio.get_running_loop().create_future()
 
     @property
     def is_open(self) -> bool:
@@ -164,11 +179,15 @@ class JobWorkers:
 
     async def load(self) -> list[str]:
         """Waits until the server has loaded, and returns its notes. Raises LoadError, ConfigError or BlockyardError."""
-        for _ in range(MAX_STARTS):
+        loop = asyncio.get_running_loop()
+        num_ends, began_s = 0, loop.time()
+        while num_ends < MAX_STARTS:
             try:
                 frame = await self._server.next()
             except ServerEnded:
-                self._start_again("has ended before it had loaded")
+                was_killed = self._start_again("has ended before it had loaded")
+                # a kill from outside says nothing about the next start
+                num_ends += not was_killed or loop.time() - began_s > KILLED_S
                 continue
             if isinstance(frame, LoadFailed):
                 raise (ConfigError if frame.exit_code == ConfigError.exit_code else LoadError)(frame.message)
@@ -206,24 +225,26 @@ class JobWorkers:
                         self._jobs.worker_started(pid)
                         tasks.create_task(self._one_worker(pid, worker, on_answer))
                         self._send()
-                    case WorkerEnded(exit_code, pid):
-                        self._workers[pid].exit_code.set_result(exit_code)
+                    case WorkerEnded() as end:
+                        self._workers[end.pid].ended.set_result(end)
 
     async def _one_worker(self, pid: int, worker: WorkerStream, on_answer: OnAnswer) -> None:
-        exit_code = 0  # of a worker that ends with its server: no job is to blame
+        ended = WorkerEnded(0, pid, 0)  # of a worker that ends with its server: no job is to blame
         try:
             await self._read(pid, worker, on_answer)
-            exit_code = await worker.exit_code
+            ended = await worker.ended
         finally:
             worker.writer.close()
             del self._workers[pid]
-            refused = self._jobs.worker_ended(pid, exit_code, self._max_model_len)
+            now, was_stuck = asyncio.get_running_loop().time(), worker.killed_s is not None
+            end = WorkerEnd(ended.exit_code, now, was_stuck, ended.growth_bytes)
+            refused = self._jobs.worker_ended(pid, end, self._max_model_len)
         if refused is not None:
             job, answer = refused
             log.warning("request %s: %s", job.work.request_id, answer.message)
             on_answer(job.peer, answer)
-        elif exit_code != 0:
-            log.warning("a worker ended (%d); its jobs are given to the next one", exit_code)
+        elif end.exit_code != 0:
+            log.warning("a worker ended (%d); its jobs are given to the next one", end.exit_code)
         self._send()
 
     async def _read(self, pid: int, worker: WorkerStream, on_answer: OnAnswer) -> None:
@@ -265,10 +286,13 @@ class JobWorkers:
             elif now - self._whole_s > SERVER_S:
                 self._server.stop()
 
-    def _start_again(self, what: str) -> None:
+    def _start_again(self, what: str) -> bool:
+        """Replaces a server that has ended. Returns True if it was killed."""
         if not self._server.is_stopped:
             log.warning("%s %s and is started again", self._module, what)
         self._server.close()
+        was_killed = self._server.was_killed
         self._server = Server(self._module, self._settings)
         if self._vocabulary is not None:
             self._server.tell(self._vocabulary)
+        return was_killed

@@ -46,6 +46,7 @@ class WorkerStarted(LocalFrame, frozen=True):
 class WorkerEnded(LocalFrame, frozen=True):
     exit_code: int  # negative: killed by this signal
     pid: int
+    growth_bytes: int  # of its memory, at most, beyond its server's
 
 
 class Kill(LocalFrame, frozen=True):

@@ -1,7 +1,9 @@
 """Costly grammars and templates of one client, and kills of a tokenizer's processes, delay other clients at most."""
 
 import asyncio
+import contextlib
 import os
+import random
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -79,17 +81,32 @@ def test_costly_templates_hold_up_no_chat_of_another_client(ring: Server) -> Non
 
 @pytest.mark.parametrize("title", ["text fork server", "text worker", "grammar fork server", "grammar worker"])
 def test_kills_of_the_tokenizers_processes_cost_no_answer(ring: Server, title: str) -> None:
+    assert answers_beside_kills(ring, title, [0.2, 0.2], [title]) == [200] * 60
+
+
+def test_kills_of_all_of_the_tokenizers_processes_at_once_cost_no_answer(ring: Server) -> None:
+    """Many more times than a job may end its worker, also while the fork servers still load."""
+    rng = random.Random(0)
+    pauses = [rng.uniform(0.0, 1.0) for _ in range(12)]
+    parts = [" fork server", " worker", "tokenizer_pool.text_worker", "tokenizer_pool.grammar_worker"]
+    assert answers_beside_kills(ring, "all", pauses, parts) == [200] * 60
+
+
+def answers_beside_kills(ring: Server, name: str, pauses_s: list[float], titles: list[str]) -> list[int]:
+    """Statuses of 60 requests, half of them with a new grammar, while processes with these titles are killed."""
+    name = name.replace(" ", "_")
+
     async def run() -> list[int]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
             clients = [Client(session, ring, key) for key in KEYS]
-            name = title.replace(" ", "_")
             bodies = [new_schema(f"{name}_{i}") if i % 2 else chat() for i in range(60)]
             asked = [asyncio.create_task(clients[i % 3 == 0].ask(body)) for i, body in enumerate(bodies)]
-            for _ in range(2):
-                await asyncio.sleep(0.2)
+            for pause_s in pauses_s:
+                await asyncio.sleep(pause_s)
                 for pid, found in ring.family().items():
-                    if title in found:
-                        os.kill(pid, signal.SIGKILL)
+                    if any(title in found for title in titles):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
             return list(await asyncio.gather(*asked))
 
-    assert asyncio.run(run()) == [200] * 60
+    return asyncio.run(run())

@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from blockyard.services.tokenizer_pool.job_limits import ENCODING, RENDERING, JobLimits
-from blockyard.services.tokenizer_pool.job_queue import MAX_KILLED, MAX_SENT, JobQueue
-from blockyard.shared.messages import TAKES_LONG, Detokenize, Tokenize
+from blockyard.services.tokenizer_pool.job_queue import KILLED_S, MAX_KILLED, MAX_SENT, JobQueue, WorkerEnd
+from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, Grammar, GrammarKind, Tokenize
 
 LIMITS = JobLimits()
 WORKER, OTHER = 11, 12
@@ -54,7 +54,7 @@ def test_workers_share_quick_jobs_and_one_of_them_is_kept_from_long_ones() -> No
 def test_the_running_job_is_blamed_and_the_others_are_sent_again(exit_code: int) -> None:
     jobs = queue("a", "b", "c")
     sent(jobs)
-    refused = jobs.worker_ended(WORKER, exit_code)
+    refused = jobs.worker_ended(WORKER, WorkerEnd(exit_code, 0.0))
     assert refused is not None
     job, answer = refused
     assert (job.peer, answer.request_id, answer.field) == (0, "a", "prompt")
@@ -79,26 +79,55 @@ def test_the_answer_names_the_exceeded_limit(
     jobs = queue()
     jobs.submit(7, work)
     jobs.to_send()
-    refused = jobs.worker_ended(WORKER, exit_code, max_model_len=4096)
+    refused = jobs.worker_ended(WORKER, WorkerEnd(exit_code, 0.0), max_model_len=4096)
     assert refused is not None and not refused[1].code
     assert refused[1].field == field and message in refused[1].message
 
 
-def test_a_job_that_several_workers_are_killed_with_is_to_blame() -> None:
+STUCK = WorkerEnd(-signal.SIGKILL, 0.0, was_stuck=True)
+GROWN = WorkerEnd(-signal.SIGKILL, 0.0, growth_bytes=LIMITS.growth_bytes + 1)
+
+
+@pytest.mark.parametrize("end", [STUCK, GROWN], ids=["stuck", "grown"])
+def test_a_job_that_workers_were_killed_for_is_to_blame(end: WorkerEnd) -> None:
     jobs = queue("a", "b")
     sent(jobs)
     for _ in range(MAX_KILLED - 1):
-        assert jobs.worker_ended(WORKER, -signal.SIGKILL) is None
+        assert jobs.worker_ended(WORKER, end) is None
         assert again(jobs) == ["a", "b"]
-    refused = jobs.worker_ended(WORKER, -signal.SIGKILL)
-    assert refused is not None and refused[1].request_id == "a"
+    refused = jobs.worker_ended(WORKER, end)
+    assert refused is not None and refused[1].request_id == "a" and not refused[1].code
     assert again(jobs) == ["b"]
+
+
+def killed(at_s: float) -> WorkerEnd:
+    return WorkerEnd(-signal.SIGKILL, at_s, growth_bytes=LIMITS.growth_bytes // 2)
+
+
+def test_kills_from_outside_blame_no_job_however_many_they_are() -> None:
+    jobs = queue()
+    jobs.submit(0, Tokenize("a", "m", grammar=Grammar(GrammarKind.REGEX, "a")))
+    assert sent(jobs) == ["a"]
+    for i in range(100):
+        assert jobs.worker_ended(WORKER, killed(100 + i * KILLED_S / 101)) is None
+        assert again(jobs) == ["a"]
+    refused = jobs.worker_ended(WORKER, killed(100 + KILLED_S))
+    assert refused is not None and refused[1].code == UNAVAILABLE and refused[1].field == "grammar"
+
+
+def test_a_job_that_crashes_its_worker_is_refused_at_once_amid_kills() -> None:
+    jobs = queue("a", "b")
+    sent(jobs)
+    assert jobs.worker_ended(WORKER, killed(0.0)) is None
+    assert again(jobs) == ["a", "b"]
+    refused = jobs.worker_ended(WORKER, WorkerEnd(-signal.SIGSEGV, 1.0))
+    assert refused is not None and refused[1].request_id == "a" and "SIGSEGV" in refused[1].message
 
 
 def test_a_worker_that_ends_by_itself_blames_none() -> None:
     jobs = queue("a")
     for _ in range(5):
         assert sent(jobs) == ["a"]
-        assert jobs.worker_ended(WORKER, 0) is None
+        assert jobs.worker_ended(WORKER, WorkerEnd(0, 0.0)) is None
         jobs.worker_started(WORKER)
-    assert queue().worker_ended(WORKER, -signal.SIGSEGV) is None
+    assert queue().worker_ended(WORKER, WorkerEnd(-signal.SIGSEGV, 0.0)) is None

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from text_rig import TextRig, text_rig
+from text_rig import TextRig, children_with, text_rig
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
 from blockyard.services.tokenizer_pool.job_queue import MAX_KILLED
+from blockyard.services.tokenizer_pool.job_workers import MAX_STARTS
+from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import TAKES_LONG, Detokenize, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import pack
 
 MESSAGES = b'[{"role": "user", "content": "the fox"}]'
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+HUNGRY = "".join("{% set " + name + " = [[1]] * 4000000 %}" for name in "abcd") + ENDLESS  # 128 MB
 LONG = JobLimits(render_cpu_s=60.0, silence_s=1.0, encode_cpu_s=0.1)
 
 BOMBS = {
@@ -68,6 +71,14 @@ def slow(name: str, cpu_s: float, tenant: str = "") -> Tokenize:
         "{% for i in range(" + str(int(cpu_s * 1000)) + ") %}{% for j in range(20000) %}{% endfor %}{% endfor %}x"
     )
     return Tokenize(name, "m", messages=MESSAGES, chat_template=template, tenant=tenant)
+
+
+def has_grown(pid: int) -> bool:
+    """Whether a worker holds what HUNGRY makes."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") > 120 << 20
+    except (OSError, IndexError):
+        return False
 
 
 def is_alive(pid: int) -> bool:
@@ -125,30 +136,58 @@ def test_a_worker_that_grew_is_replaced_after_its_answer(byte_tokenizer: Tokeniz
         assert rig.settle() != before
 
 
-def test_a_worker_that_is_killed_or_stopped_costs_its_job_a_second_run(
-    byte_tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_worker_that_is_stopped_costs_its_job_a_second_run(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
     with text_rig(tmp_path, byte_tokenizer, LONG, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
         before = rig.settle()
         for pid in before:
             os.kill(pid, signal.SIGSTOP)
         (answer,) = rig.ask(text("stopped"))
         assert isinstance(answer, Tokenized) and rig.settle() != before
-        endless = Tokenize("endless", "m", messages=MESSAGES, chat_template=ENDLESS)
+
+
+def test_kills_of_its_workers_fail_no_job_however_many_they_are(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    patient = msgspec.structs.replace(LONG, silence_s=20.0)
+    with text_rig(tmp_path, byte_tokenizer, patient, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
+        rig.settle()
         killed: set[int] = set()
 
         async def kill_all() -> None:
-            rig.workers.submit(1, endless)
-            for _ in range(MAX_KILLED):
-                await asyncio.sleep(0.3)
-                for pid in rig.workers.worker_pids:
+            rig.workers.submit(1, slow("slow", 1.0))
+            while len(killed) < 4 * MAX_KILLED:
+                await asyncio.sleep(0.05)
+                for pid in set(rig.workers.worker_pids) - killed:
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
 
         rig.answers.clear()
         rig.run(kill_all())
         (answer,) = rig.wait(1)
-        assert isinstance(answer, TextRejected) and answer.request_id == "endless" and len(killed) == 2 * MAX_KILLED
+        assert isinstance(answer, Tokenized)
+
+
+def test_a_job_whose_worker_is_killed_while_it_takes_much_memory_fails(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """As the kernel does when memory runs out. With each further run it might choose another process."""
+    limits = msgspec.structs.replace(LONG, growth_bytes=64 << 20)
+    with text_rig(tmp_path, byte_tokenizer, limits, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
+        rig.settle()
+        hungry = Tokenize("hungry", "m", messages=MESSAGES, chat_template=HUNGRY)
+        killed: set[int] = set()
+
+        async def kill_what_grows() -> None:
+            rig.workers.submit(1, hungry)
+            while not rig.answers:
+                await asyncio.sleep(0.005)
+                for pid in set(rig.workers.worker_pids) - killed:
+                    if has_grown(pid):
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+
+        rig.answers.clear()
+        rig.run(asyncio.wait_for(kill_what_grows(), 60))
+        (answer,) = rig.wait(1)
+        assert isinstance(answer, TextRejected) and "memory" in answer.message and len(killed) == MAX_KILLED
         assert isinstance(rig.ask(text("next"))[0], Tokenized)
 
 
@@ -188,6 +227,40 @@ def test_the_end_of_the_fork_server_costs_no_answer(
         assert {type(answer) for answer in answers} == {Tokenized} and len({a.request_id for a in answers}) == 40
         rig.until(lambda: not any(map(is_alive, [server, *before])))
         assert not set(rig.settle()) & set(before) and not rig.serving.done()
+
+
+def end_servers(rig: TextRig, number: signal.Signals, times: int) -> None:
+    """Ends the fork server, and so many more while they load, with eight jobs waiting."""
+    ended = {rig.server()}
+
+    async def submit_and_end() -> None:
+        for i in range(8):
+            rig.workers.submit(1, quick(f"{i}"))
+        os.kill(min(ended), number)
+        while len(ended) <= times:
+            await asyncio.sleep(0.01)
+            for pid in set(children_with("text_worker")) - ended:
+                os.kill(pid, number)
+                ended.add(pid)
+
+    rig.answers.clear()
+    rig.run(asyncio.wait_for(submit_and_end(), 60))
+
+
+def test_kills_of_servers_that_still_load_cost_no_answer(byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with text_rig(tmp_path, byte_tokenizer, LONG) as rig:
+        end_servers(rig, signal.SIGKILL, 2 * MAX_STARTS)
+        assert {type(answer) for answer in rig.wait(8)} == {Tokenized} and not rig.serving.done()
+
+
+def test_a_server_that_crashes_while_it_loads_is_not_started_for_ever(
+    byte_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    with text_rig(tmp_path, byte_tokenizer, LONG) as rig:
+        end_servers(rig, signal.SIGSEGV, MAX_STARTS)
+        rig.until(rig.serving.done)
+        with pytest.raises(BlockyardError, match=f"ended {MAX_STARTS} times before it had loaded"):
+            rig.serving.result()
 
 
 def test_the_server_reaps_its_workers_and_keeps_two(rig: TextRig) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,18 @@ async def _started(settings: ServerSettings) -> JobWorkers:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children_with(text: str) -> list[int]:
+    """The children of this process with this text in their command line, as a fork server has until it loads."""
+    own = os.getpid()
+    children = [int(pid) for task in Path(f"/proc/{own}/task").iterdir() for pid in _read(task / "children").split()]
+    return [pid for pid in children if text in _read(Path(f"/proc/{pid}/cmdline"))]
+
+
+def _read(path: Path) -> str:
+    """The text of a file of a process; empty if it has ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
