@@ -78,15 +78,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
 LAYERS["shared"] = (
     "errors",
     "architectures",
-    "block_hashes",
     "charts",
     "percentiles",
     "token_ids",
     "json_objects",
     "chat_template_files",
 )
-LAYERS["shared"] += ("tokenizer_files",)
-LAYERS["shared"] += ("messages", "grammars", "output_parsing", "tool_parsers", "reasoning_parsers", "parser_plugins")
+LAYERS["shared"] += ("tokenizer_files", "messages", "block_hashes")
+LAYERS["shared"] += ("grammars", "output_parsing", "tool_parsers", "reasoning_parsers", "parser_plugins")
 LAYERS["shared"] += ("config", "process", "bus", "ring_client")
 LAYERS["shared/output_parsing"] = ("parts", "cut_calls", "markers", "text_input", "json_text", "reader", "compose")
 LAYERS["shared/grammars"] = (
