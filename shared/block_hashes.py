@@ -1,15 +1,18 @@
 """Hashes of KV blocks: equal for the same tokens after the same prefix in the same model.
 
 A hash is 16 bytes of BLAKE2b over (the parent block's hash, the block's token ids). Tenants choose the ids, so hashes
-must not collide even on purpose. BLAKE2b takes one round for a block of 16 tokens, SHA-256 two. Everything else that KV
-depends on (model, revision, KV dtype, cache salt, images) is hashed into the root, the parent of the first block. The
-tokenizer hashes a prompt's full blocks; the scheduler continues with the blocks that generation fills.
+must not collide even on purpose. BLAKE2b takes one round for a block of 16 tokens, SHA-256 two. What the KV of all
+tokens depends on (model, revision, KV dtype, cache salt) is hashed into the root, the parent of the first block. What
+the KV of some tokens depends on, such as an image, is hashed into their blocks as an `ExtraKey`. The tokenizer hashes a
+prompt's full blocks; the scheduler continues with the blocks that generation fills.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import chain
+
+from blockyard.shared.messages import ExtraKey
 
 HASH_BYTES = 16
 _MANY = 64
@@ -17,12 +20,13 @@ _begin = blake2b(digest_size=HASH_BYTES)  # copied, never fed
 _names = struct.Struct(f"{HASH_BYTES}s" * _MANY)
 
 
-def root_hash(scope: str, cache_salt: str = "", image_hashes: Sequence[bytes] = ()) -> bytes:
-    """Returns the parent hash of the first block. `scope` is model, revision and KV dtype as text."""
-    parts = [text.encode("utf-8", "surrogatepass") for text in (scope, cache_salt)]
-    # Each part is prefixed with its length, so that different lists of parts never give the same bytes.
-    framed = b"".join(len(part).to_bytes(8, "little") + part for part in [*parts, *image_hashes])
-    return blake2b(framed, digest_size=HASH_BYTES).digest()
+def root_hash(scope: str, cache_salt: str = "", owner: str | None = None) -> bytes:
+    """Returns the parent hash of the first block. `scope` is model, revision and KV dtype as text.
+
+    `owner`: a request that shares no block with others; None: requests share blocks.
+    """
+    parts = [scope, cache_salt] if owner is None else [scope, cache_salt, owner]
+    return blake2b(_framed(text.encode("utf-8", "surrogatepass") for text in parts), digest_size=HASH_BYTES).digest()
 
 
 def hash_block(parent: bytes, token_ids: bytes) -> bytes:
@@ -30,8 +34,15 @@ def hash_block(parent: bytes, token_ids: bytes) -> bytes:
     return blake2b(parent + token_ids, digest_size=HASH_BYTES).digest()
 
 
-def hash_list(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-    """Returns the hashes of the full blocks of `token_ids` (uint32 each), chained from `parent`."""
+def hash_list(
+    parent: bytes, token_ids: bytes, block_size: int, keys: Sequence[ExtraKey] = (), first: int = 0
+) -> list[bytes]:
+    """Returns the hashes of the full blocks of `token_ids` (uint32 each), chained from `parent`.
+
+    `first`: the position of the first of these ids, for the `keys`.
+    """
+    if keys:
+        return _hashes_with_keys(parent, token_ids, block_size, keys, first)
     step = 4 * block_size
     names = []
     begin = _begin.copy  # faster than the constructor, which parses its arguments
@@ -43,9 +54,9 @@ def hash_list(parent: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
     return names
 
 
-def block_hashes(parent: bytes, token_ids: bytes, block_size: int) -> bytes:
+def block_hashes(parent: bytes, token_ids: bytes, block_size: int, keys: Sequence[ExtraKey] = ()) -> bytes:
     """Returns `hash_list` joined, 16 bytes a block."""
-    return b"".join(hash_list(parent, token_ids, block_size))
+    return b"".join(hash_list(parent, token_ids, block_size, keys))
 
 
 def split_hashes(names: bytes) -> list[bytes]:
@@ -53,3 +64,22 @@ def split_hashes(names: bytes) -> list[bytes]:
     end = len(names) // _names.size * _names.size
     rest = [names[i : i + HASH_BYTES] for i in range(end, len(names), HASH_BYTES)]
     return [*chain.from_iterable(_names.iter_unpack(names[:end])), *rest]
+
+
+def _hashes_with_keys(
+    parent: bytes, token_ids: bytes, block_size: int, keys: Sequence[ExtraKey], first: int
+) -> list[bytes]:
+    """As `hash_list`. A block's keys are hashed behind its ids, each with where it begins in the block or before."""
+    names = []
+    for start in range(first, first + len(token_ids) // 4 // block_size * block_size, block_size):
+        ids = token_ids[4 * (start - first) : 4 * (start - first + block_size)]
+        here = [key for key in keys if key.first < start + block_size and start < key.end]
+        places = b"".join((key.first - start).to_bytes(8, "little", signed=True) for key in here)
+        parent = hash_block(parent, ids + places + _framed(key.digest for key in here))
+        names.append(parent)
+    return names
+
+
+def _framed(parts: Iterable[bytes]) -> bytes:
+    """Each part with its length before it, so that different lists of parts never give the same bytes."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)

@@ -12,10 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SERVICES = sorted(p.name for p in (ROOT / "services").iterdir() if (p / "__init__.py").exists())
 MAY_TORCH = {"gpu_worker", "kv_transfer"}
-# which services a service may import besides itself; the command line alone may also import what it dispatches to
+# which services a service may import besides itself
 USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launcher", "offline"}}
-COMMAND_LINE = "services/launcher/cli.py"
-MAINS = {"launcher": ".cli", "offline": ".llm", "bench": ".suite.command"}  # the others start at __main__
+USES |= {"cli": {"launcher", "offline", "bench"}}
+# the others start at __main__
+MAINS = {"cli": ".main", "launcher": ".serve", "offline": ".llm", "bench": ".suite.command"}
 ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "inbound", "outbound", "poller", "registry_link")}
 ZMQ_HOMES |= {"shared/bus/registry_socket.py", "shared/bus/sockets.py"}
 # what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
@@ -41,8 +42,6 @@ def imports(path: Path) -> Iterator[str]:
 def test_arrows_point_one_way(path: Path) -> None:
     parts = path.relative_to(ROOT).parts
     own = {parts[1], *USES.get(parts[1], ())} if parts[0] == "services" else set()
-    if "/".join(parts) == COMMAND_LINE:
-        own |= {"offline", "bench"}
     for name in imports(path):
         top = name.split(".")[0]
         if name.startswith("blockyard.services"):
@@ -79,15 +78,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
 LAYERS["shared"] = (
     "errors",
     "architectures",
-    "block_hashes",
     "charts",
     "percentiles",
     "token_ids",
     "json_objects",
     "chat_template_files",
 )
-LAYERS["shared"] += ("tokenizer_files",)
-LAYERS["shared"] += ("messages", "grammars", "output_parsing", "tool_parsers", "reasoning_parsers", "parser_plugins")
+LAYERS["shared"] += ("tokenizer_files", "messages", "block_hashes")
+LAYERS["shared"] += ("grammars", "output_parsing", "tool_parsers", "reasoning_parsers", "parser_plugins")
 LAYERS["shared"] += ("config", "process", "bus", "ring_client")
 LAYERS["shared/output_parsing"] = ("parts", "cut_calls", "markers", "text_input", "json_text", "reader", "compose")
 LAYERS["shared/grammars"] = (
@@ -154,7 +152,7 @@ LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "stre
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
 LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "items", "command")
-LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host", "cli")
+LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host")
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
 LAYERS["services/offline"] += (
     "session",

@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from blockyard.services.bench import serve
+from blockyard.services.bench.prefill_decode import command as prefill_decode
 from blockyard.shared.errors import ConfigError
 
 USAGE = """\
@@ -37,26 +39,25 @@ def main(args: Sequence[str]) -> int:
 
 
 def _main_of(what: str) -> Callable[[Sequence[str]], int]:
-    """Imports one benchmark's module only: `serve` needs no engine, `kernels` no load generator."""
     match what:
         case "serve":
-            from blockyard.services.bench import serve  # noqa: PLC0415
-
             return serve.main
-        case "latency" | "throughput":
-            from blockyard.services.bench import latency_throughput  # noqa: PLC0415
-
-            return latency_throughput.latency if what == "latency" else latency_throughput.throughput
-        case "suite":
-            from blockyard.services.bench.suite import command  # noqa: PLC0415
-
-            return command.main
         case "pd":
-            from blockyard.services.bench.prefill_decode import command as pd_command  # noqa: PLC0415
-
-            return pd_command.main
-        case _:
+            return prefill_decode.main
+        case "kernels":
             return kernels
+        case _:
+            return _engine_benchmark(what)
+
+
+def _engine_benchmark(what: str) -> Callable[[Sequence[str]], int]:
+    # they load the client of the engine and tokenizers, whose memory and time the load of `serve` would share
+    from blockyard.services.bench import latency_throughput  # noqa: PLC0415
+    from blockyard.services.bench.suite import command as suite  # noqa: PLC0415
+
+    return {"latency": latency_throughput.latency, "throughput": latency_throughput.throughput, "suite": suite.main}[
+        what
+    ]
 
 
 def kernels(args: Sequence[str]) -> int:

@@ -44,6 +44,7 @@ from blockyard.shared.messages.requests import (
     BeamStop,
     Cancel,
     ChoiceState,
+    ExtraKey,
     Generate,
     LogitsProcessor,
     QueueCapacity,

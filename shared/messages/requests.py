@@ -90,6 +90,14 @@ class Beam(FrameStruct, frozen=True):
     stop: BeamStop = BeamStop.LIKELY
 
 
+class ExtraKey(FrameStruct, frozen=True):
+    """What the KV of some tokens depends on besides the ids: an image, or an adapter."""
+
+    first: int  # position of the first of these tokens, in prompt and outputs
+    end: int  # ... and behind the last one
+    digest: bytes
+
+
 class Generate(Frame, frozen=True):
     """Submits a prompt and its choices. `attempt` rises by one each time the gateway sends it again."""
 
@@ -106,6 +114,7 @@ class Generate(Frame, frozen=True):
     cache_salt: str = ""
     user: str = ""  # divides the tenant's share
     beam: Beam | None = None
+    extra_keys: list[ExtraKey] = []  # `block_hashes` contain them, and hashes of generated blocks will
 
 
 class Cancel(Frame, frozen=True):

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.shared.block_hashes import HASH_BYTES, block_hashes, hash_block, hash_list, root_hash, split_hashes
+from blockyard.shared.block_hashes import (
+    HASH_BYTES,
+    block_hashes,
+    hash_block,
+    hash_list,
+    root_hash,
+    split_hashes,
+)
+from blockyard.shared.messages import ExtraKey
 from blockyard.shared.token_ids import pack, unpack
 
 ids_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -65,8 +73,8 @@ def test_the_root_contains_everything_else_that_kv_depends_on() -> None:
         root_hash("n"),
         root_hash("m", cache_salt="x"),
         root_hash("mx"),
-        root_hash("m", "", [b"x"]),
-        root_hash("m", "", [b"x", b""]),
+        root_hash("m", owner="x"),
+        root_hash("m", owner=""),
     ]
     assert len(set(roots)) == len(roots)
 
@@ -75,3 +83,40 @@ def test_the_root_contains_everything_else_that_kv_depends_on() -> None:
 def test_token_ids_travel_as_little_endian_uint32(ids: list[int]) -> None:
     assert unpack(pack(ids)) == ids
     assert pack([258]) == b"\x02\x01\x00\x00"
+
+
+@given(
+    ids=ids_lists,
+    block_size=st.integers(1, 8),
+    first=st.integers(0, 40),
+    size=st.integers(1, 20),
+    cut=st.integers(0, 9),
+)
+def test_an_extra_key_alters_the_hash_of_its_first_block_and_all_after(
+    ids: list[int], block_size: int, first: int, size: int, cut: int
+) -> None:
+    root, key = root_hash("m"), ExtraKey(first, first + size, b"image")
+    plain = hash_list(root, pack(ids), block_size)
+    found = hash_list(root, pack(ids), block_size, [key])
+    assert [a == b for a, b in zip(plain, found, strict=True)] == [
+        (n + 1) * block_size <= first for n in range(len(plain))
+    ]
+    # another process goes on from any full block
+    done = min(cut, len(found))
+    rest = pack(ids[done * block_size :])
+    assert hash_list(found[done - 1] if done else root, rest, block_size, [key], done * block_size) == found[done:]
+
+
+def test_extra_keys_differ_by_digest_and_place() -> None:
+    one, other = b"a" * 16, b"b" * 16
+    lists: list[list[ExtraKey]] = [
+        [],
+        [ExtraKey(0, 4, one)],
+        [ExtraKey(0, 4, other)],
+        [ExtraKey(1, 4, one)],
+        [ExtraKey(0, 2, one), ExtraKey(2, 4, other)],
+        [ExtraKey(0, 2, other), ExtraKey(2, 4, one)],
+        [ExtraKey(0, 2, one + other), ExtraKey(2, 4, b"")],
+    ]
+    found = [block_hashes(root_hash("m"), pack([7] * 4), 4, keys) for keys in lists]
+    assert len({*found}) == len(lists)

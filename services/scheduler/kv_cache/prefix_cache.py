@@ -11,8 +11,8 @@ from blockyard.shared.block_hashes import HASH_BYTES, hash_block, hash_list, roo
 class BlockHasher:
     """Hashes the full blocks of sequences. A block's hash covers its tokens and all tokens before them.
 
-    With `enabled`, requests share blocks. Without, the hashes contain the request's id, so that only sequences of the
-    same request find them: a preempted sequence then still finds its own blocks in host memory.
+    With `enabled`, requests share blocks. Without, the root hash contains the request's id, so that only its sequences
+    find them: a preempted sequence then still finds its own blocks in host memory.
     """
 
     def __init__(self, scope: str, enabled: bool) -> None:
@@ -28,11 +28,11 @@ class BlockHasher:
         if missing > 0:
             first = len(hashes) * block_size
             parent = hashes[-1] if hashes else self._root(sequence)
-            ids = _ids(sequence, first, first + missing * block_size)
-            if missing == 1:  # the usual case during decode
+            ids, keys = _ids(sequence, first, first + missing * block_size), sequence.request.frame.extra_keys
+            if missing == 1 and not keys:  # the usual case during decode
                 hashes.append(hash_block(parent, ids))
             else:
-                hashes += hash_list(parent, ids, block_size)
+                hashes += hash_list(parent, ids, block_size, keys, first)
         return hashes
 
     def _prompt_hashes(self, sequence: Sequence, block_size: int) -> list[bytes]:
@@ -43,10 +43,7 @@ class BlockHasher:
 
     def _root(self, sequence: Sequence) -> bytes:
         frame = sequence.request.frame
-        if self.enabled:
-            return root_hash(self._scope, frame.cache_salt)
-        own = frame.request_id.encode("utf-8", "surrogatepass")
-        return root_hash(self._scope, frame.cache_salt, [own])
+        return root_hash(self._scope, frame.cache_salt, None if self.enabled else frame.request_id)
 
 
 def _ids(sequence: Sequence, first: int, end: int) -> bytes:

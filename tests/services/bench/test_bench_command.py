@@ -13,7 +13,7 @@ from rig import Server, serve
 SRC = Path(__file__).parents[3] / ".src"
 LOADED = """
 import sys
-from blockyard.services.launcher import cli
+from blockyard.services.cli import main as cli
 code = cli.main(["bench", *sys.argv[1:]])
 print([name for name in ("torch", "numpy", "transformers", "aiohttp", "tokenizers", "rich") if name in sys.modules])
 sys.exit(code)

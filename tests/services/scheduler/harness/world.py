@@ -3,7 +3,7 @@
 import itertools
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -22,6 +22,7 @@ from blockyard.shared.messages import (
     Attached,
     Beam,
     Broken,
+    ExtraKey,
     Frame,
     Generate,
     Geometry,
@@ -216,13 +217,15 @@ class World:
         user: str = "",
         priority: int = 0,
         beam: Beam | None = None,
+        *,
+        extra_keys: Sequence[ExtraKey] = (),
         **sampling: object,
     ) -> Generate:
         """Every other request carries its block hashes. `prompt` replaces the usual one of this length."""
         sampling.setdefault("max_tokens", 8)
         prompt = prompt or [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
         named = len(gateway.journals) % 2
-        names = block_hashes(root_hash(SCOPE, cache_salt=salt), ids_bytes(prompt), self.shape.block_size)
+        names = block_hashes(root_hash(SCOPE, cache_salt=salt), ids_bytes(prompt), self.shape.block_size, extra_keys)
         frame = gateway.new(
             request_id,
             prompt,
@@ -234,6 +237,7 @@ class World:
             user=user,
             priority=priority,
             beam=beam,
+            extra_keys=list(extra_keys),
         )
         self.tell(gateway.incarnation, frame)
         return frame
@@ -348,7 +352,7 @@ class World:
             root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
             for out in journal.outputs.values():
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
-                names = split_hashes(block_hashes(root, ids.tobytes(), size))
+                names = split_hashes(block_hashes(root, ids.tobytes(), size, journal.frame.extra_keys))
                 states |= {name: state_of(ids[: size * end].tobytes()) for end, name in enumerate(names, 1)}
         for block, name in kv.hashes.items():
             held = kv.state(block)

@@ -7,6 +7,7 @@ from blockyard.shared.block_hashes import HASH_BYTES, block_hashes, root_hash
 from blockyard.shared.messages import (
     Attached,
     Cancel,
+    ExtraKey,
     FinishReason,
     SlotResult,
     SlotStart,
@@ -70,6 +71,37 @@ def test_without_prefix_caching_nothing_is_found_or_hashed(ring: type[Ring]) -> 
 
 def test_a_common_beginning_is_found_up_to_the_first_difference(ring: type[Ring]) -> None:
     assert after(ring(), PROMPT, [*PROMPT[:13], 7, *PROMPT[14:]]) == 12
+
+
+@pytest.mark.parametrize("kept", [0, 1], ids=["hashed here", "hashed by the tokenizer"])
+def test_requests_with_other_extra_keys_at_block_2_share_blocks_0_and_1_alone(ring: type[Ring], kept: int) -> None:
+    """As an image whose tokens begin in block 2: what is before it is the same text."""
+    it = ring()
+    if kept:
+        it.submit("other", 3, max_tokens=1)  # every other request carries its hashes
+        it.world.settle()
+    for name, digest in (("one", b"a"), ("two", b"b"), ("one again", b"a"), ("none", b"")):
+        keys = [ExtraKey(9, 14, digest * 16)] if digest else []
+        it.submit(name, 0, prompt=PROMPT, max_tokens=9, extra_keys=keys)
+        it.world.settle()
+    it.finish()
+    found = [it.output(name).num_cached_tokens for name in ("one", "two", "one again", "none")]
+    assert found == [0, 8, 20, 8]
+    blocks = [start.blocks for start in starts(it)[-4:]]
+    assert blocks[0][:2] == blocks[1][:2] == blocks[3][:2]
+    assert {*blocks[0][2:]}.isdisjoint(blocks[1][2:]), "block 2 and all behind it are other blocks"
+
+
+def test_generated_blocks_contain_the_extra_keys_of_their_request(ring: type[Ring]) -> None:
+    """As an adapter, on which all tokens depend."""
+    it = ring()
+    for name, digest in (("one", b"a"), ("two", b"b"), ("again", b"a")):
+        it.submit(name, 0, prompt=PROMPT, max_tokens=9, extra_keys=[ExtraKey(0, 1 << 40, digest * 16)])
+        it.world.settle()
+    longer = [*PROMPT, *it.output("one").ids[:8], 1]
+    it.submit("longer", 0, prompt=longer, max_tokens=1, extra_keys=[ExtraKey(0, 1 << 40, b"a" * 16)])
+    it.finish()
+    assert [it.output(name).num_cached_tokens for name in ("one", "two", "again", "longer")] == [0, 0, 20, 28]
 
 
 def test_the_last_prompt_token_is_computed_even_if_its_block_is_known(ring: type[Ring]) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import blockyard
+from blockyard.services.launcher import multi_host, serve
+from blockyard.shared.config import model_documents, parser_documents
+from blockyard.shared.config.flags import documents
 from blockyard.shared.errors import BlockyardError, ConfigError
 from blockyard.shared.process import pipes
 
@@ -59,42 +62,38 @@ def _run(command: str, words: list[str]) -> int:
             "no such command" + (f"; did you mean {close[0]}?" if close else f"; try {', '.join(COMMANDS)}")
         )
     if {"-h", "--help"} & {*words} and command in ("serve", "tune", "run", "ring"):
-        from blockyard.shared.config.flags import documents  # noqa: PLC0415
-
         print(USAGE, documents.help_text(), sep="\n\n")
         return 0
     return _main_of(command)(words)
 
 
 def _main_of(command: str) -> Callable[[Sequence[str]], int]:
-    """Imports one command's module only, so that `blockyard --help` and small commands stay quick."""
     match command:
         case "serve":
-            from blockyard.services.launcher import serve  # noqa: PLC0415
-
             return serve.main
-        case "bench":
-            from blockyard.services.bench import command as bench  # noqa: PLC0415
-
-            return bench.main
-        case "simulate":
-            from blockyard.services.bench import simulate  # noqa: PLC0415
-
-            return simulate.main
-        case "tune":
-            from blockyard.services.offline import tune  # noqa: PLC0415
-
-            return tune.main
-        case "run" | "ring" | "keys":
-            from blockyard.services.launcher import multi_host  # noqa: PLC0415
-
-            return {"run": multi_host.run, "ring": multi_host.ring, "keys": multi_host.keys}[command]
+        case "run":
+            return multi_host.run
+        case "ring":
+            return multi_host.ring
+        case "keys":
+            return multi_host.keys
+        case "flags":
+            return flags
         case "parsers":
             return parsers
         case "models":
             return models
         case _:
-            return flags
+            return _client_command(command)
+
+
+def _client_command(command: str) -> Callable[[Sequence[str]], int]:
+    # they load the offline engine and the load generators: 0.2 s that `serve` does not wait for
+    from blockyard.services.bench import command as bench  # noqa: PLC0415
+    from blockyard.services.bench import simulate  # noqa: PLC0415
+    from blockyard.services.offline import tune  # noqa: PLC0415
+
+    return {"bench": bench.main, "simulate": simulate.main, "tune": tune.main}[command]
 
 
 def flags(args: Sequence[str]) -> int:
@@ -102,8 +101,6 @@ def flags(args: Sequence[str]) -> int:
 
     Raises ConfigError.
     """
-    from blockyard.shared.config.flags import documents  # noqa: PLC0415
-
     match list(args):
         case []:
             print(documents.help_text(show_refused=True))
@@ -118,8 +115,6 @@ def flags(args: Sequence[str]) -> int:
 
 def parsers(args: Sequence[str]) -> int:
     """Prints the tables of output formats; `--write FILE` updates them in a document. Raises ConfigError."""
-    from blockyard.shared.config import parser_documents  # noqa: PLC0415
-
     match list(args):
         case []:
             print(parser_documents.markdown())
@@ -132,8 +127,6 @@ def parsers(args: Sequence[str]) -> int:
 
 def models(args: Sequence[str]) -> int:
     """Prints the table of model architectures; `--write FILE` updates it in a document. Raises ConfigError."""
-    from blockyard.shared.config import model_documents  # noqa: PLC0415
-
     match list(args):
         case []:
             print(model_documents.markdown())

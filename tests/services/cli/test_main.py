@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.services.launcher import cli, serve
+from blockyard.services.cli import main as cli
+from blockyard.services.launcher import serve
 from blockyard.shared.bus.curve import PUBLIC_NAME, SECRET_NAME
 from blockyard.shared.config.flags import documents
 
@@ -177,7 +178,7 @@ def test_the_table_is_written_into_a_document(tmp_path: Path) -> None:
 
 PROBE = """
 import sys
-from blockyard.services.launcher import cli, multi_host, serve
+from blockyard.services.cli import main
 from blockyard.services.launcher.supervision import ring
 heavy = ("torch", "numpy", "rich", "huggingface_hub", "transformers", "aiohttp", "tokenizers")
 print([name for name in heavy if name in sys.modules])
