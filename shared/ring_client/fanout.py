@@ -64,6 +64,7 @@ class Fanout:
             self._meters.add_output_tokens(-len(delta.token_ids))  # `text` counts them with all others
         if delta.finish != FinishReason.FAILED:  # a failure before any output is a status code
             entry.accept()
+            entry.owner.begun(entry)
 
     def _ended(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         assert delta.finish is not None

@@ -28,9 +28,10 @@ class Sink(Protocol):
 
 
 class RequestOwner(Protocol):
-    """Receives the events of a request, each at most once."""
+    """Receives the events of a request, each at most once but `begun`, which is once a choice."""
 
     def accepted(self, entry: "JournalEntry") -> None: ...
+    def begun(self, entry: "JournalEntry") -> None: ...  # a choice has output
     def failed(self, entry: "JournalEntry", error: RequestError) -> None: ...
     def finished(self, entry: "JournalEntry") -> None: ...
 
