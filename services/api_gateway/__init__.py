@@ -19,4 +19,8 @@ To add an API: write one file in `apis/` that ends in its `Api` (paths, the Stru
 `GenerateRequest`, `events` of a streamed answer, the `whole` answer, the body of its errors), and add it to
 `apis/registry.py`. What a streamed answer has to remember (a counter, an open item) is in its `AnswerEvents`. Routes,
 large bodies, keep-alives, slow clients and the errors of its paths follow from the `Api`.
+
+A result that is not text (`Generate.text` is None: a pooled vector) comes from the scheduler, on the link that answers
+Generate, as a `VectorBatch`: one frame a step. `Fanout.vectors` puts it into its journal entry, and `finished` of the
+entry's owner reads `JournalEntry.vector`. No detokenizer is asked for. Endpoints that answer with vectors are not built.
 """

@@ -83,6 +83,8 @@ from blockyard.shared.messages.streams import (
     TokenLogprobs,
     TokenRows,
     TokenStep,
+    Vector,
+    VectorBatch,
     decode_logprobs,
     encode_logprobs,
 )
@@ -107,6 +109,7 @@ GatewayIn = (
     | Refused
     | QueueCapacityChanged
     | TextBatch
+    | VectorBatch
     | Scrape
     | Scraped
     | Controlled
