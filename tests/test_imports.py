@@ -64,6 +64,8 @@ SHARED_ONLY += ("services/launcher/models",)
 LAYERS: dict[str, tuple[str, ...]] = {
     "services/api_gateway": (
         "requests",
+        "apis",
+        "bodies",
         "responses",
         "metrics",
         "request_pipeline",

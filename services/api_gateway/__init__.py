@@ -5,10 +5,22 @@
     request_pipeline.py  a checked request -> token ids -> requests to the schedulers
     endpoints/           handlers by route: generation, status, operations
     http/                what every HTTP request passes: connections, keys, CORS, bounded bodies
-    requests/            bytes of a body -> `GenerateRequest`
-    responses/           text deltas -> bytes of an answer, whole or as server-sent events
+    requests/            decoded fields -> `GenerateRequest`
+    apis/                the APIs that clients speak: fields in, bytes of answers and errors out
+    bodies/              bytes of a body -> the request, by its API
+    responses/           text deltas -> an answer, whole or as server-sent events
     metrics/             /metrics
 
-Imports point one way: server -> endpoints -> http -> service -> request_pipeline, metrics -> responses -> requests.
-Tokenizing, dispatch, and the journal of open requests are in `shared/ring_client`, which offline inference uses too.
+Imports point one way: server -> endpoints -> http -> service -> request_pipeline, metrics -> responses -> bodies ->
+apis -> requests. Tokenizing, dispatch, and the journal of open requests are in `shared/ring_client`, which offline
+inference uses too.
+
+To add an API: write one file in `apis/` that ends in its `Api` (paths, the Struct of its body, `parse` to a
+`GenerateRequest`, `events` of a streamed answer, the `whole` answer, the body of its errors), and add it to
+`apis/registry.py`. What a streamed answer has to remember (a counter, an open item) is in its `AnswerEvents`. Routes,
+large bodies, keep-alives, slow clients and the errors of its paths follow from the `Api`.
+
+A result that is not text (`Generate.text` is None: a pooled vector) comes from the scheduler, on the link that answers
+Generate, as a `VectorBatch`: one frame a step. `Fanout.vectors` puts it into its journal entry, and `finished` of the
+entry's owner reads `JournalEntry.vector`. No detokenizer is asked for. Endpoints that answer with vectors are not built.
 """

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from blockyard.services.api_gateway.apis.interface import Api, Echo
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
-from blockyard.services.api_gateway.responses.dialects.interface import Echo
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
@@ -18,6 +18,7 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, finds_reasoning
+from blockyard.shared.token_ids import unpack
 
 ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class RequestPipeline:
             self.num_active -= 1
 
     async def open(
-        self, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None
+        self, api: Api, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None
     ) -> HttpGeneration:
         """Sends the request's prompts into the ring. Their text goes to `writer`, or is collected if that is None.
 
@@ -64,7 +65,7 @@ class RequestPipeline:
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
         num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
-        generation = HttpGeneration(request, self._dispatch.close)
+        generation = HttpGeneration(api, request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
             sinks = [self._sink(generation, i * computed + k, writer, prompt) for k in range(computed)]
             frame = Generate(
@@ -119,7 +120,8 @@ class RequestPipeline:
         options, reader = generation.request.options, self._reader(generation, prompt)
         if writer is None:
             return CollectedChoice(options.no_output, reader)
-        return EventStream(options, index, writer, generation.usage, prompt.token_ids, reader)
+        events = generation.events.choice(index, unpack(prompt.token_ids) if options.token_ids else None)
+        return EventStream(options, events, writer, generation.usage, reader)
 
     def _reader(self, generation: HttpGeneration, prompt: Tokenized) -> ChoiceReader | None:
         request, formats = generation.request, self._formats

@@ -94,11 +94,11 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
         client_max_size=config.max_body_bytes,
         middlewares=[
             middleware.request_ids(config),
-            middleware.errors(gateway),
+            middleware.errors(gateway, guard),
             preflights,
             middleware.authorized(guard),
             middleware.json_only(guard),
-            middleware.counted(gateway),
+            middleware.counted(gateway, guard),
         ],
     )
     app.on_response_prepare.append(cors_headers)
@@ -113,10 +113,10 @@ def build_app(config: GatewayConfig, gateway: Gateway) -> web.Application:
     )
     root = config.root_path.strip("/")
     for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # some proxies strip their prefix, some do not
-        for method, path, handler, access in (route for each in endpoints for route in each.routes()):
-            guard.add(app, method, prefix + path, handler, access)
-            if not path.endswith(("/", "}")):
-                guard.add(app, method, f"{prefix}{path}/", handler, access)
+        for route in (route for each in endpoints for route in each.routes()):
+            guard.add(app, route, prefix + route.path)
+            if not route.path.endswith(("/", "}")):
+                guard.add(app, route, f"{prefix}{route.path}/")
     return app
 
 

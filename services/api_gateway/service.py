@@ -5,9 +5,9 @@ import time
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from blockyard.services.api_gateway.bodies.body_parser import BodyParser
 from blockyard.services.api_gateway.metrics.scrape import Metrics
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
-from blockyard.services.api_gateway.requests.body_parser import BodyParser
 from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
 from blockyard.shared.bus.member_list import Event
 from blockyard.shared.config.services.gateway import GatewayConfig

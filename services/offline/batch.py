@@ -116,6 +116,9 @@ class RequestBatch:
         self._limiter.on_answered(entry)
         self._limiter.send_pending()
 
+    def begun(self, entry: JournalEntry) -> None:
+        """Outputs are read as a whole, and from `unfinished_outputs`."""
+
     def finished(self, entry: JournalEntry) -> None:
         if entry.request_id not in self._open:  # its text could not be read
             return

@@ -240,6 +240,7 @@ class Scheduler:
             bounds.wait.sample(now, results.num_output_tokens, results.num_prompt_tokens)
         for text_outbox in self._lifecycle.streams.text_outboxes.values():
             text_outbox.flush(self._outbox)
+        self._lifecycle.vectors.flush(self._outbox)
         self._answered.clear()
         if self._lifecycle.waiting.usage.amount.sequences or bounds.was_full or bounds.told_full:
             self._requests.tell_capacity()

@@ -3,7 +3,17 @@
 import enum
 from typing import NamedTuple
 
-from blockyard.shared.messages import Cancel, Frame, StepPlan, StreamOpen, TokenBatch, TokenRows, TokenStep
+from blockyard.shared.messages import (
+    Cancel,
+    Frame,
+    StepPlan,
+    StreamOpen,
+    TokenBatch,
+    TokenRows,
+    TokenStep,
+    Vector,
+    VectorBatch,
+)
 
 
 class LinkSide(enum.Enum):
@@ -43,6 +53,21 @@ class Outbox:
         frames = self._before_plans + self._plans + self._frames
         self._before_plans, self._plans, self._frames = [], [], []
         return frames
+
+
+class VectorOutbox:
+    """The vectors of one step: one frame for each gateway, on the link that its requests came by."""
+
+    def __init__(self) -> None:
+        self._by_gateway: dict[int, list[Vector]] = {}
+
+    def add(self, gateway: int, vector: Vector) -> None:
+        self._by_gateway.setdefault(gateway, []).append(vector)
+
+    def flush(self, outbox: Outbox) -> None:
+        for gateway, vectors in self._by_gateway.items():
+            outbox.answer(gateway, VectorBatch(vectors))
+        self._by_gateway.clear()
 
 
 class DetokenizerOutbox:

@@ -84,6 +84,8 @@ from blockyard.shared.messages.streams import (
     TokenLogprobs,
     TokenRows,
     TokenStep,
+    Vector,
+    VectorBatch,
     decode_logprobs,
     encode_logprobs,
 )
@@ -108,6 +110,7 @@ GatewayIn = (
     | Refused
     | QueueCapacityChanged
     | TextBatch
+    | VectorBatch
     | Scrape
     | Scraped
     | Controlled

@@ -107,7 +107,7 @@ class Generate(Frame, frozen=True):
     prompt_ids: bytes
     block_hashes: bytes
     sampling: Sampling
-    text: TextOptions
+    text: TextOptions | None  # None: no token is sampled, and the result is a vector in a VectorBatch
     choices: list[ChoiceState]
     priority: int = 0  # lower is earlier
     tenant: str = ""
@@ -138,7 +138,9 @@ class QueueCapacity(FrameStruct, frozen=True):
 class Accepted(Frame, frozen=True):
     request_id: str
     attempt: int
-    detokenizer: int  # incarnation of the detokenizer that will send its text
+    detokenizer: (
+        int | None
+    )  # incarnation of the detokenizer that will send its text; None: the scheduler sends a vector
     capacity: QueueCapacity
 
 

@@ -35,6 +35,7 @@ class Geometry(FrameStruct, frozen=True):
     kv_layout: str = ""  # "layers 32; KV heads 8; ...": groups exchange blocks if theirs are equal; empty: with none
     kv_generation: int = 0  # of the KV memory: it rises whenever that is another one
     kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
+    vector_size: int = 0  # numbers in the vector of a request without text; 0: the model makes none
 
 
 class Attached(Frame, frozen=True):
@@ -74,6 +75,7 @@ class SlotStart(FrameStruct, frozen=True):
     sampling: Sampling
     choice: int
     prompt_logprobs_from: int = 0  # earlier positions were delivered already
+    has_text: bool = True  # False: no token is sampled, and the result is a vector
 
 
 class SlotBlocks(FrameStruct, frozen=True):
@@ -154,6 +156,7 @@ class SlotResult(FrameStruct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     detail: str = ""
     status: int = 500  # as in TokenStep
+    vector: bytes = b""  # as in Vector: the result of a slot without text, which is finished by it
 
 
 class StepResult(Frame, frozen=True):

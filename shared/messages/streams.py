@@ -1,4 +1,4 @@
-"""Scheduler -> detokenizer -> API gateway: sampled tokens and their text."""
+"""Scheduler -> detokenizer -> API gateway: sampled tokens and their text. Scheduler -> API gateway: vectors."""
 
 import msgspec
 
@@ -140,6 +140,24 @@ class TextDelta(FrameStruct, frozen=True):
     cached_tokens: int = 0
     queued_s: float | None = None  # as in `TokenStep`
     status: int = 500  # as in `TokenStep`
+
+
+class Vector(FrameStruct, frozen=True):
+    """The result of a request without text. Sent again only with the request's next attempt."""
+
+    request_id: str
+    attempt: int
+    finish: FinishReason
+    data: bytes = b""  # float32, little-endian
+    cached_tokens: int = 0  # as in `TokenStep`
+    detail: str = ""
+    status: int = 500  # as in `TokenStep`
+
+
+class VectorBatch(Frame, frozen=True):
+    """scheduler -> api_gateway: a step's vectors for one gateway, on the link that its requests came by."""
+
+    vectors: list[Vector]
 
 
 class TextBatch(Frame, frozen=True):

@@ -20,6 +20,7 @@ from blockyard.shared.messages import (
     TextBatch,
     TextRejected,
     Tokenized,
+    VectorBatch,
 )
 from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.controls import ControlClient
@@ -66,6 +67,8 @@ class RingClient:
         match event:
             case TextBatch():
                 self._fanout.text(event, self.clock())
+            case VectorBatch():
+                self._fanout.vectors(event, self.clock())
             case Tokenized() | Detokenized() | TextRejected():
                 self.tokenizer_client.answered(peer, event)
             case Accepted():

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta
+from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta, VectorBatch
 from blockyard.shared.ring_client.journal import ChoiceLog, Journal, JournalEntry, TokensMissing
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
@@ -57,6 +57,21 @@ class Fanout:
             if now - self._cancelled.get(request_id, -CANCEL_INTERVAL_S) >= CANCEL_INTERVAL_S:
                 self._cancel(request_id, attempt, now)
 
+    def vectors(self, batch: VectorBatch, now: float) -> None:
+        """As `text`, for requests whose result is a vector: it comes whole, from their scheduler."""
+        for vector in batch.vectors:
+            entry = self._journal.entries.get(vector.request_id)
+            if entry is None or not entry.take_vector(vector):
+                continue  # its scheduler has nothing left of it to cancel
+            if vector.finish > FinishReason.LENGTH:
+                self._meters.ended_early(1, vector.finish)
+                self._dispatch.fail(entry, RequestError(vector.detail, status=vector.status))
+                continue
+            self._meters.vector_ended(entry, now)
+            self._dispatch.close(entry)
+            entry.accept()
+            entry.owner.finished(entry)
+
     def _first(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         choice.on_first_token(now, delta.queued_s or 0.0)
         self._meters.first_token(entry, now)
@@ -64,6 +79,7 @@ class Fanout:
             self._meters.add_output_tokens(-len(delta.token_ids))  # `text` counts them with all others
         if delta.finish != FinishReason.FAILED:  # a failure before any output is a status code
             entry.accept()
+            entry.owner.begun(entry)
 
     def _ended(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         assert delta.finish is not None

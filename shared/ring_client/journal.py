@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs
+from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs, Vector
 
 MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
 
@@ -28,9 +28,10 @@ class Sink(Protocol):
 
 
 class RequestOwner(Protocol):
-    """Receives the events of a request, each at most once."""
+    """Receives the events of a request, each at most once but `begun`, which is once a choice."""
 
     def accepted(self, entry: "JournalEntry") -> None: ...
+    def begun(self, entry: "JournalEntry") -> None: ...  # a choice has output
     def failed(self, entry: "JournalEntry", error: RequestError) -> None: ...
     def finished(self, entry: "JournalEntry") -> None: ...
 
@@ -110,6 +111,7 @@ class JournalEntry:
         "request",
         "request_id",
         "scheduler",
+        "vector",
     )
 
     def __init__(
@@ -144,6 +146,7 @@ class JournalEntry:
         self.gaps = 0
         self.cached_tokens = 0
         self.prompt_logprobs: list[TextLogprobs] = []  # from prompt position 1: position 0 has none
+        self.vector = b""  # float32: the result of a request without text, before its owner's `finished`
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -167,7 +170,7 @@ class JournalEntry:
         """Restarts the stall timeout."""
         self.heard_s = now
 
-    def accepted_by(self, detokenizer: int, now: float) -> None:
+    def accepted_by(self, detokenizer: int | None, now: float) -> None:
         self.heard_s, self.detokenizer = now, detokenizer
         self.accept()
 
@@ -218,6 +221,13 @@ class JournalEntry:
         if delta.finish is not None:
             self.num_open -= 1
         return choice
+
+    def take_vector(self, vector: Vector) -> bool:
+        """Records the result of a request without text, which has one choice. False if it must not be delivered."""
+        if vector.attempt != self.attempt or self.num_open == 0:
+            return False
+        self.vector, self.cached_tokens, self.num_open = vector.data, vector.cached_tokens, 0
+        return True
 
     def _add_prompt_logprobs(self, delta: TextDelta) -> None:
         """They arrive in prompt order, from any choice, and again after a repetition."""

@@ -2,24 +2,29 @@
 
 import secrets
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from blockyard.services.api_gateway.http.access import Access, Route
-from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID, TENANT
-from blockyard.services.api_gateway.http.uploads import Uploads
-from blockyard.services.api_gateway.request_pipeline import RequestPipeline
-from blockyard.services.api_gateway.requests.body_parser import BodyParser
-from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
-from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
-from blockyard.services.api_gateway.requests.parse_body import (
-    Endpoint,
+from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.bodies.body_parser import BodyParser
+from blockyard.services.api_gateway.bodies.parse_body import (
+    DETOKENIZE,
+    INVOCATION,
+    TOKENIZE,
     ParseContext,
     ParsedBody,
     ParsedGeneration,
     ParsedText,
 )
+from blockyard.services.api_gateway.http.access import Access, Route
+from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID, TENANT
+from blockyard.services.api_gateway.http.uploads import Uploads
+from blockyard.services.api_gateway.request_pipeline import RequestPipeline
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
+from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
 from blockyard.services.api_gateway.responses.full_response import encode_full_response
 from blockyard.services.api_gateway.responses.json_response import JSON, json_response
 from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
@@ -46,27 +51,16 @@ class GenerationEndpoints:
         self._ignored = IgnoredFields()
 
     def routes(self) -> Iterator[Route]:
-        for path, handler in (
-            ("/v1/chat/completions", self.chat),
-            ("/v1/completions", self.completion),
-            ("/invocations", self.invocations),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
-        ):
-            yield "POST", path, handler, Access.KEY
-
-    async def chat(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, "chat")
-
-    async def completion(self, http_request: web.Request) -> web.StreamResponse:
-        return await self._generate(http_request, "completion")
-
-    async def invocations(self, http_request: web.Request) -> web.StreamResponse:
-        """SageMaker's route: the body's fields tell chat from completions."""
-        return await self._generate(http_request, "invocation")
+        for api in APIS.values():
+            for path in api.paths:
+                yield Route("POST", path, partial(self._generate, api.name), Access.KEY, api.error_body)
+        # SageMaker's route: the body's fields tell chat from completions
+        yield Route("POST", "/invocations", partial(self._generate, INVOCATION), Access.KEY)
+        yield Route("POST", "/tokenize", self.tokenize, Access.KEY)
+        yield Route("POST", "/detokenize", self.detokenize, Access.KEY)
 
     async def tokenize(self, http_request: web.Request) -> web.Response:
-        parsed = await self._parse(http_request, "tokenize")
+        parsed = await self._parse(http_request, TOKENIZE)
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Tokenize)
         client, name = self._pipeline.tokenizer_client, secrets.token_hex(8)
         (done,) = await client.tokenize([parsed.work], name, tenant=TENANT.get())
@@ -75,12 +69,12 @@ class GenerationEndpoints:
         return json_response(TokenizeAnswer(len(ids), parsed.card.max_model_len, ids, strs))
 
     async def detokenize(self, http_request: web.Request) -> web.Response:
-        parsed = await self._parse(http_request, "detokenize")
+        parsed = await self._parse(http_request, DETOKENIZE)
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Detokenize)
         work = msgspec.structs.replace(parsed.work, request_id=secrets.token_hex(8), tenant=TENANT.get())
         return json_response(DetokenizeAnswer((await self._pipeline.detokenize(work)).text))
 
-    async def _parse(self, http_request: web.Request, endpoint: Endpoint) -> ParsedBody:
+    async def _parse(self, http_request: web.Request, endpoint: str) -> ParsedBody:
         """Reads and parses the body. Unknown fields are reported in a response header."""
         context = ParseContext(endpoint, REQUEST_ID.get(), self._pipeline.admission.served())
         async with self._uploads.read(http_request) as body:
@@ -89,18 +83,17 @@ class GenerationEndpoints:
             IGNORED.set(self._ignored.note(parsed.ignored))
         return parsed
 
-    async def _generate(self, http_request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+    async def _generate(self, endpoint: str, http_request: web.Request) -> web.StreamResponse:
         parsed = await self._parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
         with self._pipeline.counted():
-            return await self._respond(http_request, parsed.request)
+            return await self._respond(http_request, APIS[parsed.api], parsed.request)
 
-    async def _respond(self, http_request: web.Request, request: GenerateRequest) -> web.StreamResponse:
+    async def _respond(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
         writer = self._streams.writer() if request.options.stream else None
-        generation = await self._pipeline.open(request, secrets.token_hex(10), TENANT.get(), writer)
+        generation = await self._pipeline.open(api, request, secrets.token_hex(10), TENANT.get(), writer)
         try:
             if writer is not None:
-                await generation.wait_accepted()
                 return await self._streams.run(http_request, generation, writer)
             await generation.wait_finished()
             if generation.error is not None:

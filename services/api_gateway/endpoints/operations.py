@@ -35,13 +35,13 @@ class OperatorEndpoints:
         self._controls = controls
 
     def routes(self) -> Iterator[Route]:
-        yield "POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.OPERATOR
-        yield "POST", "/pause", self.pause, Access.OPERATOR
-        yield "POST", "/resume", self.resume, Access.OPERATOR
-        yield "POST", "/sleep", self.sleep, Access.OPERATOR
-        yield "POST", "/wake_up", self.wake_up, Access.OPERATOR
-        yield "GET", "/is_sleeping", self.is_sleeping, Access.KEY
-        yield "GET", "/is_paused", self.is_paused, Access.KEY
+        yield Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.OPERATOR)
+        yield Route("POST", "/pause", self.pause, Access.OPERATOR)
+        yield Route("POST", "/resume", self.resume, Access.OPERATOR)
+        yield Route("POST", "/sleep", self.sleep, Access.OPERATOR)
+        yield Route("POST", "/wake_up", self.wake_up, Access.OPERATOR)
+        yield Route("GET", "/is_sleeping", self.is_sleeping, Access.KEY)
+        yield Route("GET", "/is_paused", self.is_paused, Access.KEY)
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
         _check_query(request)

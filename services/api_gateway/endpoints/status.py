@@ -130,8 +130,8 @@ class StatusEndpoints:
             ("/", Access.OPEN, self.page),
             ("/page/{name}", Access.OPEN, self.page),
         ):
-            yield "GET", path, view, access
-        yield "POST", "/ping", self.health, Access.OPEN
+            yield Route("GET", path, view, access)
+        yield Route("POST", "/ping", self.health, Access.OPEN)
 
     async def models(self, _: web.Request) -> web.Response:
         cards = self._gateway.pipeline.admission.cards()

@@ -6,11 +6,14 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from yarl import URL
 
+from blockyard.services.api_gateway.apis.interface import ErrorBody
+from blockyard.services.api_gateway.apis.openai_fields import error_body as openai_error_body
 from blockyard.shared.errors import RequestError
 
 # Headers set by proxies. A proxied request's peer address is the proxy's, not the client's.
@@ -23,7 +26,12 @@ class Access(enum.Enum):
     OPERATOR = enum.auto()  # the admin key; an API key if there is no admin key; without any key, only this machine
 
 
-Route = tuple[str, str, Handler, Access]  # method, path, handler, access
+class Route(NamedTuple):
+    method: str
+    path: str
+    handler: Handler
+    access: Access
+    error_body: ErrorBody = openai_error_body  # of the API that the route belongs to
 
 
 class Keys:
@@ -42,22 +50,28 @@ class Keys:
 
 
 class Guard:
-    """Checks the access of each route. A route that was not registered here needs a key."""
+    """Knows the routes, and checks the access of each. A route that was not registered here needs a key."""
 
     def __init__(self, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
         self._api, self._admin = Keys(api_keys), Keys(admin_keys)
-        self._routes: dict[web.AbstractRoute, Access] = {}
+        self._routes: dict[web.AbstractRoute, Route] = {}
 
-    def add(self, app: web.Application, method: str, path: str, handler: Handler, access: Access) -> None:
-        """Registers a route. GET also answers HEAD."""
-        for each in ("GET", "HEAD") if method == "GET" else (method,):
-            self._routes[app.router.add_route(each, path, handler)] = access
+    def add(self, app: web.Application, route: Route, path: str) -> None:
+        """Registers a route at this path. GET also answers HEAD."""
+        for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
+            self._routes[app.router.add_route(method, path, route.handler)] = route
+
+    def error_body(self, request: web.Request) -> ErrorBody:
+        """The form of errors of the matched route; OpenAI's if none matched."""
+        route = self._routes.get(request.match_info.route)
+        return openai_error_body if route is None else route.error_body
 
     def access(self, request: web.Request) -> Access:
         """The access of the matched route; OPEN if none matched, because the answer is a 404 or a 405 then."""
         if request.match_info.http_exception is not None:
             return Access.OPEN
-        return self._routes.get(request.match_info.route, Access.KEY)
+        route = self._routes.get(request.match_info.route)
+        return Access.KEY if route is None else route.access
 
     def tenant(self, request: web.Request) -> str:
         """The client's tenant: "key-N" by its API key, "admin", or "" without a key. Raises RequestError: 401, 403."""

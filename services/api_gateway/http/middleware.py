@@ -1,4 +1,4 @@
-"""aiohttp middleware of all routes: request ids, errors as OpenAI's JSON, keys, content types, draining, CORS."""
+"""aiohttp middleware of all routes: request ids, errors in the form of the API, keys, content types, draining, CORS."""
 
 import logging
 import secrets
@@ -22,25 +22,26 @@ log = logging.getLogger(__name__)
 BODILESS = ("", "application/octet-stream")  # content types of an empty body; a browser sends a preflight for them
 
 
-def errors(gateway: Gateway) -> Middleware:
-    """Turns every error into OpenAI's error object. Only `request_ids` is outside of it."""
+def errors(gateway: Gateway, guard: Guard) -> Middleware:
+    """Turns every error into the error body of the route's API. Only `request_ids` is outside of it."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        error_body = guard.error_body(request)
         try:
             response = await handler(request)
         except RequestError as e:
-            response = error_response(e)
+            response = error_response(e, error_body)
         except web.RequestPayloadError as e:
-            response = error_response(RequestError(f"the body cannot be read: {e.__cause__ or e}", "body"))
+            response = error_response(RequestError(f"the body cannot be read: {e.__cause__ or e}", "body"), error_body)
             response.force_close()
         except web.HTTPException as e:
             if e.status < 400:
                 raise
-            response = error_response(_http_error(request, e))
+            response = error_response(_http_error(request, e), error_body)
         except Exception:  # a bug: the client gets a 500 and the log the traceback
             log.exception("%s %s failed", request.method, escaped(request.path))
-            response = error_response(RequestError("The server failed at this request.", status=500))
+            response = error_response(RequestError("The server failed at this request.", status=500), error_body)
         if response.status >= 400 and not request.content.is_eof():  # does not wait for the rest of the body
             response.force_close()
         gateway.meters.responded(response.status)
@@ -94,7 +95,7 @@ def json_only(guard: Guard) -> Middleware:
     return middleware
 
 
-def counted(gateway: Gateway) -> Middleware:
+def counted(gateway: Gateway, guard: Guard) -> Middleware:
     """Counts the POST requests that draining waits for, and refuses new ones while draining."""
 
     @web.middleware
@@ -102,7 +103,8 @@ def counted(gateway: Gateway) -> Middleware:
         if request.method != "POST":
             return await handler(request)
         if gateway.draining:
-            response = error_response(RequestError("The server is shutting down.", status=503, retry_after_s=1.0))
+            error = RequestError("The server is shutting down.", status=503, retry_after_s=1.0)
+            response = error_response(error, guard.error_body(request))
             response.force_close()
             return response
         with gateway.counted():

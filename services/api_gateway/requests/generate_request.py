@@ -1,6 +1,5 @@
 """A checked generation request: what to tokenize, what to generate and how the answer looks."""
 
-import enum
 from dataclasses import dataclass
 
 from blockyard.shared.config.services.gateway import ToolDefaults
@@ -13,18 +12,10 @@ from blockyard.shared.ring_client.request_fields.tools import ToolUse
 MAX_ID_CHARS = 128  # of a request's id, in the header or the body
 
 
-class Api(enum.StrEnum):
-    """The API that an answer is written for."""
-
-    COMPLETIONS = "completions"
-    CHAT = "chat"
-
-
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
     """How the HTTP answer looks; nothing here reaches a scheduler."""
 
-    api: Api
     answer_id: str
     created: int
     model: str
@@ -49,7 +40,7 @@ class ResponseOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One HTTP request to /v1/completions or /v1/chat/completions."""
+    """One HTTP request of any API."""
 
     card: ModelCard
     options: ResponseOptions

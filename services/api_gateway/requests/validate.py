@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.generate_request import Api, GenerateRequest, ResponseOptions
+from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS, GenerateRequest, ResponseOptions
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts, thinking_is_off
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -39,7 +39,7 @@ from blockyard.shared.tool_parsers.tools import ToolKind
 def parse_chat(
     request: ChatRequest, card: ModelCard, config: GatewayConfig, formats: OutputFormats, name: str
 ) -> GenerateRequest:
-    """`name` is the unique part of the answer's id. Raises RequestError."""
+    """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
     if request.echo:
         raise RequestError("echo is for /v1/completions; a chat answer does not repeat its messages", "echo")
     if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -53,9 +53,7 @@ def parse_chat(
     tools = _tools(request, config)
     output = read_output_form(tools, formats)
     options = replace(
-        _response_options(request, card, config, name),
-        api=Api.CHAT,
-        answer_id="chatcmpl-" + name,
+        _response_options(request, card, config, "chatcmpl-", name),
         logprobs=bool(request.logprobs),
         num_top=num_top,
         include_reasoning=request.include_reasoning is not False,
@@ -104,7 +102,10 @@ def _tools(request: ChatRequest, config: GatewayConfig) -> ToolUse | None:
     return tools
 
 
-def parse_completion(request: CompletionRequest, card: ModelCard, config: GatewayConfig, name: str) -> GenerateRequest:
+def parse_completion(
+    request: CompletionRequest, card: ModelCard, config: GatewayConfig, _formats: OutputFormats, name: str
+) -> GenerateRequest:
+    """As `parse_chat`: the text of a completion is not read into parts."""
     echo = bool(request.echo)
     asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
     num_top = limits.num_logprobs("logprobs", request.logprobs, config.max_logprobs, card.vocab_size)
@@ -112,7 +113,7 @@ def parse_completion(request: CompletionRequest, card: ModelCard, config: Gatewa
         msgspec.structs.replace(p, add_special_tokens=request.add_special_tokens, want_text=echo and p.text is None)
         for p in completion_prompts(request.prompt, card)
     ]
-    common = _response_options(request, card, config, name)
+    common = _response_options(request, card, config, "cmpl-", name)
     of_prompt = common.prompt_logprobs
     if num_top is not None and echo:
         of_prompt = max(num_top, of_prompt or 0)
@@ -127,8 +128,10 @@ def parse_completion(request: CompletionRequest, card: ModelCard, config: Gatewa
     return _generate_request(request, options, card, config, prompts, asked, num_top, of_prompt, grammar)
 
 
-def _response_options(request: GenerationFields, card: ModelCard, config: GatewayConfig, name: str) -> ResponseOptions:
-    """The options that chat and completions share."""
+def _response_options(
+    request: GenerationFields, card: ModelCard, config: GatewayConfig, prefix: str, name: str
+) -> ResponseOptions:
+    """The options that chat and completions share. The answer's id is repeated by every event: it is bounded."""
     stream_options = request.stream_options
     if stream_options is not None and not request.stream:
         raise RequestError("stream_options is only for streamed answers", "stream_options")
@@ -141,8 +144,7 @@ def _response_options(request: GenerationFields, card: ModelCard, config: Gatewa
     of_prompt = limits.num_logprobs("prompt_logprobs", request.prompt_logprobs, config.max_logprobs, card.vocab_size)
     as_ids = request.return_tokens_as_token_ids
     return ResponseOptions(
-        api=Api.COMPLETIONS,
-        answer_id="cmpl-" + name,
+        answer_id=prefix + (limits.name("request_id", request.request_id, MAX_ID_CHARS) or name),
         created=int(time.time()),
         model=card.names[0],
         role=config.response_role,

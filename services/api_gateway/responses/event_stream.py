@@ -1,20 +1,19 @@
 """Server-sent events of one choice: one write per text delta, of which only the text is encoded anew."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
+from blockyard.services.api_gateway.apis.interface import PLAIN, ChoiceEvents, Echo, EventFields, Usage
+from blockyard.services.api_gateway.apis.openai_fields import encode
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import PLAIN, Echo, EventFields, Usage
-from blockyard.services.api_gateway.responses.dialects.openai_fields import close_event, encode
-from blockyard.services.api_gateway.responses.dialects.selection import dialect_of
 from blockyard.services.api_gateway.responses.http_generation import without_output
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, size_of
 from blockyard.shared.messages import TextDelta
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.ring_client.choice_reader import ChoiceReader, joined
-from blockyard.shared.token_ids import unpack
 
 CRLF = b"\r\n"
 SIZE_LINES = tuple(b"%x\r\n" % n for n in range(2048))  # of HTTP chunks; events are rarely longer
@@ -31,7 +30,6 @@ class EventStream:
         "_head",
         "_kept",
         "_num_unmerged",
-        "_open_tail",
         "_options",
         "_plain",
         "_reader",
@@ -43,18 +41,14 @@ class EventStream:
     def __init__(
         self,
         options: ResponseOptions,
-        index: int,
+        events: ChoiceEvents,
         writer: ResponseWriter,
         usage: Callable[[], Usage],
-        prompt_ids: bytes,
         reader: ChoiceReader | None = None,
     ) -> None:
         """Without a reader all text is content."""
-        self._options, self._writer, self._usage, self._reader = options, writer, usage, reader
-        shown_ids = unpack(prompt_ids) if options.token_ids else None
-        self._events = dialect_of(options).choice_events(options, index, shown_ids)
-        self._head, self._open_tail = self._events.text_head, self._events.text_tail
-        self._tail = self._open_tail + close_event(None) + CRLF
+        self._options, self._events, self._writer, self._usage, self._reader = options, events, writer, usage, reader
+        self._head, self._tail = events.text_head, events.text_tail(None) + CRLF
         self._fixed = len(self._head) + len(self._tail) - len(CRLF)
         # events that differ in more than text and stamp are built by `_data`
         self._plain = not (options.logprobs or options.continuous_usage or options.token_ids or options.echo)
@@ -86,7 +80,7 @@ class EventStream:
             encoded, tail = encode(text), self._tail
             size = self._fixed + len(encoded)
             if self._options.stamps:
-                tail = self._open_tail + close_event(stamp_s) + CRLF
+                tail = self._events.text_tail(stamp_s) + CRLF
                 size += len(tail) - len(self._tail)
             size_line = SIZE_LINES[size] if size < len(SIZE_LINES) else b"%x\r\n" % size
             writer.write(b"".join((size_line, self._head, encoded, tail)), now)
@@ -104,7 +98,8 @@ class EventStream:
                 self._writer.write(self._writer.frame(data), now)
 
     def _write_opening(self, now: float) -> None:
-        if event := self._events.opening(self._usage() if self._options.continuous_usage else None):
+        usage = replace(self._usage(), completion=0) if self._options.continuous_usage else None
+        if event := self._events.opening(usage):
             self._writer.write_unpaused(event, now)
 
     def _keep(self, one: "Kept", num_bytes: int) -> None:

@@ -1,7 +1,6 @@
 """Answers that are not streamed: collects the choices' text until it is complete."""
 
-from blockyard.services.api_gateway.responses.dialects.interface import Echo, FinishedChoice
-from blockyard.services.api_gateway.responses.dialects.selection import dialect_of
+from blockyard.services.api_gateway.apis.interface import Echo, FinishedChoice
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration, without_output
 from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs
 from blockyard.shared.output_parsing.parts import Part, PartKind
@@ -47,7 +46,7 @@ def encode_full_response(generation: HttpGeneration) -> bytes:
     """The body of a finished generation. Its sinks must be `CollectedChoice`."""
     options, count = generation.request.options, generation.request.choices.returned
     choices = [_finished(generation, entry, *pair) for entry in generation.entries for pair in _best(entry, count)]
-    return dialect_of(options).whole(options, choices, generation.usage())
+    return generation.api.whole(options, choices, generation.usage())
 
 
 def _best(entry: JournalEntry, count: int) -> list[tuple[ChoiceLog, CollectedChoice]]:

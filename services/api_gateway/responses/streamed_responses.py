@@ -5,16 +5,13 @@ import logging
 
 from aiohttp import web
 
-from blockyard.services.api_gateway.responses.dialects.selection import dialect_of
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
-from blockyard.services.api_gateway.responses.json_response import error_body
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.05
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+BEGIN_S = 5.0  # the headers of an accepted request wait so long for its first output: until then it may fail
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -22,7 +19,7 @@ class StreamedResponses:
     def __init__(self, keepalive_s: float, client_timeout_s: float, max_unread_bytes: int) -> None:
         self.unread_text = UnreadText(max_unread_bytes)
         self._keepalive_s, self._client_timeout_s = keepalive_s, client_timeout_s
-        self._open: set[ResponseWriter] = set()
+        self._open: dict[ResponseWriter, bytes] = {}  # with what keeps it alive
         self._opened = asyncio.Event()
 
     def writer(self) -> ResponseWriter:
@@ -31,7 +28,11 @@ class StreamedResponses:
     async def run(
         self, http_request: web.Request, generation: HttpGeneration, writer: ResponseWriter
     ) -> web.StreamResponse:
-        """Writes the answer to its end. aiohttp cancels this when the client disconnects."""
+        """Writes the answer to its end. aiohttp cancels this when the client disconnects.
+
+        Raises RequestError if the request fails before anything is written.
+        """
+        await generation.wait_begun(min(BEGIN_S, self._keepalive_s))
         response = web.StreamResponse(headers=HEADERS)
         chunked = http_request.version >= (1, 1)
         if chunked:
@@ -44,18 +45,18 @@ class StreamedResponses:
             raise ConnectionResetError("the client is gone")
         loop = asyncio.get_running_loop()
         writer.start(transport, chunked, loop.time())
-        self._open.add(writer)
+        self._open[writer] = generation.api.keep_alive
         self._opened.set()
         try:
             await generation.wait_finished()
             await writer.wait_resumed()
-            writer.write_unpaused(_ending(generation), loop.time())
+            writer.write_unpaused(generation.ending(), loop.time())
             await response.write_eof()
             await writer.flush()
             if generation.error is not None:
                 http_request.protocol.close()  # takes effect when this handler has returned
         finally:
-            self._open.discard(writer)
+            self._open.pop(writer, None)
             self.unread_text.drop(writer)
         return response
 
@@ -67,11 +68,11 @@ class StreamedResponses:
                 self._opened.clear()
                 await self._opened.wait()
             now = loop.time()
-            for writer in list(self._open):
-                self._sweep_one(writer, now)
+            for writer, keep_alive in list(self._open.items()):
+                self._sweep_one(writer, keep_alive, now)
             await asyncio.sleep(SWEEP_S)
 
-    def _sweep_one(self, writer: ResponseWriter, now: float) -> None:
+    def _sweep_one(self, writer: ResponseWriter, keep_alive: bytes, now: float) -> None:
         if writer.paused:
             writer.sweep(now)
             if writer.paused and now - writer.last_read_s > self._client_timeout_s:
@@ -80,13 +81,4 @@ class StreamedResponses:
         elif writer.is_gone():
             writer.abort()
         elif now - writer.last_write_s >= self._keepalive_s:
-            writer.write_unpaused(KEEP_ALIVE, now)
-
-
-def _ending(generation: HttpGeneration) -> bytes:
-    if generation.error is not None:
-        return b"data: " + error_body(generation.error) + b"\n\n"
-    options = generation.request.options
-    if not options.include_usage:
-        return DONE
-    return dialect_of(options).usage_event(options, generation.usage()) + DONE
+            writer.write_unpaused(keep_alive, now)

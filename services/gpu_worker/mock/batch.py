@@ -62,6 +62,7 @@ class MockSlot:
     finished: bool = False
     lost: bool = False  # it started on blocks of a failed fetch: it produces no results
     num_passed: int = 0  # leading blocks outside of the window: they may have other owners
+    has_text: bool = True
 
     def add_blocks(self, blocks: list[int]) -> None:
         self.blocks += blocks
@@ -195,6 +196,7 @@ class MockBatch:
             finished=lost,
             lost=lost,
             num_passed=passed,
+            has_text=start.has_text,
         )
         for block in found[passed:num_full]:
             self.owners.setdefault(block, set()).add(start.slot)
@@ -230,6 +232,9 @@ class MockBatch:
         first, prompt_logprobs = self._prompt_logprobs(slot, before)
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
+        if not slot.has_text:
+            slot.finish()
+            return SlotResult(run.slot, [], slot.num_computed, FinishReason.STOP, vector=self._vector(slot))
         if slot.sampling.constraint is not None:
             slot.finish()
             return SlotResult(run.slot, [], slot.num_computed, FinishReason.FAILED, detail=NO_MASKS)
@@ -242,6 +247,11 @@ class MockBatch:
             state = slot.tokens.state(slot.num_computed)
             logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
+
+    def _vector(self, slot: MockSlot) -> bytes:
+        """The prompt's ids, from its last one back, again and again."""
+        size = self.geometry.vector_size
+        return array("f", [slot.prompt[-1 - i % len(slot.prompt)] for i in range(size)]).tobytes()
 
     def _first_seen(self, num_computed: int, default: int = 0) -> int:
         """The first token in the window of the next one; `default` if there is no window."""

@@ -33,8 +33,8 @@ class Acceptance:
             self.next_expiry_s = self._pending[0][0]
 
     def can_accept(self, request: Request) -> bool:
-        """Whether the request has a detokenizer or can get one."""
-        return request.accepted or len(self._streams) > 0
+        """Whether the request has a detokenizer, can get one, or needs none."""
+        return request.accepted or self._streams.can_open(request)
 
     def accept(self, request: Request) -> bool:
         """Opens the request's streams and notifies its gateway, once. False while there is no detokenizer."""
@@ -49,7 +49,8 @@ class Acceptance:
 
     def notify(self, request: Request) -> None:
         capacity = self._bounds.capacity()
-        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, capacity))
+        detokenizer = request.detokenizer if request.has_text else None
+        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, detokenizer, capacity))
 
     def expire(self, now: float) -> list[Request]:
         """Requests to refuse after the maximum delay. Without a maximum they are accepted."""

@@ -26,6 +26,7 @@ class ModelCapacity:
     vocab_size: int
     eos_token_ids: list[int]
     max_cached_len: int  # tokens of the longest sequence that the blocks hold
+    vector_size: int = 0  # 0: the model makes no vectors
 
     @property
     def max_model_len(self) -> int:
@@ -104,6 +105,7 @@ def _least_of(geometries: list[Geometry]) -> ModelCapacity:
         min(g.vocab_size for g in geometries),
         geometries[0].eos_token_ids,
         min(SlidingWindow(g.window, g.block_size, g.max_num_batched_tokens).max_len(g.num_blocks) for g in geometries),
+        min(g.vector_size for g in geometries),
     )
 
 
@@ -150,6 +152,10 @@ class Admission:
             return Refusal(400, "choices", "output ids must be 4 bytes each")
         if frame.sampling.max_tokens < 0:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")
+        if frame.text is None and (frame.beam is not None or len(frame.choices) != 1):
+            return Refusal(400, "n", f"a request for a vector has one choice, got {len(frame.choices)}")
+        if frame.text is None and self._capacity is not None and not self._capacity.vector_size:
+            return Refusal(400, "model", f"the model {frame.model!r} makes no vectors")
         num_prompt = num_ids(frame.prompt_ids)
         problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens) if self._capacity else ""
         return Refusal(400, "prompt", problem) if problem else None

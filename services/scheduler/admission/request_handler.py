@@ -141,8 +141,10 @@ class RequestHandler:
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
         """The choices of the frame, by index, whose sequences continue: only their text stream is new."""
-        if request is None or not request.accepted or not len(self._streams) or request.search is not None:
+        if request is None or not request.accepted or request.search is not None:
             return {}  # a beam search starts over
+        if not self._streams.can_open(request):
+            return {}
         listed = {c.index: c for c in frame.choices}
         return {
             index: listed[index]

@@ -22,8 +22,9 @@ class DetokenizerStreams:
         self._open_at_loss: dict[int, list[Cancel]] = {}  # streams of detokenizers that were lost lately
         self._lost: list[int] = []  # lost detokenizers that gateways are not told of yet
 
-    def __len__(self) -> int:
-        return len(self.text_outboxes)
+    def can_open(self, request: Request) -> bool:
+        """Whether `open` would succeed."""
+        return not request.has_text or bool(self.text_outboxes)
 
     def add_detokenizer(self, incarnation: int) -> None:
         """A detokenizer that returns lost only its link: its old streams are closed."""
@@ -52,7 +53,13 @@ class DetokenizerStreams:
         return lost
 
     def open(self, request: Request, listed: list[messages.ChoiceState]) -> bool:
-        """Opens a stream for each listed choice at the detokenizer with the fewest streams. False if none is alive."""
+        """Opens a stream for each listed choice at the detokenizer with the fewest streams. False if none is alive.
+
+        A request without text needs none.
+        """
+        options = request.frame.text
+        if options is None:
+            return True
         text_outbox = min(self.text_outboxes.values(), key=lambda s: s.num_streams, default=None)
         request.set_detokenizer(text_outbox)
         if text_outbox is None:
@@ -72,7 +79,7 @@ class DetokenizerStreams:
                     context,
                     choice.output_ids,
                     choice.chars_sent,
-                    request.frame.text,
+                    options,
                     stream,
                 )
             )

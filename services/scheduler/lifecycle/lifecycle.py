@@ -5,13 +5,13 @@ from collections.abc import Callable
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
-from blockyard.services.scheduler.outbox import Outbox
+from blockyard.services.scheduler.outbox import Outbox, VectorOutbox
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
 from blockyard.services.scheduler.transfers.notices import TransferNotices
-from blockyard.shared.messages import FinishReason
+from blockyard.shared.messages import FinishReason, Vector
 
 
 class Lifecycle:
@@ -25,6 +25,7 @@ class Lifecycle:
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
         self.streams = DetokenizerStreams(groups.attached)
+        self.vectors = VectorOutbox()
         self.parallel_sampling = ParallelSampling(self.waiting)
         self._groups = groups
 
@@ -75,7 +76,11 @@ class Lifecycle:
 
     def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "", status: int = 500) -> None:
         """Ends a sequence for a reason that does not come from the worker."""
-        self.streams.finish(sequence, finish, detail, status)
+        request = sequence.request
+        if request.has_text:
+            self.streams.finish(sequence, finish, detail, status)
+        else:
+            self.vectors.add(request.gateway, Vector(request.id, request.attempt, finish, detail=detail, status=status))
         self.end(sequence)
 
     def fail(self, sequence: Sequence, detail: str, status: int = 500) -> None:

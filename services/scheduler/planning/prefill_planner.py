@@ -219,4 +219,5 @@ def slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
         sampling=sampling,
         choice=sequence.index,
         prompt_logprobs_from=sequence.prompt_next,
+        has_text=request.has_text,
     )

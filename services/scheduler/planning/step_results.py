@@ -22,6 +22,7 @@ from blockyard.shared.messages import (
     StepResult,
     TokenRows,
     TokenStep,
+    Vector,
     decode_logprobs,
 )
 
@@ -114,15 +115,10 @@ class StepResults:
     ) -> None:
         """Applies the result of one slot. Tokens that were scheduled and not computed are to be scheduled again."""
         sequence, finish, num_tokens = running.sequence, slot.finish, len(slot.token_ids)
-        num_computed = slot.num_computed
-        done = num_computed - running.num_computed_tokens
-        if done != num_scheduled_tokens:
-            running.on_not_computed(num_scheduled_tokens - done)
-        if running.num_computed_tokens < running.prefill_end:
-            self.num_prompt_tokens += max(0, done)
-        running.on_computed(num_computed)
-        if num_computed >= running.table.next_hash_at:
-            group.kv_cache.mark_block_full(running)
+        self._on_computed(group, running, slot.num_computed, num_scheduled_tokens)
+        if not sequence.request.has_text:
+            self._apply_vector(sequence, slot)
+            return
         if num_tokens:
             if finish is None and sequence.num_tokens + num_tokens >= running.max_num_tokens:
                 finish = FinishReason.LENGTH  # the limit of the worker may be larger
@@ -145,6 +141,31 @@ class StepResults:
             self._count_second_token(sequence)
         if finish is not None or running.leaves_prefilled:
             self._leave(group, running, finish, num_tokens)
+
+    def _on_computed(
+        self, group: WorkerGroup, running: RunningSequence, num_computed: int, num_scheduled_tokens: int
+    ) -> None:
+        done = num_computed - running.num_computed_tokens
+        if done != num_scheduled_tokens:
+            running.on_not_computed(num_scheduled_tokens - done)
+        if running.num_computed_tokens < running.prefill_end:
+            self.num_prompt_tokens += max(0, done)
+        running.on_computed(num_computed)
+        if num_computed >= running.table.next_hash_at:
+            group.kv_cache.mark_block_full(running)
+
+    def _apply_vector(self, sequence: Sequence, slot: SlotResult) -> None:
+        """Sends the result of a request without text once its whole prompt is computed."""
+        request = sequence.request
+        if slot.vector:
+            vector = Vector(
+                request.id, request.attempt, FinishReason.STOP, slot.vector, sequence.reported_cached_tokens
+            )
+            self._lifecycle.vectors.add(request.gateway, vector)
+            self._lifecycle.end(sequence)
+        elif slot.finish is not None or slot.token_ids:
+            detail = slot.detail or "the worker sampled tokens in place of a vector"
+            self._lifecycle.fail(sequence, detail, slot.status)
 
     def _leave(
         self, group: WorkerGroup, running: RunningSequence, finish: FinishReason | None, num_tokens: int

@@ -81,7 +81,13 @@ class Request:
     def has_fixed_length(self) -> bool:
         """Whether its sequences end with `max_tokens` and never before."""
         sampling = self.frame.sampling
-        return sampling.ignore_eos and not sampling.stop_token_ids and not self.frame.text.stop
+        text = self.frame.text
+        return text is None or (sampling.ignore_eos and not sampling.stop_token_ids and not text.stop)
+
+    @property
+    def has_text(self) -> bool:
+        """Whether it needs a detokenizer. The result of other requests is a vector, which goes to the gateway."""
+        return self.frame.text is not None
 
     @property
     def active_sequences(self) -> Collection["Sequence"]:

@@ -96,5 +96,13 @@ class Meters:
             self.longest_sizes.observe(0 if hides else max(len(one.output_ids) for one in entry.choices))
             self.num_choices.observe(entry.num_returned)
 
+    def vector_ended(self, entry: JournalEntry, now: float) -> None:
+        """Counts a request whose result is a vector."""
+        self.ended[FinishReason.STOP] += 1
+        self.prompt_tokens += entry.num_prompt_tokens
+        self.e2e.observe(now - entry.arrived_s)
+        self.prompt_sizes.observe(entry.num_prompt_tokens)
+        self.computed_sizes.observe(entry.num_prompt_tokens - entry.cached_tokens)
+
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1

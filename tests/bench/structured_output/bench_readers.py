@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from rig import Row, table
 
-from blockyard.services.api_gateway.requests.generate_request import Api, ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import Usage
+from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.interface import Usage
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 from blockyard.shared.config.services.gateway import ToolDefaults
@@ -65,8 +66,8 @@ def stream(parser: str, reasoning: str) -> EventStream:
         form = OutputForm(CallForm.FAMILY if parser else CallForm.NONE, bool(reasoning))
         read = answer_format(form, USE, formats, None, meter)
         reader = ChoiceReader(read, meter, CallId.OPENAI, True, print)
-    options = ResponseOptions(Api.CHAT, "chatcmpl-0", 1, "tiny", has_reader=reader is not None)
-    made = EventStream(options, 0, writer, lambda: Usage(0, 0), b"", reader)
+    options = ResponseOptions("chatcmpl-0", 1, "tiny", has_reader=reader is not None)
+    made = EventStream(options, CHAT.events(options).choice(0, None), writer, lambda: Usage(0, 0), reader)
     writer.start(Transport(), True, 0.0)  # type: ignore[arg-type]
     return made
 

@@ -71,11 +71,15 @@ class Caller:
     """An owner."""
 
     num_accepted: int = 0
+    num_begun: int = 0
     num_finished: int = 0
     error: RequestError | None = None
 
     def accepted(self, entry: JournalEntry) -> None:
         self.num_accepted += 1
+
+    def begun(self, entry: JournalEntry) -> None:
+        self.num_begun += 1
 
     def finished(self, entry: JournalEntry) -> None:
         self.num_finished += 1

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
+from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
+from blockyard.services.api_gateway.http.access import Access, Guard, Route
 from blockyard.services.api_gateway.http.middleware import errors
+from blockyard.shared.errors import RequestError
 
 
 def test_a_bug_is_a_500_in_openai_format_and_a_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -20,10 +22,26 @@ def test_a_bug_is_a_500_in_openai_format_and_a_traceback_in_the_log(caplog: pyte
         raise KeyError("prompt text that must not reach the caller")
 
     with caplog.at_level(logging.ERROR):
-        answer = asyncio.run(errors(gateway)(make_mocked_request("POST", "/v1/completions"), broken))  # type: ignore[arg-type]
+        handle = errors(gateway, Guard([], []))  # type: ignore[arg-type]
+        answer = asyncio.run(handle(make_mocked_request("POST", "/v1/completions"), broken))
     assert isinstance(answer, web.Response)
     assert isinstance(answer.body, bytes)
     assert (answer.status, statuses) == (500, [500])
     assert json.loads(answer.body)["error"]["type"] == "server_error"
     assert b"must not reach" not in answer.body
     assert "KeyError" in caplog.text
+
+
+async def test_an_error_has_the_form_of_the_api_whose_route_it_is() -> None:
+    async def refuses(_: web.Request) -> web.StreamResponse:
+        raise RequestError("no", status=409)
+
+    guard = Guard([], [])
+    app = web.Application(middlewares=[errors(SimpleNamespace(meters=SimpleNamespace(responded=int)), guard)])  # type: ignore[arg-type]
+    own = Route("POST", "/own", refuses, Access.OPEN, lambda error: f"own: {error}".encode())
+    for route in (own, Route("POST", "/openai", refuses, Access.OPEN)):
+        guard.add(app, route, route.path)
+    async with TestClient(TestServer(app)) as client:
+        bodies = {path: await (await client.post(path)).text() for path in ("/own", "/openai", "/none")}
+    assert bodies["/own"] == "own: no"
+    assert [json.loads(bodies[path])["error"]["message"][:8] for path in ("/openai", "/none")] == ["no", "There is"]

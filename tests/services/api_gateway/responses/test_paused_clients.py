@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from recorded_answers import pieces_of
 
-from blockyard.services.api_gateway.requests.generate_request import Api, ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import Usage
+from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.interface import Usage
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 from blockyard.shared.config.services.gateway import ToolDefaults
@@ -72,9 +73,9 @@ def test_a_client_that_pauses_gets_the_same_parts(start_at: int) -> None:
     errors: list[RequestError] = []
     unread, transport = UnreadText(1 << 20), Transport()
     writer = ResponseWriter(unread)
-    options = ResponseOptions(Api.CHAT, "id", 1, "tiny", has_reader=True, token_ids=True)
+    options = ResponseOptions("id", 1, "tiny", has_reader=True, token_ids=True)
     of_choice = open_reader(OutputForm(CallForm.FAMILY, True), USE, FORMATS, None, True, errors.append)
-    stream = EventStream(options, 0, writer, lambda: Usage(0, 0), b"", of_choice)
+    stream = EventStream(options, CHAT.events(options).choice(0, []), writer, lambda: Usage(0, 0), of_choice)
     for i, delta in enumerate(deltas(TEXT)):
         if i == start_at:
             assert unread.num_bytes == i * 65

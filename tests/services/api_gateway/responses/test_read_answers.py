@@ -9,7 +9,7 @@ import pytest
 from fake_ring import CARD, SCHEDULER, member
 from recorded_answers import pieces_of
 
-from blockyard.services.api_gateway.requests.body_parser import LARGE_BYTES
+from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES
 from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.messages import Generate, Role, Tokenize
 

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 from fake_ring import SCHEDULER
 
-from blockyard.services.api_gateway.requests.generate_request import Api, ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import Usage
+from blockyard.services.api_gateway.apis.completions import COMPLETIONS
+from blockyard.services.api_gateway.apis.interface import Usage
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream, merged
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 from blockyard.shared.messages import (
@@ -239,7 +240,8 @@ def test_kept_deltas_are_merged_without_losing_text() -> None:
     """4,000 unread tokens are kept as 64 times fewer objects and give the same text."""
     unread_text = UnreadText(1 << 20)
     writer = ResponseWriter(unread_text)
-    stream = EventStream(ResponseOptions(Api.COMPLETIONS, "cmpl-1", 1, "tiny"), 0, writer, lambda: Usage(0, 0), b"")
+    options = ResponseOptions("cmpl-1", 1, "tiny")
+    stream = EventStream(options, COMPLETIONS.events(options).choice(0, None), writer, lambda: Usage(0, 0))
     for i in range(4000):
         stream.push(TextDelta("r", 0, 0, i, [i], f"{i} "), 0.0, 1.0)
     assert len(stream._kept) <= 4000 // 64 + 64
@@ -259,6 +261,22 @@ async def test_a_client_that_reads_nothing_is_cancelled(rig, num_tokens: int) ->
         await r.until(lambda: r.gateway.num_active == 0)
         assert bool(r.ring.frames(Cancel)) is (num_tokens == 250)
         writer.close()
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": USER}), (COMPLETION, {"prompt": "hello"})])
+async def test_a_failure_instead_of_the_first_token_is_a_status(rig, path: str, body: dict[str, Any]) -> None:
+    async with rig() as r:
+        r.ring.fail_at = 0
+        status, error = await r.post(path, body | {"stream": True})
+    assert (status, error["error"]["message"]) == (500, "the worker stumbled")
+
+
+async def test_the_status_of_a_stream_waits_for_its_first_token_but_not_for_long(rig) -> None:
+    async with rig(keepalive_s=0.2) as r:
+        r.ring.silent.add(Role.DETOKENIZER)
+        async with r.http.post(CHAT, json={"messages": USER, "stream": True}) as response:
+            assert response.status == 200
+            assert b'"role":"assistant"' in await response.content.readuntil(b"\n\n")
 
 
 async def test_a_silent_stream_gets_keep_alive_comments(rig) -> None:

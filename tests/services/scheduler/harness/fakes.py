@@ -26,6 +26,7 @@ from blockyard.shared.messages import (
     TokenBatch,
     TokenLogprobs,
     TokenStep,
+    VectorBatch,
 )
 
 
@@ -71,6 +72,7 @@ class FakeGateway:
     journals: dict[str, Journal] = field(default_factory=dict)
     capacities: list[Frame] = field(default_factory=list)
     controlled: list[Controlled] = field(default_factory=list)
+    vectors: list[VectorBatch] = field(default_factory=list)
     lost: set[str] = field(default_factory=set)  # requests to be sent again, from PathLost
 
     def new(
@@ -96,6 +98,9 @@ class FakeGateway:
         """Handles an answer of the scheduler."""
         if isinstance(frame, Controlled):
             self.controlled.append(frame)
+            return
+        if isinstance(frame, VectorBatch):
+            self.vectors.append(frame)
             return
         if isinstance(frame, PathLost):
             self.lost.update(self.journals if frame.member == self.incarnation else self.through(frame.member))

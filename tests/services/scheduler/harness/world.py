@@ -118,6 +118,7 @@ class World:
             kv_layout=layout,
             kv_generation=incarnation,
             kv_endpoint=b"%d" % incarnation,
+            vector_size=s.vector_size,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         waits = s.late_masks or s.host_waits

@@ -1,20 +1,21 @@
 """Parses the body of a request for one of the endpoints. Pure, so that a process of its own can do it too."""
 
 import codecs
-from typing import Literal, TypeVar
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS, GenerateRequest
+from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.completions import COMPLETIONS
+from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import (
     ChatRequest,
-    CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
     decode,
 )
-from blockyard.services.api_gateway.requests.validate import parse_chat, parse_completion
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
@@ -25,8 +26,7 @@ from blockyard.shared.ring_client.request_fields.output_format import OutputForm
 from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.token_ids import pack
 
-Endpoint = Literal["chat", "completion", "invocation", "tokenize", "detokenize"]
-T = TypeVar("T", bound=msgspec.Struct)
+INVOCATION, TOKENIZE, DETOKENIZE = "invocation", "tokenize", "detokenize"  # endpoints besides those of `APIS`
 
 
 class Invocation(msgspec.Struct):
@@ -39,12 +39,13 @@ class Invocation(msgspec.Struct):
 class ParseContext(msgspec.Struct, frozen=True):
     """Everything but the body and the configuration that parsing depends on."""
 
-    endpoint: Endpoint
+    endpoint: str  # the name of an API, or one of the constants above
     request_id: str  # used where the body has none
     served: Served
 
 
 class ParsedGeneration(msgspec.Struct, frozen=True, tag=True):
+    api: str  # its name
     request: GenerateRequest
     ignored: list[str]  # unknown fields
 
@@ -63,21 +64,16 @@ ParsedBody = ParsedGeneration | ParsedText
 
 def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, formats: OutputFormats) -> ParsedBody:
     """Raises RequestError."""
-    endpoint = _invoked_endpoint(body) if context.endpoint == "invocation" else context.endpoint
-    if endpoint == "chat":
-        chat, ignored = decode(body, ChatRequest, config.strict_fields)
-        card = context.served.card(chat.model)
-        return ParsedGeneration(parse_chat(chat, card, config, formats, _request_id(chat.request_id, context)), ignored)
-    if endpoint == "completion":
-        completion, ignored = decode(body, CompletionRequest, config.strict_fields)
-        card = context.served.card(completion.model)
-        name = _request_id(completion.request_id, context)
-        request = parse_completion(completion, card, config, name)
-        check_lengths(request)
-        return ParsedGeneration(request, ignored)
-    if endpoint == "tokenize":
+    if context.endpoint == TOKENIZE:
         return _tokenize(body, context, config)
-    return _detokenize(body, context, config)
+    if context.endpoint == DETOKENIZE:
+        return _detokenize(body, context, config)
+    api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
+    fields, ignored = decode(body, api.schema, config.strict_fields)
+    card = context.served.card(fields.model)
+    request = api.parse(fields, card, config, formats, context.request_id)
+    check_lengths(request)
+    return ParsedGeneration(api.name, request, ignored)
 
 
 def check_lengths(request: GenerateRequest) -> None:
@@ -87,20 +83,15 @@ def check_lengths(request: GenerateRequest) -> None:
             request.finalize_sampling(Tokenized("", prompt.token_ids, b""))
 
 
-def _request_id(asked: str | None, context: ParseContext) -> str:
-    """The unique part of the answer's id. Its length is bounded, because every streamed event repeats it."""
-    return limits.name("request_id", asked, MAX_ID_CHARS) or context.request_id
-
-
-def _invoked_endpoint(body: bytes) -> Endpoint:
+def _invoked_api(body: bytes) -> Api:
     """Chat or completions, by the body's fields. A body that is not valid JSON is left to the completions parser."""
     try:
         asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=Invocation)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "completion"
+        return COMPLETIONS
     if bytes(asked.messages) == bytes(NULL) == bytes(asked.prompt):
         raise RequestError("either messages, as for chat completions, or prompt, as for completions", "messages")
-    return "completion" if bytes(asked.messages) == bytes(NULL) else "chat"
+    return COMPLETIONS if bytes(asked.messages) == bytes(NULL) else CHAT
 
 
 def _tokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedText:

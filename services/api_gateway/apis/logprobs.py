@@ -2,7 +2,7 @@
 
 import msgspec
 
-from blockyard.services.api_gateway.responses.text_offsets import TextOffsets
+from blockyard.services.api_gateway.apis.text_offsets import TextOffsets
 from blockyard.shared.messages import TextLogprobs
 
 FLOOR = -9999.0  # shown for minus infinity, which JSON does not have

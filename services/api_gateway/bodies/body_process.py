@@ -14,7 +14,7 @@ from typing import BinaryIO
 import msgspec
 from setproctitle import setproctitle
 
-from blockyard.services.api_gateway.requests.body_frames import (
+from blockyard.services.api_gateway.bodies.body_frames import (
     FAILED,
     TOO_LARGE,
     Rejected,
@@ -22,8 +22,8 @@ from blockyard.services.api_gateway.requests.body_frames import (
     framed,
     read_frame,
 )
+from blockyard.services.api_gateway.bodies.parse_body import ParseContext, parse_body
 from blockyard.services.api_gateway.requests.ignored_fields import MAX_HEADER_CHARS
-from blockyard.services.api_gateway.requests.parse_body import ParseContext, parse_body
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.process import settings

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.body_parser import LARGE_BYTES
+from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 PADDING = b" " * LARGE_BYTES

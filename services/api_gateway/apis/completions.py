@@ -4,28 +4,33 @@ from collections.abc import Sequence
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import (
+from blockyard.services.api_gateway.apis.interface import (
     PLAIN,
+    Api,
     EventFields,
     FinishedChoice,
     Usage,
 )
-from blockyard.services.api_gateway.responses.dialects.openai_fields import (
+from blockyard.services.api_gateway.apis.logprobs import CompletionLogprobs, completion_logprobs
+from blockyard.services.api_gateway.apis.openai_fields import (
+    FINISH_REASONS,
     NULL,
+    OpenAIEvents,
     PromptLogprobs,
     UsageInfo,
     close_event,
     encode,
+    error_body,
     event_head,
     shown_prompt_logprobs,
     usage_field,
     usage_info,
 )
-from blockyard.services.api_gateway.responses.logprobs import CompletionLogprobs, completion_logprobs
-from blockyard.services.api_gateway.responses.text_offsets import TextOffsets
+from blockyard.services.api_gateway.apis.text_offsets import TextOffsets
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
+from blockyard.services.api_gateway.requests.schemas import CompletionRequest
+from blockyard.services.api_gateway.requests.validate import parse_completion
 from blockyard.shared.output_parsing.parts import Part
-from blockyard.shared.ring_client.metrics.meters import REASONS
 
 KIND = "text_completion"
 
@@ -56,13 +61,16 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
 class CompletionEvents:
     """The events of one choice. The first one has the prompt's ids."""
 
-    __slots__ = ("_offsets", "_options", "_prompt_ids", "text_head", "text_tail")
+    __slots__ = ("_offsets", "_options", "_prompt_ids", "_text_tail", "text_head")
 
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
         self._options, self._prompt_ids = options, prompt_ids
         self._offsets = TextOffsets(options.tokens_as_ids)
         self.text_head = b'%b,"choices":[{"index":%d,"text":' % (event_head(options, KIND), index)
-        self.text_tail = self._tail("", PLAIN, None)
+        self._text_tail = self._tail("", PLAIN, None)
+
+    def text_tail(self, stamp_s: float | None) -> bytes:
+        return self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:
         return b""
@@ -81,7 +89,7 @@ class CompletionEvents:
                 b',"logprobs":',
                 NULL if fields.logprobs is None else self._logprobs(text, fields),
                 b',"finish_reason":',
-                NULL if fields.finish is None else encode(REASONS[fields.finish]),
+                NULL if fields.finish is None else encode(FINISH_REASONS[fields.finish]),
                 b',"stop_reason":',
                 encode(fields.stop_reason),
                 b',"token_ids":',
@@ -100,18 +108,13 @@ class CompletionEvents:
         return encode(completion_logprobs(tokens, self._options.num_top, self._offsets, text, first_token))
 
 
-class CompletionsDialect:
-    def choice_events(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> CompletionEvents:
-        return CompletionEvents(options, index, prompt_ids)
+def _events(options: ResponseOptions) -> OpenAIEvents:
+    return OpenAIEvents(options, CompletionEvents, event_head(options, KIND) + b',"choices":[]')
 
-    def usage_event(self, options: ResponseOptions, usage: Usage) -> bytes:
-        return event_head(options, KIND) + b',"choices":[]' + usage_field(options, usage) + close_event(None)
 
-    def whole(self, options: ResponseOptions, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        shown = [_choice(options, index, choice) for index, choice in enumerate(choices)]
-        return encode(
-            CompletionAnswer(options.answer_id, KIND, options.created, options.model, shown, usage_info(usage))
-        )
+def _whole(options: ResponseOptions, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+    shown = [_choice(options, index, choice) for index, choice in enumerate(choices)]
+    return encode(CompletionAnswer(options.answer_id, KIND, options.created, options.model, shown, usage_info(usage)))
 
 
 def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> CompletionChoice:
@@ -124,9 +127,20 @@ def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> Com
         index,
         text,
         completion_logprobs(tokens, options.num_top, offsets, text, first_token) if options.logprobs else None,
-        REASONS[choice.finish],
+        FINISH_REASONS[choice.finish],
         choice.stop_reason,
         shown_prompt_logprobs(options, choice.prompt_logprobs),
         choice.output_ids,
         choice.prompt_ids,
     )
+
+
+COMPLETIONS = Api(
+    name="completions",
+    paths=("/v1/completions",),
+    schema=CompletionRequest,
+    parse=parse_completion,
+    events=_events,
+    whole=_whole,
+    error_body=error_body,
+)

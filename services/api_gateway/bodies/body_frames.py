@@ -5,7 +5,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.parse_body import ParseContext, ParsedBody
+from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedBody
 from blockyard.shared.errors import RequestError
 
 HEAD = struct.Struct("<II")  # bytes of the frame, and of the body after it

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.api_gateway.responses.text_offsets import TextOffsets
+from blockyard.services.api_gateway.apis.text_offsets import TextOffsets
 
 FISH = "🐟".encode()
 

@@ -4,28 +4,33 @@ from collections.abc import Sequence
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import (
+from blockyard.services.api_gateway.apis.interface import (
     PLAIN,
+    Api,
     EventFields,
     FinishedChoice,
     Usage,
 )
-from blockyard.services.api_gateway.responses.dialects.openai_fields import (
+from blockyard.services.api_gateway.apis.logprobs import ChatLogprobs, chat_logprobs
+from blockyard.services.api_gateway.apis.openai_fields import (
+    FINISH_REASONS,
     NULL,
+    OpenAIEvents,
     PromptLogprobs,
     UsageInfo,
     close_event,
     encode,
+    error_body,
     event_head,
     shown_prompt_logprobs,
     usage_field,
     usage_info,
 )
-from blockyard.services.api_gateway.responses.logprobs import ChatLogprobs, chat_logprobs
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
+from blockyard.services.api_gateway.requests.schemas import ChatRequest
+from blockyard.services.api_gateway.requests.validate import parse_chat
 from blockyard.shared.messages import FinishReason
 from blockyard.shared.output_parsing.parts import Part, PartKind
-from blockyard.shared.ring_client.metrics.meters import REASONS
 
 KIND, EVENT_KIND = "chat.completion", "chat.completion.chunk"
 
@@ -102,8 +107,8 @@ class ChatEvents:
         "_options",
         "_plain_tail",
         "_prompt_ids",
+        "_text_tail",
         "text_head",
-        "text_tail",
     )
 
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
@@ -115,7 +120,10 @@ class ChatEvents:
         self._head = b'%b,"choices":[{"index":%d,"delta":' % (event_head(options, EVENT_KIND), index)
         tail = self._tail_of(PLAIN)
         self._plain_tail = tail + close_event(None)
-        self.text_head, self.text_tail = self._head + b'{"content":', b"}" + tail
+        self.text_head, self._text_tail = self._head + b'{"content":', b"}" + tail
+
+    def text_tail(self, stamp_s: float | None) -> bytes:
+        return self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:
         """The role. That of choice 0 also has the answer's prompt ids."""
@@ -190,27 +198,24 @@ class ChatEvents:
         )
 
 
-class ChatDialect:
-    def choice_events(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> ChatEvents:
-        return ChatEvents(options, index, prompt_ids)
+def _events(options: ResponseOptions) -> OpenAIEvents:
+    fields = b',"choices":[],"prompt_token_ids":null'
+    return OpenAIEvents(options, ChatEvents, event_head(options, EVENT_KIND) + fields)
 
-    def usage_event(self, options: ResponseOptions, usage: Usage) -> bytes:
-        fields = b',"choices":[],"prompt_token_ids":null'
-        return event_head(options, EVENT_KIND) + fields + usage_field(options, usage) + close_event(None)
 
-    def whole(self, options: ResponseOptions, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        return encode(
-            ChatAnswer(
-                options.answer_id,
-                KIND,
-                options.created,
-                options.model,
-                [_choice(options, index, choice) for index, choice in enumerate(choices)],
-                usage_info(usage),
-                shown_prompt_logprobs(options, choices[0].prompt_logprobs),
-                choices[0].prompt_ids,
-            )
+def _whole(options: ResponseOptions, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
+    return encode(
+        ChatAnswer(
+            options.answer_id,
+            KIND,
+            options.created,
+            options.model,
+            [_choice(options, index, choice) for index, choice in enumerate(choices)],
+            usage_info(usage),
+            shown_prompt_logprobs(options, choices[0].prompt_logprobs),
+            choices[0].prompt_ids,
         )
+    )
 
 
 def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> ChatChoice:
@@ -267,5 +272,16 @@ def _text(parts: Sequence[Part], kind: PartKind) -> str | None:
 def _finish_reason(options: ResponseOptions, finish: FinishReason, has_calls: bool) -> str:
     """`has_calls`: the answer has calls, and the last one is whole."""
     if finish != FinishReason.STOP or not has_calls:
-        return REASONS[finish]
+        return FINISH_REASONS[finish]
     return "function_call" if options.function_call else "tool_calls"
+
+
+CHAT = Api(
+    name="chat",
+    paths=("/v1/chat/completions",),
+    schema=ChatRequest,
+    parse=parse_chat,
+    events=_events,
+    whole=_whole,
+    error_body=error_body,
+)

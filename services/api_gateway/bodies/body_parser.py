@@ -10,7 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 
-from blockyard.services.api_gateway.requests.body_frames import (
+from blockyard.services.api_gateway.bodies.body_frames import (
     FAILED,
     HEAD,
     TOO_LONG,
@@ -19,7 +19,7 @@ from blockyard.services.api_gateway.requests.body_frames import (
     encode,
     framed,
 )
-from blockyard.services.api_gateway.requests.parse_body import ParseContext, ParsedBody, parse_body
+from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedBody, parse_body
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 LARGE_BYTES = 64 * 1024  # the slowest body of this size takes about 10 ms to parse
 MAX_WAITING = 4  # large bodies: this many times the largest allowed size, in bytes
 MAX_CPU_S = 10.0
-MODULE = "blockyard.services.api_gateway.requests.body_process"
+MODULE = "blockyard.services.api_gateway.bodies.body_process"
 
 
 @dataclass(order=True, slots=True)

@@ -1,4 +1,4 @@
-"""Each dialect writes whole and streamed answers from the same parts: they say the same."""
+"""Each API writes whole and streamed answers from the same parts: they say the same."""
 
 import itertools
 from typing import Any
@@ -6,10 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockyard.services.api_gateway.requests.generate_request import Api, ResponseOptions
-from blockyard.services.api_gateway.responses.dialects.interface import PLAIN, EventFields, FinishedChoice, Usage
-from blockyard.services.api_gateway.responses.dialects.openai_fields import close_event, encode
-from blockyard.services.api_gateway.responses.dialects.selection import dialect_of
+from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.completions import COMPLETIONS
+from blockyard.services.api_gateway.apis.interface import PLAIN, Api, EventFields, FinishedChoice, Usage
+from blockyard.services.api_gateway.apis.openai_fields import DONE, encode
+from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind
 
@@ -29,21 +32,23 @@ ANSWERS = {
 }
 
 
-def options(api: Api = Api.CHAT, **fields: Any) -> ResponseOptions:
-    return ResponseOptions(api, "id-1", 7, "tiny", custom_tools=("run",), **fields)
+def options(**fields: Any) -> ResponseOptions:
+    return ResponseOptions("id-1", 7, "tiny", custom_tools=("run",), **fields)
 
 
-def streamed(shown: ResponseOptions, parts: tuple[Part, ...], finish: FinishReason) -> list[dict[str, Any]]:
+def streamed(
+    shown: ResponseOptions, parts: tuple[Part, ...], finish: FinishReason, api: Api = CHAT
+) -> list[dict[str, Any]]:
     """The choice of each event."""
-    events = dialect_of(shown).choice_events(shown, 0, None)
+    events = api.events(shown).choice(0, None)
     data = [events.opening(None), *(events.event(part, PLAIN) for part in parts)]
     data.append(events.event(None, EventFields(finish, "x")))
     decoded = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in data if event]
     return [event["choices"][0] for event in decoded]
 
 
-def whole(shown: ResponseOptions, parts: tuple[Part, ...], finish: FinishReason) -> dict[str, Any]:
-    body = dialect_of(shown).whole(shown, [FinishedChoice(parts, finish, "x", [], [])], USAGE)
+def whole(shown: ResponseOptions, parts: tuple[Part, ...], finish: FinishReason, api: Api = CHAT) -> dict[str, Any]:
+    body = api.whole(shown, [FinishedChoice(parts, finish, "x", [], [])], USAGE)
     choice: dict[str, Any] = msgspec.json.decode(body)["choices"][0]
     return choice
 
@@ -88,18 +93,26 @@ def test_a_chat_stream_adds_up_to_the_whole_message(name: str, function_call: bo
 
 
 def test_the_text_of_a_completion_is_the_same_streamed_and_whole() -> None:
-    shown = options(Api.COMPLETIONS)
-    choices, expected = streamed(shown, TEXT, FinishReason.STOP), whole(shown, TEXT, FinishReason.STOP)
+    shown, stop = options(), FinishReason.STOP
+    choices, expected = streamed(shown, TEXT, stop, COMPLETIONS), whole(shown, TEXT, stop, COMPLETIONS)
     assert "".join(choice["text"] for choice in choices) == expected["text"] == 'Hél"lo\n'
     assert choices[-1]["finish_reason"] == expected["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("api", list(Api))
-def test_the_bytes_around_plain_text_make_the_same_event(api: Api) -> None:
-    shown = options(api, include_usage=True)
-    events = dialect_of(shown).choice_events(shown, 2, None)
-    joined = events.text_head + encode("a\n") + events.text_tail + close_event(None)
-    assert joined == events.event(Part(PartKind.CONTENT, "a\n"), PLAIN)
+@pytest.mark.parametrize("stamp_s", [None, 1.5])
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+def test_the_bytes_around_plain_text_make_the_same_event(api: Api, stamp_s: float | None) -> None:
+    events = api.events(options(include_usage=True)).choice(2, None)
+    joined = events.text_head + encode("a\n") + events.text_tail(stamp_s)
+    assert joined == events.event(Part(PartKind.CONTENT, "a\n"), EventFields(stamp_s=stamp_s))
+
+
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
+def test_the_end_of_a_stream(api: Api) -> None:
+    events, error = api.events(options()), RequestError("it broke", status=500)
+    assert events.ending(lambda: USAGE) == DONE
+    assert events.failed(error) == b"data: " + api.error_body(error) + b"\n\n"
+    assert msgspec.json.decode(api.error_body(error))["error"]["type"] == "server_error"
 
 
 def test_the_message_of_every_kind_of_part() -> None:
@@ -144,8 +157,10 @@ def test_the_older_function_call() -> None:
 
 
 def test_usage_counts_reasoning_where_it_is_read() -> None:
-    for api, (usage, details) in itertools.product(Api, [(USAGE, {"reasoning_tokens": 2}), (Usage(3, 5, 1), None)]):
-        shown = options(api, include_usage=True)
+    for api, (usage, details) in itertools.product(
+        APIS.values(), [(USAGE, {"reasoning_tokens": 2}), (Usage(3, 5, 1), None)]
+    ):
+        shown = options(include_usage=True)
         expected = {
             "prompt_tokens": 3,
             "completion_tokens": 5,
@@ -153,7 +168,7 @@ def test_usage_counts_reasoning_where_it_is_read() -> None:
             "prompt_tokens_details": None if usage.cached is None else {"cached_tokens": 1},
             "completion_tokens_details": details,
         }
-        event = dialect_of(shown).usage_event(shown, usage)
-        body = dialect_of(shown).whole(shown, [FinishedChoice(TEXT, FinishReason.STOP, None, [], [])], usage)
+        event = api.events(shown).ending(lambda usage=usage: usage).removesuffix(DONE)
+        body = api.whole(shown, [FinishedChoice(TEXT, FinishReason.STOP, None, [], [])], usage)
         assert msgspec.json.decode(event.removeprefix(b"data: "))["usage"] == expected
         assert msgspec.json.decode(body)["usage"] == expected

@@ -1,12 +1,15 @@
-"""What a dialect is to the rest of the gateway."""
+"""What an API is to the rest of the gateway."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
-from blockyard.shared.messages import FinishReason, TextLogprobs
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import FinishReason, ModelCard, TextLogprobs
 from blockyard.shared.output_parsing.parts import Part
+from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +64,13 @@ class FinishedChoice:
 class ChoiceEvents(Protocol):
     """Writes the events of one choice, in order.
 
-    An event of text alone is `text_head`, the text as a JSON string, `text_tail`, and the end that `close_event` makes:
-    these bytes are encoded once, when the stream opens.
+    An event of text alone is `text_head`, the text as a JSON string, and `text_tail`: both are encoded once, when the
+    stream opens, unless events have stamps.
     """
 
     @property
     def text_head(self) -> bytes: ...
-    @property
-    def text_tail(self) -> bytes: ...
+    def text_tail(self, stamp_s: float | None) -> bytes: ...
     def opening(self, usage: Usage | None) -> bytes:
         """The event before all others; may be empty."""
         ...
@@ -78,15 +80,34 @@ class ChoiceEvents(Protocol):
         ...
 
 
-class Dialect(Protocol):
-    def choice_events(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> ChoiceEvents:
+class AnswerEvents(Protocol):
+    """Writes one streamed answer. What its choices and its end have in common (a counter, an open item) is here."""
+
+    def choice(self, index: int, prompt_ids: list[int] | None) -> ChoiceEvents:
         """`prompt_ids` are shown in the stream; None: they are not."""
         ...
 
-    def usage_event(self, options: ResponseOptions, usage: Usage) -> bytes:
-        """The last event of a stream that ends with the request's usage."""
+    def ending(self, usage: Callable[[], Usage]) -> bytes:
+        """What follows the last event of the choices."""
         ...
 
-    def whole(self, options: ResponseOptions, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+    def failed(self, error: RequestError) -> bytes:
+        """What follows instead if the request fails."""
         ...
+
+
+ErrorBody = Callable[[RequestError], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """An API that clients speak: from its paths and the fields of its body to the bytes of its answers and errors."""
+
+    name: str  # in `ResponseOptions.api`, and towards the process that parses large bodies
+    paths: tuple[str, ...]  # of POST requests
+    schema: type[Any]  # the Struct of its body; it has the field `model`
+    parse: Callable[[Any, ModelCard, GatewayConfig, OutputFormats, str], GenerateRequest]  # the name is the answer's id
+    events: Callable[[ResponseOptions], AnswerEvents]
+    whole: Callable[[ResponseOptions, Sequence[FinishedChoice], Usage], bytes]  # an answer that is not streamed
+    error_body: ErrorBody
+    keep_alive: bytes = b": keep-alive\n\n"  # sent while a stream has nothing to say

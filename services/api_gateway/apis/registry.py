@@ -1,0 +1,7 @@
+"""The APIs that this server speaks: a new one is a line here."""
+
+from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.completions import COMPLETIONS
+from blockyard.services.api_gateway.apis.interface import Api
+
+APIS: dict[str, Api] = {api.name: api for api in (CHAT, COMPLETIONS)}
