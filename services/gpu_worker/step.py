@@ -28,28 +28,6 @@ class LatentRows:
         return self.up[:, self.plain_dim :].mT
 
 
-class Attend(Protocol):
-    """The attention of one step, called by each layer. Implemented in `attention/`."""
-
-    def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        """Computes attention: qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim].
-
-        First normalises q and k by `norm` and rotates them by rotation [tokens, 1, head_dim / 2], if given, and stores
-        K and V of these tokens. A norm whose weight has rows for all heads normalises v, too. In the last layer only
-        the rows of `Step.logits_indices` are returned. May write to qkv.
-
-        latent: of a latent layer, whose qkv is the query alone, [tokens, heads, plain + rotated], without a norm; the
-        rotation is that of its last part, and the result [tokens, heads * value]. May write to `latent.rows`.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
     """The tokens that need logits: the last token of each sequence. Each tensor is [n] int64."""
@@ -59,6 +37,26 @@ class LogitsIndices:
     positions: Tensor
 
 
+class Attend(Protocol):
+    """The attention of one step, called by each layer. Implemented in `attention/`."""
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """Computes attention: qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim].
+
+        First normalises q and k by `norm` and rotates them by rotation [tokens, 1, head_dim / 2], if given, and stores
+        K and V of these tokens. A norm whose weight has rows for all heads normalises v, too. May write to qkv.
+        """
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        """Computes a latent layer: query [tokens, heads, plain + rotated] -> [tokens, heads * value].
+
+        rotation [tokens, 1, rotated / 2] is that of the rotated parts. May write to the query and to `latent.rows`.
+        """
+
+    def of_rows(self, indices: LogitsIndices) -> "Attend":
+        """Returns the attention that stores K and V of all tokens, but computes and returns only these rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass over a flat batch of tokens."""
@@ -66,4 +64,4 @@ class Step:
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64, index of each token in its sequence
     attend: Attend
-    logits_indices: Tensor | None = None  # [n] int64, `LogitsIndices.rows`; None: all tokens
+    logits_indices: LogitsIndices | None = None  # the rows that `Model.forward` returns; None: all tokens

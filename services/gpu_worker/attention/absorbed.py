@@ -10,8 +10,26 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Product
-from blockyard.services.gpu_worker.step import Attend, LatentRows
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
+
+
+class ChosenRows:
+    """Computes all rows of a layer, and returns those that are asked for. Implements `step.Attend`."""
+
+    def __init__(self, attend: Attend, rows: Tensor) -> None:
+        """rows: [n] int64."""
+        self._attend, self._rows = attend, rows
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        return self._attend(layer, qkv, rotation, norm).index_select(0, self._rows)
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        return self._attend.latent(layer, query, rotation, latent).index_select(0, self._rows)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return ChosenRows(self._attend, indices.rows)
 
 
 def attend_absorbed(
@@ -22,7 +40,7 @@ def attend_absorbed(
     latent: LatentRows,
     wrap: Callable[[Product], Product] = lambda product: product,
 ) -> Tensor:
-    """Computes a latent layer by `attend`, called with rows as K: see `step.Attend` for arguments and result.
+    """Computes a latent layer by `attend`, called with rows as K: see `step.Attend.latent` for arguments and result.
 
     wrap: changes the products by head, [rows, heads * in] -> [rows, heads * out].
     """

@@ -11,11 +11,11 @@ from blockyard.kernels.attention.torch_sdpa import row_index, softmax_with_sinks
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.attention.absorbed import attend_absorbed
+from blockyard.services.gpu_worker.attention.absorbed import ChosenRows, attend_absorbed
 from blockyard.services.gpu_worker.attention.cpu_attention import LayerKind
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import in_groups
-from blockyard.services.gpu_worker.step import LatentRows
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 
 class BatchInvariantCpuAttention:
@@ -30,16 +30,13 @@ class BatchInvariantCpuAttention:
         }
         self._seqs = list(zip(tables, counts.tolist(), lengths.tolist(), strict=True))
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        if latent is not None:
-            return attend_absorbed(self, layer, qkv, rotation, latent, in_groups)
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        return attend_absorbed(self, layer, query, rotation, latent, in_groups)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return ChosenRows(self, indices.rows)
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         attention = self._shape.attention[layer]
         heads = attention.num_heads
         rotated = heads + attention.kv_heads

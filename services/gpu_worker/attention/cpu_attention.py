@@ -16,10 +16,10 @@ from blockyard.kernels.attention.torch_sdpa import (
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.attention.absorbed import attend_absorbed
+from blockyard.services.gpu_worker.attention.absorbed import ChosenRows, attend_absorbed
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
-from blockyard.services.gpu_worker.step import LatentRows
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 Positions = TypeVar("Positions", int, Ints, Tensor)
 
@@ -133,16 +133,13 @@ class CpuAttention:
         self._pool, self._shapes = pool, pool.shape.attention
         self._metadata = [metadata[LayerKind.of(shape)] for shape in self._shapes]
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        if latent is not None:
-            return attend_absorbed(self, layer, qkv, rotation, latent)
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        return attend_absorbed(self, layer, query, rotation, latent)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return ChosenRows(self, indices.rows)
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         shape = self._shapes[layer]
         heads, rotated = shape.num_heads, shape.num_heads + shape.kv_heads
         normed, kv = qkv, qkv[:, heads:]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.services.gpu_worker.step import LogitsIndices
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,5 +16,4 @@ class AttentionMetadata:
     num_decodes: int = 0  # where query_start_loc is None, all rows are decodes
     max_seq_len: int | None = None  # upper bound of sequence lengths; None: the length of the block tables
     prefill_max_seq_len: int | None = None  # the same of prefills; None: max_seq_len
-    logits_indices: LogitsIndices | None = None  # rows that the last layer computes; None: all rows
     max_context_len: int = 0  # upper bound of a prefill's tokens before this step, where a layer is latent

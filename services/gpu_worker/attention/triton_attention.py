@@ -118,7 +118,7 @@ def build_attention(pool: KVPool, metadata: AttentionMetadata, semaphores: Split
         kind=RowKind.DECODE,
         kv_dtype=pool.dtype,
         batch_invariant=pool.batch_invariant,
-        decodes_only=decodes_only and metadata.logits_indices is None and semaphores is not None and not has_latent,
+        decodes_only=decodes_only and semaphores is not None and not has_latent,
         num_rows=num_rows,
         max_seq_len=max_seq_len,
     )
@@ -143,15 +143,7 @@ class FusedDecodeAttention:
     def __init__(self, pool: KVPool, rows: PagedKVMetadata, max_seq_len: int, semaphores: SplitSemaphores) -> None:
         self._pool, self._rows, self._max_seq_len, self._semaphores = pool, rows, max_seq_len, semaphores
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        assert latent is None, "no step of a model with latent layers is fused"
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         pool, shape = self._pool, self._pool.shape.attention[layer]
         scales = None if pool.scales is None else pool.scales[layer]
         return fused_decode(
@@ -170,6 +162,12 @@ class FusedDecodeAttention:
             sinks=shape.sinks,
         )
 
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        raise AssertionError("no step of a model with latent layers is fused")
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        raise AssertionError("all rows of a fused step need logits")
+
 
 class TritonAttention:
     """Attention of any step: one kernel stores K and V, then one attends for decodes and one for prefills."""
@@ -186,8 +184,8 @@ class TritonAttention:
         assert metadata.max_seq_len is not None
         assert metadata.prefill_max_seq_len is not None
         rows, num_decodes, starts = metadata.rows, metadata.num_decodes, metadata.query_start_loc
-        self._pool, self._shapes, self._logits_indices = pool, pool.shape.attention, metadata.logits_indices
-        self._rows, self._num_decodes, self._max_seq_len = rows, num_decodes, metadata.max_seq_len
+        self._pool, self._shapes = pool, pool.shape.attention
+        self._rows, self._num_decodes = rows, num_decodes
         decodes = PagedKVMetadata(rows.slots[:num_decodes], rows.positions[:num_decodes], rows.tables)
         self._decodes = KernelRows(decodes, None, metadata.max_seq_len)
         self._prefills = None if starts is None else KernelRows(rows, starts, metadata.prefill_max_seq_len)
@@ -196,26 +194,9 @@ class TritonAttention:
         self._schedules: dict[tuple[int | None, bool, int, int, int], SplitKVSchedule | None] = {}
         self._side: torch.cuda.Stream | None = None  # stream of the prefills of this layer
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        if latent is not None:
-            assert self._latent is not None
-            return self._latent(layer, qkv, rotation, latent)
-        pool, shape, num_decodes = self._pool, self._shapes[layer], self._num_decodes
-        kv = LayerKV(pool.layers[layer], self._scales(layer, qkv, rotation, norm), shape)
-        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        rope_write_kv(
-            qkv, kv.memory, self._rows, rotation, weight, eps, kv.scales, batch_invariant=pool.batch_invariant
-        )
-        q = qkv[:, : shape.num_heads]
-        if self._logits_indices is not None and layer == len(self._shapes) - 1:
-            return self._last(q, kv, self._logits_indices)
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        q, kv = self.store(layer, qkv, rotation, norm)
+        shape, num_decodes = kv.shape, self._num_decodes
         out = qkv.new_empty((len(qkv), shape.num_heads * shape.head_dim))
         key, schedule = (shape.window, shape.chunked, shape.num_heads, shape.kv_heads, shape.head_dim), None
         if num_decodes:
@@ -229,6 +210,23 @@ class TritonAttention:
             self._decode.attend(q[:num_decodes], kv, self._decodes, out[:num_decodes], schedule)
         self._join()
         return out
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        assert self._latent is not None
+        return self._latent(layer, query, rotation, latent)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return ChosenRows(self, self._latent, self._decode, indices, self._decodes)
+
+    def store(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, LayerKV]:
+        """Normalises, rotates and stores the tokens of a step. Returns q and the cache of the layer."""
+        pool, shape = self._pool, self._shapes[layer]
+        kv = LayerKV(pool.layers[layer], self._scales(layer, qkv, rotation, norm), shape)
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        rope_write_kv(
+            qkv, kv.memory, self._rows, rotation, weight, eps, kv.scales, batch_invariant=pool.batch_invariant
+        )
+        return qkv[:, : shape.num_heads], kv
 
     @contextlib.contextmanager
     def _beside(self, num_decodes: int) -> Iterator[None]:
@@ -250,16 +248,6 @@ class TritonAttention:
             torch.cuda.current_stream().wait_stream(self._side)
             self._side = None
 
-    def _last(self, q: Tensor, kv: LayerKV, indices: LogitsIndices) -> Tensor:
-        """Computes only the rows that need logits, each as a decode."""
-        metadata = PagedKVMetadata(indices.slots, indices.positions, self._rows.tables)
-        rows = KernelRows(metadata, None, self._max_seq_len)
-        out = q.new_empty((len(indices.rows), q.shape[1] * q.shape[2]))
-        if len(out):
-            q = q.index_select(0, indices.rows)
-            self._decode.attend(q, kv, rows, out, self._decode.schedule(q, kv, rows))
-        return out
-
     def _scales(self, layer: int, qkv: Tensor, rotation: Tensor | None, norm: RMSNorm | None) -> Tensor | None:
         """Returns the scales [2] of 8-bit K and V, or None. The first step with a prefill measures them."""
         pool = self._pool
@@ -275,6 +263,34 @@ class TritonAttention:
                 apply_rope_reference(normed[:, :rotated], rotation)
             pool.measure_scales(layer, normed[:, heads:rotated], normed[:, rotated:])
         return pool.scales[layer]
+
+
+class ChosenRows:
+    """Stores K and V of all tokens of a step, and computes some rows, each as a decode. Implements `step.Attend`."""
+
+    def __init__(
+        self, step: TritonAttention, latent: LatentLayers | None, decode: TritonKernel, indices: LogitsIndices,
+        decodes: KernelRows,
+    ) -> None:  # fmt: skip
+        self._step, self._latent, self._decode, self._indices = step, latent, decode, indices
+        self._rows = replace(
+            decodes, metadata=PagedKVMetadata(indices.slots, indices.positions, decodes.metadata.tables)
+        )
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        q, kv = self._step.store(layer, qkv, rotation, norm)
+        out = q.new_empty((len(self._indices.rows), q.shape[1] * q.shape[2]))
+        if len(out):
+            q = q.index_select(0, self._indices.rows)
+            self._decode.attend(q, kv, self._rows, out, self._decode.schedule(q, kv, self._rows))
+        return out
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        assert self._latent is not None
+        return self._latent(layer, query, rotation, latent, self._indices)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return self._step.of_rows(indices)
 
 
 @functools.cache

@@ -19,11 +19,11 @@ from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.services.gpu_worker.attention.choice import AttentionCase, AttentionKernel, RowKind, choose
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.step import LatentRows
+from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
 
 
 class LatentLayers:
-    """Computes the latent layers of one step. Arguments and result of a call are those of `step.Attend`."""
+    """Computes the latent layers of one step. Arguments and result of a call are those of `step.Attend.latent`."""
 
     def __init__(self, pool: KVPool, metadata: AttentionMetadata) -> None:
         """metadata: with a bound of sequence lengths, and the number of decodes."""
@@ -43,14 +43,21 @@ class LatentLayers:
         self._absorbs_prefills = choose(case) is AttentionKernel.LATENT_BATCH_INVARIANT
         self._schedules: dict[tuple[int, int], SplitKVSchedule] = {}  # by heads and size of the latent
 
-    def __call__(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        rotation: Tensor | None,
+        latent: LatentRows,
+        indices: LogitsIndices | None = None,
+    ) -> Tensor:
+        """indices: computes only these rows, each as a decode."""
         metadata, num_decodes = self._metadata, self._num_decodes
         scales, starts = self._scales(layer, rotation, latent), metadata.query_start_loc
         memory, scale = self._pool.layers[layer], self._pool.shape.attention[layer].scale
         norm, rows = latent.norm, latent.rows
         write_latent(query, rows, memory, self._rows, rotation, norm.weight, norm.eps, scales)
-        indices = metadata.logits_indices
-        if indices is not None and layer == self._pool.shape.num_layers - 1:
+        if indices is not None:
             needed = PagedKVMetadata(indices.slots, indices.positions, self._rows.tables)
             return self._absorbed(layer, query.index_select(0, indices.rows), latent, needed, scales)
         if starts is None:

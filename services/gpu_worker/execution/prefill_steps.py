@@ -230,11 +230,9 @@ class PrefillStep:
             query_start_loc=self._words[4].view(torch.int32)[: self._descriptor.num_prefills + 1],
             num_decodes=self._descriptor.num_decodes,
             prefill_max_seq_len=self._max_seq_len,
-            logits_indices=logits_indices,
             max_context_len=self._max_context_len,
         )
         attend = steps.ops.attend(steps.pool, metadata)
         if self._layers is not None:
             attend = self._layers.around(attend)
-        chosen = None if logits_indices is None else logits_indices.rows
-        return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, chosen))
+        return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices))

@@ -14,7 +14,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.interfaces import StoredLayers
-from blockyard.services.gpu_worker.step import Attend, LatentRows
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 GROUPS = 8  # of layers in a step; each is a copy and a message of every transfer
 
@@ -87,20 +87,32 @@ def layer_groups(num_layers: int, most: int | None = None) -> list[range]:
     return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
 
 
+class AttendThen:
+    """Calls a function with the number of a layer after its attention. Implements `Attend`."""
+
+    def __init__(self, attend: Attend, then: Callable[[int], None]) -> None:
+        self._attend, self._then = attend, then
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        out = self._attend(layer, qkv, rotation, norm)
+        self._then(layer)
+        return out
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        out = self._attend.latent(layer, query, rotation, latent)
+        self._then(layer)
+        return out
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return AttendThen(self._attend.of_rows(indices), self._then)
+
+
 def _after_groups(attend: Attend, groups: Sequence[range], record: Callable[[int], None]) -> Attend:
     """Calls `record` with the index of a group after the attention of its last layer."""
     ends = {layers.stop - 1: i for i, layers in enumerate(groups)}
 
-    def attend_and_record(
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        out = attend(layer, qkv, rotation, norm, latent)
+    def record_end(layer: int) -> None:
         if layer in ends:
             record(ends[layer])
-        return out
 
-    return attend_and_record
+    return AttendThen(attend, record_end)

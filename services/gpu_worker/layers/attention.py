@@ -8,12 +8,12 @@ from torch import Tensor
 
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
+from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import MakeQKNorm, Norm, SeparateQKNorm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
 from blockyard.services.gpu_worker.loading.weights import Arrange
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import Attend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,21 +47,15 @@ class AttentionSublayer(Protocol):
     def prepare(self) -> None:
         """Prepares norms, once the weights are loaded. The model prepares the linear layers."""
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: Norm,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes the sublayer. Adds delta to residual in place.
+    def attend(self, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, backend: Attend) -> Tensor:
+        """Adds delta to residual in place, and computes attention of its norm: -> the input of the last product.
 
-        Returns residual and the new delta, which the caller adds to residual; a delta of None is already added. Both
-        have the rows in `rows`; None: all rows.
+        It has the rows of residual, or fewer if `backend` computes fewer.
         """
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
+        """Multiplies what `attend` has returned. Returns the new delta, which the caller adds to residual; None: it is
+        already added."""
 
 
 class QKVProjection(Protocol):
@@ -165,6 +159,7 @@ class Attention:
     ) -> None:
         """prefix: of the layer's names in checkpoints. hidden: size of the hidden state."""
         heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
+        self.ops = find_ops(layers.table.device)
         self._layer, self._heads, self._head_dim, self._all_heads = layer, heads, head_dim, heads + 2 * kv_heads
 
         def arrange(rows: Tensor) -> Tensor:
@@ -195,44 +190,23 @@ class Attention:
             if norm is not None:
                 norm.prepare()
 
-    def attend(self, qkv: Tensor, rotation: Rotation, step: Step) -> Tensor:
-        """Computes attention: qkv [tokens, (heads + 2 * kv_heads) * head_dim] -> [tokens, heads * head_dim].
+    def attend(self, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, backend: Attend) -> Tensor:
+        """Implements `AttentionSublayer`."""
+        return self._attend(self.ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, backend)
 
-        In the last layer only the rows of `step.logits_indices` are returned.
-        """
+    def attend_normed(self, x: Tensor, rotation: Rotation, backend: Attend) -> Tensor:
+        """As `attend`, of a normalised hidden state x [tokens, hidden]."""
+        return self._attend(self.qkv(x), rotation, backend)
+
+    def _attend(self, qkv: Tensor, rotation: Rotation, backend: Attend) -> Tensor:
+        """qkv [tokens, (heads + 2 * kv_heads) * head_dim] -> [rows, heads * head_dim]."""
         heads = qkv.view(-1, self._all_heads, self._head_dim)
         if self._separate_norm is not None:
             self._separate_norm.apply(heads)
         if rotation.query_scale is not None:
             heads[:, : self._heads].mul_(rotation.query_scale)
-        return step.attend(self._layer, heads, rotation.angles, self._fused_norm)
+        return backend(self._layer, heads, rotation.angles, self._fused_norm)
 
-    def apply(self, x: Tensor, rotation: Rotation, step: Step) -> Tensor:
-        """Computes the sublayer of a normalised hidden state x [tokens, hidden]. Rows as of `attend`."""
-        return self.out(self.attend(self.qkv(x), rotation, step))
-
-    def apply_normed(
-        self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, step: Step
-    ) -> Tensor:
-        """As `apply`, of the norm of residual + delta. Adds delta to residual in place."""
-        return self.out(self.attend(ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, step))
-
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: Norm,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes the sublayer. Adds delta to residual in place.
-
-        Returns residual and the new delta, which the caller adds to residual; a delta of None is already added. Both
-        have the rows in `rows`; None: all rows.
-        """
-        attended = self.attend(ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, step)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
-        return residual, ops.linear_then_add(self.out, attended, residual)
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
+        """Implements `AttentionSublayer`."""
+        return self.ops.linear_then_add(self.out, attended, residual)

@@ -4,22 +4,28 @@ All have the methods of `DecoderLayer`. The output of a sublayer is passed on as
 the residual, so that one kernel does both.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionSublayer
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, PlainFeedForward
 from blockyard.services.gpu_worker.layers.norm import NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import Attend
+
+
+class Attended(NamedTuple):
+    """What the second part of a layer reads of the first, beside the residual."""
+
+    heads: Tensor  # [rows, heads * head_dim], the output of the attention backend
+    normed: Tensor | None = None  # [rows, hidden], the input of a feed-forward that shares it with the attention
 
 
 class DecoderLayer(Protocol):
-    """One layer of a decoder."""
+    """One layer of a decoder, in two parts: between them the decoder may drop rows that nobody needs."""
 
     def prepare(self) -> None:
         """Prepares norms, once the weights are loaded. The model prepares the linear layers."""
@@ -27,19 +33,15 @@ class DecoderLayer(Protocol):
     def linears(self) -> list[Linear]:
         """Returns all linear layers, in the order in which a step uses them."""
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes the layer. Adds delta, the output of the previous layer, to residual in place.
+    def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
+        """Adds delta, the output of the previous layer, to residual in place, and computes the attention of the sum."""
 
-        Returns residual and the delta of this layer, which the caller adds to residual; a delta of None is already
-        added. Both have the rows in `rows`; None: all rows.
+    def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
+        """Computes the rest, of the rows that residual and `attended` both have. May write to them.
+
+        It drops `attended` before the feed-forward, so that the memory can be used again.
+
+        Returns residual and the delta of this layer, which the caller adds to residual; None: it is already added.
         """
 
 
@@ -59,18 +61,15 @@ class PreNormLayer:
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        residual, delta = self._attention.forward(ops, residual, delta, self._norm1, rotation, step, rows)
-        return residual, self._mlp.forward(ops, residual, delta, self._norm2)
+        return Attended(self._attention.attend(residual, delta, self._norm1, rotation, backend))
+
+    def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
+        """Implements `DecoderLayer`."""
+        delta = self._attention.finish(residual, attended.heads)
+        del attended
+        return residual, self._mlp.forward(residual, delta, self._norm2)
 
 
 class PostNormLayer:
@@ -100,21 +99,16 @@ class PostNormLayer:
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        attended = self._attention.apply_normed(ops, residual, delta, self._before[0], rotation, step)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
-        [x] = ops.add_normed(residual, attended, self._after[0], self._before[1:])
-        ops.add_normed(residual, self._mlp.apply(ops, x), self._after[1])
+        return Attended(self._attention.attend(residual, delta, self._before[0], rotation, backend))
+
+    def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
+        """Implements `DecoderLayer`."""
+        attention, ops = self._attention, self._attention.ops
+        [x] = ops.add_normed(residual, attention.out(attended.heads), self._after[0], self._before[1:])
+        del attended
+        ops.add_normed(residual, self._mlp.apply(x), self._after[1])
         return residual, None
 
 
@@ -135,23 +129,19 @@ class ParallelLayer:
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        x = ops.add_norm(residual, delta, self._norm)
-        attended = self._attention.apply(x, rotation, step)
-        if rows is not None:
-            residual, x = residual.index_select(0, rows), x.index_select(0, rows)
+        x = self._attention.ops.add_norm(residual, delta, self._norm)
+        return Attended(self._attention.attend_normed(x, rotation, backend), x if self._mlp_norm is None else None)
+
+    def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
+        """Implements `DecoderLayer`."""
+        out, x = self._attention.out(attended.heads), attended.normed
+        del attended
         if self._mlp_norm is not None:
-            x = ops.add_norm(residual, None, self._mlp_norm)
-        return residual, attended.add_(self._mlp.apply(ops, x))
+            x = self._attention.ops.add_norm(residual, None, self._mlp_norm)
+        assert x is not None
+        return residual, out.add_(self._mlp.apply(x))
 
 
 def _disable_fusion(linears: list[Linear]) -> None:

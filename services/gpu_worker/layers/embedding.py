@@ -12,14 +12,28 @@ HEAD = "lm_head"
 class TokenEmbedding:
     """The embedding table, [vocab_size, width]."""
 
-    def __init__(self, layers: LinearLayers, name: str, vocab_size: int, width: int, factor: float = 1.0) -> None:
-        """factor: of the embeddings, not of the output matrix that shares their weight."""
+    def __init__(
+        self,
+        layers: LinearLayers,
+        name: str,
+        vocab_size: int,
+        width: int,
+        factor: float = 1.0,
+        project: Linear | None = None,
+    ) -> None:
+        """factor: of the embeddings, not of the output matrix that shares their weight. project: from `width` to the
+        hidden size; None: both are the same."""
         self._name = f"{name}.weight"
         self.weight = layers.table.matrix(self._name, vocab_size, width)
-        self._factor = factor
+        self._factor, self._project = factor, project
+
+    def linears(self) -> list[Linear]:
+        return [] if self._project is None else [self._project]
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         found = F.embedding(token_ids, self.weight)
+        if self._project is not None:
+            found = self._project(found)
         return found if self._factor == 1.0 else found.mul_(self._factor)
 
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
@@ -50,12 +64,20 @@ class LearnedPositions:
 class Head:
     """The output layer (LM head): hidden states to logits, scaled and with a soft cap where a family has them."""
 
-    def __init__(self, linear: Linear, factor: float = 1.0, soft_cap: float | None = None) -> None:
-        """factor: of the logits. soft_cap: logits become soft_cap * tanh(logits / soft_cap)."""
-        self.linear, self._factor, self._soft_cap = linear, factor, soft_cap
+    def __init__(
+        self, linear: Linear, factor: float = 1.0, soft_cap: float | None = None, project: Linear | None = None
+    ) -> None:
+        """factor: of the logits. soft_cap: logits become soft_cap * tanh(logits / soft_cap). project: of hidden
+        states, before `linear`; None: none."""
+        self.linear, self._factor, self._soft_cap, self._project = linear, factor, soft_cap, project
+
+    def linears(self) -> list[Linear]:
+        return [self.linear] if self._project is None else [self._project, self.linear]
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, width] -> [rows, vocab_size]."""
+        """hidden [rows, hidden] -> [rows, vocab_size]."""
+        if self._project is not None:
+            hidden = self._project(hidden)
         if self._factor != 1.0:
             hidden = hidden * self._factor  # much smaller than the logits
         logits = self.linear(hidden)

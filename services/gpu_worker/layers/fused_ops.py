@@ -1,6 +1,6 @@
 """The operations between the matrix products of a decoder: an interface, and its implementation in torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -115,10 +115,16 @@ class TorchOps:
         return (q.copy_(turned_q), k.copy_(turned_k)) if in_place else (turned_q, turned_k)
 
 
-def find_ops(device: torch.device) -> FusedOps:
-    if device.type != "cuda":
-        return TorchOps()
+def _triton_ops() -> FusedOps:
     # imports Triton, which is installed only on machines with a GPU
     from blockyard.services.gpu_worker.layers.triton_ops import TritonOps  # noqa: PLC0415
 
     return TritonOps()
+
+
+OPS: dict[str, Callable[[], FusedOps]] = {"cuda": _triton_ops}  # by type of device; others have `TorchOps`
+
+
+def find_ops(device: torch.device) -> FusedOps:
+    """Returns the operations of a device. Each layer that needs some calls it once, when it is made."""
+    return OPS.get(device.type, TorchOps)()

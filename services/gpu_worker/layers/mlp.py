@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
+from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import Norm
 
@@ -15,7 +15,7 @@ class FeedForward(Protocol):
 
     def linears(self) -> list[Linear]: ...
 
-    def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
+    def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Adds delta to residual in place. Returns the new delta, which the caller adds; None: it is already added."""
 
 
@@ -24,7 +24,7 @@ class PlainFeedForward(Protocol):
 
     def linears(self) -> list[Linear]: ...
 
-    def apply(self, ops: FusedOps, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """x [rows, hidden] -> [rows, hidden]."""
 
 
@@ -43,7 +43,7 @@ class GatedMLP:
         joined: str | None = None,
     ) -> None:
         """activation: a key of `ACTIVATIONS`. joined: the checkpoint has gate and up as one tensor of this name."""
-        self._activation = activation
+        self._ops, self._activation = find_ops(layers.table.device), activation
         outputs = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
         if joined is not None:
             outputs = {f"{prefix}.{joined}": 2 * inner}
@@ -54,53 +54,44 @@ class GatedMLP:
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
 
-    def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
+    def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
-        return self.finish(ops, ops.norm_then_linear(self.gate_up, residual, delta, norm), residual)
+        return self.finish(self._ops.norm_then_linear(self.gate_up, residual, delta, norm), residual)
 
-    def finish(self, ops: FusedOps, gate_up: Tensor, residual: Tensor) -> Tensor | None:
+    def finish(self, gate_up: Tensor, residual: Tensor) -> Tensor | None:
         """The rest behind `gate_up`. Returns as `forward`."""
-        return ops.linear_then_add(self.down, gate_up, residual, self._activation)
+        return self._ops.linear_then_add(self.down, gate_up, residual, self._activation)
 
-    def apply(self, ops: FusedOps, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Implements `PlainFeedForward`."""
-        return self.finish_alone(ops, self.gate_up(x))
+        return self.finish_alone(self.gate_up(x))
 
-    def finish_alone(self, ops: FusedOps, gate_up: Tensor) -> Tensor:
+    def finish_alone(self, gate_up: Tensor) -> Tensor:
         """The rest behind `gate_up`, without the residual."""
-        return self.down(ops.act_mul(gate_up, self._activation))
+        return self.down(self._ops.act_mul(gate_up, self._activation))
 
 
 class MLP:
     """Computes down(activation(up(x)))."""
 
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
-        """activation: a key of `ACTIVATIONS`."""
-        self.up, self.down, self._activate = up, down, ACTIVATIONS[activation]
-
-    @classmethod
-    def make(
-        cls, layers: LinearLayers, up: str, down: str, hidden: int, inner: int, activation: str, *, bias: bool,
+    def __init__(
+        self, layers: LinearLayers, up: str, down: str, hidden: int, inner: int, activation: str, *, bias: bool,
         transposed: bool = False,
-    ) -> "MLP":  # fmt: skip
-        """Makes it with matrices of these names in checkpoints. transposed: stored as [in, out]."""
-        return cls(
-            layers.make({up: inner}, hidden, bias=bias, fusion=Fusion.NORM, transposed=transposed),
-            layers.make({down: hidden}, inner, bias=bias, fusion=Fusion.ADD, transposed=transposed),
-            activation,
-        )
+    ) -> None:  # fmt: skip
+        """up, down: names of the matrices in checkpoints. activation: a key of `ACTIVATIONS`. transposed: stored as
+        [in, out]."""
+        self._ops, self._activate = find_ops(layers.table.device), ACTIVATIONS[activation]
+        self.up = layers.make({up: inner}, hidden, bias=bias, fusion=Fusion.NORM, transposed=transposed)
+        self.down = layers.make({down: hidden}, inner, bias=bias, fusion=Fusion.ADD, transposed=transposed)
 
     def linears(self) -> list[Linear]:
         return [self.up, self.down]
 
-    def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
+    def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
-        inner = self._activate(ops.norm_then_linear(self.up, residual, delta, norm))
-        return ops.linear_then_add(self.down, inner, residual)
+        inner = self._activate(self._ops.norm_then_linear(self.up, residual, delta, norm))
+        return self._ops.linear_then_add(self.down, inner, residual)
 
-    def apply(self, ops: FusedOps, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Implements `PlainFeedForward`."""
-        return self(x)
-
-    def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._activate(self.up(x)))

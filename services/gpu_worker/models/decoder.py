@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
+from blockyard.services.gpu_worker.layers.decoder_layers import Attended, DecoderLayer
 from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
@@ -47,7 +47,8 @@ class Decoder:
         return self._rotations.prepare(max_model_len, self.table.device, self.table.dtype)
 
     def linears(self) -> list[Linear]:
-        return [*(linear for layer in self._layers for linear in layer.linears()), self._head.linear]
+        layers = (linear for layer in self._layers for linear in layer.linears())
+        return [*self._embedding.linears(), *layers, *self._head.linears()]
 
     def forward(self, step: Step) -> Tensor:
         residual = self._embedding(step.token_ids)
@@ -55,10 +56,15 @@ class Decoder:
             residual.add_(self._positions(step.positions))
         delta: Tensor | None = None
         rotations = self._rotations(step.positions)
-        last = self._layers[-1]
+        backend, last, needed = step.attend, self._layers[-1], step.logits_indices
         for layer, rotation in zip(self._layers, rotations, strict=True):
-            rows = step.logits_indices if layer is last else None
-            residual, delta = layer.forward(self._ops, residual, delta, rotation, step, rows)
+            if layer is last and needed is not None:  # behind its attention no other row is read
+                heads, normed = layer.attend(residual, delta, rotation, backend.of_rows(needed))
+                residual = residual.index_select(0, needed.rows)
+                attended = Attended(heads, None if normed is None else normed.index_select(0, needed.rows))
+                residual, delta = layer.finish(residual, attended)
+            else:
+                residual, delta = layer.finish(residual, layer.attend(residual, delta, rotation, backend))
         return self._ops.add_norm(residual, delta, self._norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

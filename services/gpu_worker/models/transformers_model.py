@@ -115,7 +115,7 @@ class TransformersModel:
         for owner in self._placed.transient:
             owner.forget()
         self._connection.computes = None  # it holds the tensors of the step
-        return hidden if step.logits_indices is None else hidden.index_select(0, step.logits_indices)
+        return hidden if step.logits_indices is None else hidden.index_select(0, step.logits_indices.rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -133,10 +133,11 @@ class _StepAttention:
         tokens, size = query.shape[2], value.shape[3]
         if size < key.shape[3]:  # the KV cache has room for the keys' size
             value = F.pad(value, (0, key.shape[3] - size))
-        out = self.step.attend(layer, join_qkv(query, key, value)).view(-1, query.shape[1], query.shape[3])[..., :size]
-        rows = self.step.logits_indices
-        if rows is not None and layer == self.shape.num_layers - 1 and len(out) == len(rows):
-            out = _at_their_rows(out, rows, tokens)  # the last layer computes only these rows
+        needed = self.step.logits_indices if layer == self.shape.num_layers - 1 else None
+        backend = self.step.attend if needed is None else self.step.attend.of_rows(needed)
+        out = backend(layer, join_qkv(query, key, value)).view(-1, query.shape[1], query.shape[3])[..., :size]
+        if needed is not None:
+            out = _at_their_rows(out, needed.rows, tokens)
         return out[None]
 
     def route(self, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

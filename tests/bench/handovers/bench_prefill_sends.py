@@ -25,7 +25,7 @@ from blockyard.kernels.kv_cache.block_checksum import multipliers, salts
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, write_step
-from blockyard.services.gpu_worker.execution.stored_layers import LayerRecorder, LayerWords, layer_groups
+from blockyard.services.gpu_worker.execution.stored_layers import AttendThen, LayerRecorder, LayerWords, layer_groups
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Attend
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
@@ -67,8 +67,7 @@ class Tables:
         torch.cuda.synchronize()
 
     def around(self, attend: Attend) -> Attend:
-        def attend_and_send(layer: int, *args: object) -> Tensor:
-            out = attend(layer, *args)  # type: ignore[arg-type]
+        def send(layer: int) -> None:
             main = torch.cuda.current_stream()
             if self.side is not None:
                 self.side.wait_stream(main)
@@ -76,9 +75,8 @@ class Tables:
                 self.launch(layer)
             if self.side is not None and layer == len(self.own) - 1:
                 main.wait_stream(self.side)
-            return out
 
-        return attend_and_send  # type: ignore[return-value]
+        return AttendThen(attend, send)
 
     def launch(self, layer: int) -> None:
         own_blocks, words = self.own.shape[1:]

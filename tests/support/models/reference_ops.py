@@ -43,25 +43,19 @@ NEAR = 8  # keys
 
 
 class ReferenceAttention:
-    def __init__(self, pool: KVPool, seqs: PagedKVMetadata, logits_indices: LogitsIndices | None) -> None:
+    def __init__(self, pool: KVPool, seqs: PagedKVMetadata, logits_indices: LogitsIndices | None = None) -> None:
         self._pool, self._seqs, self._logits_indices = pool, seqs, logits_indices
 
-    def __call__(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
-        if latent is not None:
-            return self._latent(layer, qkv, rotation, latent)
-        shape, memory = self._pool.shape, self._pool.layers[layer]
+    def of_rows(self, indices: LogitsIndices) -> "ReferenceAttention":
+        return ReferenceAttention(self._pool, self._seqs, indices)
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        memory = self._pool.layers[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         rope_write_kv_reference(qkv, memory, self._seqs, rotation, weight, eps)
-        attention = shape.attention[layer]
+        attention = self._pool.shape.attention[layer]
         q, seqs, logits_indices = qkv[:, : attention.num_heads].contiguous(), self._seqs, self._logits_indices
-        if logits_indices is not None and layer == shape.num_layers - 1:
+        if logits_indices is not None:
             q, seqs = (
                 q[logits_indices.rows],
                 PagedKVMetadata(logits_indices.slots, logits_indices.positions, seqs.tables),
@@ -69,10 +63,10 @@ class ReferenceAttention:
         options = (attention.soft_cap, attention.chunked, attention.sinks)
         return paged_decode_reference(q, memory, seqs, attention.scale, attention.window, *options)
 
-    def _latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
         shape, memory, seqs, indices = self._pool.shape, self._pool.layers[layer], self._seqs, self._logits_indices
         write_latent_reference(query, latent.rows, memory, seqs, rotation, latent.norm.weight, latent.norm.eps)
-        if indices is not None and layer == shape.num_layers - 1:
+        if indices is not None:
             query, seqs = query[indices.rows], PagedKVMetadata(indices.slots, indices.positions, seqs.tables)
         absorbed = head_products_reference(query[..., : latent.plain_dim], latent.to_keys)
         rotated, scale = query[..., latent.plain_dim :], shape.attention[layer].scale
@@ -103,7 +97,7 @@ class ReferenceOps(DeviceOps):
         if starts is not None:
             assert (int(starts[0]), int(starts[-1])) == (num_decodes, len(rows.slots))
             assert longest_prefill is None or int(rows.positions[num_decodes:].max()) < longest_prefill
-        return ReferenceAttention(pool, rows, metadata.logits_indices)
+        return ReferenceAttention(pool, rows)
 
     def wait_for_masks(self, inputs: StepInputs, rows: RowMasks) -> None:
         wait_for_masks_reference(inputs.sampled_slots, inputs.index, rows.masks, rows.states, rows.words)

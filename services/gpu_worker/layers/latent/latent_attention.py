@@ -14,12 +14,12 @@ from torch import Tensor
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
+from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
 from blockyard.services.gpu_worker.layers.rotary import Rotation
-from blockyard.services.gpu_worker.step import LatentRows, Step
+from blockyard.services.gpu_worker.step import Attend, LatentRows
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
 
@@ -78,7 +78,7 @@ class LatentAttention:
         """prefix: of the layer's names in checkpoints. bias: of the products from and to the hidden state, but for q
         without a latent. halves: pairs that are rotated are two halves; otherwise they are side by side."""
         table, heads, latent = layers.table, sizes.num_heads, sizes.latent_dim
-        self._layer, self._sizes = layer, sizes
+        self._ops, self._layer, self._sizes = find_ops(table.device), layer, sizes
         query, rows = heads * sizes.query_dim, {f"{prefix}.kv_a_proj_with_mqa": sizes.row_dim}
 
         def arrange_query(stored: Tensor) -> Tensor:
@@ -120,41 +120,24 @@ class LatentAttention:
         if self._query_norm is not None:
             self._query_norm.prepare()
 
-    def attend(self, x: Tensor, rotation: Rotation, step: Step) -> Tensor:
-        """Computes attention: x [tokens, hidden] -> [tokens, heads * value_dim], in the last layer only the rows of
-        `step.logits_indices`."""
-        return self._attend(self._first(x), None if self._rows is None else self._rows(x), rotation, step)
-
-    def _attend(self, first: Tensor, rows: Tensor | None, rotation: Rotation, step: Step) -> Tensor:
-        """As `attend`, from the first product, and the rows if they are another one."""
+    def attend(self, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, backend: Attend) -> Tensor:
+        """Implements `AttentionSublayer`: -> [rows, heads * value_dim]."""
         sizes = self._sizes
-        if rows is None:
+        if self._rows is None:
+            first = self._ops.norm_then_linear(self._first, residual, delta, norm)
             first, rows = first[:, : -sizes.row_dim], first[:, -sizes.row_dim :]
+        else:
+            x = self._ops.add_norm(residual, delta, norm)
+            first, rows = self._first(x), self._rows(x)
         if self._query is not None and self._query_norm is not None:
             first = self._query(self._query_norm(first.contiguous()))
         query = first.view(len(first), sizes.num_heads, sizes.query_dim)
         latent = LatentRows(rows, self._row_norm, self._up, sizes.plain_dim)
-        return step.attend(self._layer, query, rotation.angles, latent=latent)
+        return backend.latent(self._layer, query, rotation.angles, latent)
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        norm: Norm,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
         """Implements `AttentionSublayer`."""
-        if self._rows is None:
-            first = ops.norm_then_linear(self._first, residual, delta, norm)
-            attended = self._attend(first, None, rotation, step)
-        else:
-            attended = self.attend(ops.add_norm(residual, delta, norm), rotation, step)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
-        return residual, ops.linear_then_add(self.out, attended, residual)
+        return self._ops.linear_then_add(self.out, attended, residual)
 
 
 def _interleave_last(rows: Tensor, head_dim: int, rotated_dim: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
+from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
@@ -98,7 +98,7 @@ class RoutedExperts:
         """choice_bias, expert_factors [experts]: see `choose_experts`. shared_gate: its sigmoid is the weight of the
         shared experts. scales_input: routing weights multiply the input of an expert, otherwise its output."""
         self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
-        self._shared, self._shared_gate = shared, shared_gate
+        self._ops, self._shared, self._shared_gate = find_ops(weights.device), shared, shared_gate
         self._experts = find_experts(weights, routing, gate, scales_input)
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
         if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all
@@ -109,26 +109,26 @@ class RoutedExperts:
         gates = [self._shared_gate] if self._shared_gate is not None else []
         return [self._router_linear, *self._experts.linears(), *shared, *gates]
 
-    def forward(self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
+    def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
         if delta is None and isinstance(norm, RMSNorm) and self._fuses_norm(len(residual)):
-            logits = ops.norm_then_linear(self._router_linear, residual, None, norm)
+            logits = self._ops.norm_then_linear(self._router_linear, residual, None, norm)
             return self._sum(residual, logits, None, residual, norm)
-        x = ops.add_norm(residual, delta, norm)
+        x = self._ops.add_norm(residual, delta, norm)
         shared = None
         if self._shared is not None:
-            shared = self._shared.finish(ops, self._shared_gate_up(self._shared, x), residual)
+            shared = self._shared.finish(self._shared_gate_up(self._shared, x), residual)
         return self._sum(x, self._router(x), shared, residual)
 
     def _fuses_norm(self, rows: int) -> bool:
         """Whether both the router and the experts normalise what they read."""
         return self._router_linear.fused(rows) is not None and self._experts.fuses_norm(rows)
 
-    def apply(self, ops: FusedOps, x: Tensor) -> Tensor:
+    def apply(self, x: Tensor) -> Tensor:
         """Implements `PlainFeedForward`."""
         shared = None
         if self._shared is not None:
-            shared = self._shared.finish_alone(ops, self._shared_gate_up(self._shared, x))
+            shared = self._shared.finish_alone(self._shared_gate_up(self._shared, x))
         return self._sum_alone(x, self._router(x), shared)
 
     def apply_routed(self, x: Tensor, router_input: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ from blockyard.services.gpu_worker.layers.attention import (
     QKVProjection,
     SeparateQKV,
 )
+from blockyard.services.gpu_worker.layers.decoder_layers import Attended
 from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
@@ -41,7 +41,7 @@ from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, check_shared_heads, llama_mlp
 from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import Attend
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.config.checkpoint import UNSAID_WINDOWS
 from blockyard.shared.errors import ConfigError
@@ -149,28 +149,22 @@ class Gemma4Layer:
         beside = self._beside.experts.linears() if self._beside is not None else []
         return [*self._attention.linears(), *self._mlp.linears(), *beside]
 
-    def forward(
-        self,
-        ops: FusedOps,
-        residual: Tensor,
-        delta: Tensor | None,
-        rotation: Rotation,
-        step: Step,
-        rows: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        norms = self._norms
-        attended = self._attention.apply_normed(ops, residual, delta, norms.before_attention, rotation, step)
-        if rows is not None:
-            residual = residual.index_select(0, rows)
-        beside = self._beside
+        return Attended(self._attention.attend(residual, delta, self._norms.before_attention, rotation, backend))
+
+    def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
+        """Implements `DecoderLayer`."""
+        norms, beside, ops = self._norms, self._beside, self._attention.ops
+        out = self._attention.out(attended.heads)
+        del attended
         if beside is None:
-            [x] = ops.add_normed(residual, attended, norms.after_attention, [norms.before_mlp])
-            ops.add_normed(residual, self._mlp.apply(ops, x), norms.after_mlp, factor=self._factor)
+            [x] = ops.add_normed(residual, out, norms.after_attention, [norms.before_mlp])
+            ops.add_normed(residual, self._mlp.apply(x), norms.after_mlp, factor=self._factor)
             return residual, None
         then = (norms.before_mlp, beside.before, beside.router_norm)
-        x, experts_input, router_input = ops.add_normed(residual, attended, norms.after_attention, then)
-        dense = self._mlp.apply(ops, x)
+        x, experts_input, router_input = ops.add_normed(residual, out, norms.after_attention, then)
+        dense = self._mlp.apply(x)
         routed = beside.experts.apply_routed(experts_input, router_input)
         both = (beside.after_dense, routed, beside.after)
         ops.add_normed(residual, dense, norms.after_mlp, beside=both, factor=self._factor)

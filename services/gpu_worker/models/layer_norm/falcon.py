@@ -103,7 +103,7 @@ def _layer(
     )
     attention = Attention(layers, f"{prefix}.self_attention", number, hidden, shape, options)
     up, down, inner = f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h", fields.ffn_hidden_size or 4 * hidden
-    mlp = MLP.make(layers, up, down, hidden, inner, read_activation("activation", fields.activation), bias=bias)
+    mlp = MLP(layers, up, down, hidden, inner, read_activation("activation", fields.activation), bias=bias)
     if not fields.parallel_attn:
         return PreNormLayer(make_norm("input_layernorm"), attention, make_norm("post_attention_layernorm"), mlp)
     if fields.has_two_norms:

@@ -89,5 +89,5 @@ def _layer(fields: GPT2Config, layers: LinearLayers, number: int, shape: Attenti
         LayerNorm(layers.table, f"{prefix}.ln_1", hidden, eps=eps),
         Attention(layers, f"{prefix}.attn", number, hidden, shape, options),
         LayerNorm(layers.table, f"{prefix}.ln_2", hidden, eps=eps),
-        MLP.make(layers, up, down, hidden, inner, activation, bias=True, transposed=True),
+        MLP(layers, up, down, hidden, inner, activation, bias=True, transposed=True),
     )

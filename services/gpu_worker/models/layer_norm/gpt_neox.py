@@ -78,7 +78,7 @@ def _layer(
     attention = Attention(layers, f"{prefix}.attention", number, hidden, shape, options)
     norm2 = LayerNorm(layers.table, f"{prefix}.post_attention_layernorm", hidden, eps=fields.layer_norm_eps)
     up, down, inner = f"{prefix}.mlp.dense_h_to_4h", f"{prefix}.mlp.dense_4h_to_h", fields.intermediate_size
-    mlp = MLP.make(layers, up, down, hidden, inner, read_activation("hidden_act", fields.hidden_act), bias=True)
+    mlp = MLP(layers, up, down, hidden, inner, read_activation("hidden_act", fields.hidden_act), bias=True)
     if fields.use_parallel_residual:
         return ParallelLayer(norm1, attention, mlp, norm2)
     return PreNormLayer(norm1, attention, norm2, mlp)

@@ -6,15 +6,17 @@ import msgspec
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape, SeparateQKV
-from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, TokenEmbedding
+from blockyard.services.gpu_worker.layers.decoder_layers import Attended, DecoderLayer, PreNormLayer
+from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
-from blockyard.services.gpu_worker.layers.norm import LayerNorm
-from blockyard.services.gpu_worker.layers.rotary import NO_ROTATION
+from blockyard.services.gpu_worker.layers.norm import LayerNorm, NoNorm, Norm
+from blockyard.services.gpu_worker.layers.rotary import LayerRotations, Rotation
 from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.interface import ModelShape
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import Attend
 from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
@@ -37,99 +39,71 @@ class OPTConfig(msgspec.Struct, frozen=True, rename={"remove_final_layer_norm": 
     tie_word_embeddings: bool = True
 
 
-def build(config: dict[str, Any], table: WeightTable) -> "OPT":
+def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     fields = parse(config, OPTConfig)
     if fields.activation_function != "relu":
         raise ConfigError(f"config.json: activation_function {fields.activation_function!r} is not supported")
     heads, hidden = fields.num_attention_heads, fields.hidden_size
     if hidden % heads:
         raise ConfigError(f"config.json: num_attention_heads {heads} does not divide hidden_size {hidden}")
-    return OPT(fields, LinearLayers(table, config))
+    head_dim, width, longest = hidden // heads, fields.word_embed_proj_dim or hidden, fields.max_position_embeddings
+    layers, affine = LinearLayers(table, config), fields.layer_norm_elementwise_affine
+    project_in = project_out = None
+    if width != hidden:
+        project_in = layers.make({"model.decoder.project_in": hidden}, width)
+        project_out = layers.make({"model.decoder.project_out": width}, hidden)
+    embedding = TokenEmbedding(layers, "model.decoder.embed_tokens", fields.vocab_size, width, project=project_in)
+    shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5)
+    norm: Norm = NoNorm()
+    if fields.do_layer_norm_before and not fields.remove_final_layer_norm:
+        norm = LayerNorm(table, "model.decoder.final_layer_norm", hidden, affine)
+    return Decoder(
+        table,
+        ModelShape(vocab_size=fields.vocab_size, max_positions=longest, attention=(shape,) * fields.num_hidden_layers),
+        embedding=embedding,
+        positions=LearnedPositions(table, "model.decoder.embed_positions", longest, hidden, POSITION_OFFSET),
+        layers=[_layer(fields, layers, layer, shape) for layer in range(fields.num_hidden_layers)],
+        norm=norm,
+        head=Head(embedding.make_head(layers, fields.tie_word_embeddings), project=project_out),
+        rotations=LayerRotations((None,) * fields.num_hidden_layers),
+    )
 
 
-class OPTLayer:
-    def __init__(self, config: OPTConfig, layers: LinearLayers, layer: int, shape: AttentionShape) -> None:
-        prefix, hidden, bias = f"model.decoder.layers.{layer}", config.hidden_size, config.enable_bias
-        table, affine = layers.table, config.layer_norm_elementwise_affine
-        self._norm_first = config.do_layer_norm_before
-        self._norm1 = LayerNorm(table, f"{prefix}.self_attn_layer_norm", hidden, affine)
-        self._attention = Attention(
-            layers,
-            f"{prefix}.self_attn",
-            layer,
-            hidden,
-            shape,
-            AttentionOptions(qkv=SeparateQKV(bias=bias), out_bias=bias, out_name="out_proj", halves_dim=0),
-        )
-        self._norm2 = LayerNorm(table, f"{prefix}.final_layer_norm", hidden, affine)
-        self._mlp = MLP(
-            layers.make({f"{prefix}.fc1": config.ffn_dim}, hidden, bias=bias),
-            layers.make({f"{prefix}.fc2": hidden}, config.ffn_dim, bias=bias),
-            config.activation_function,
-        )
+def _layer(fields: OPTConfig, layers: LinearLayers, layer: int, shape: AttentionShape) -> DecoderLayer:
+    prefix, hidden, bias = f"model.decoder.layers.{layer}", fields.hidden_size, fields.enable_bias
+    options = AttentionOptions(qkv=SeparateQKV(bias=bias), out_bias=bias, out_name="out_proj", halves_dim=0)
+    attention = Attention(layers, f"{prefix}.self_attn", layer, hidden, shape, options)
+    up, down = f"{prefix}.fc1", f"{prefix}.fc2"
+    mlp = MLP(layers, up, down, hidden, fields.ffn_dim, fields.activation_function, bias=bias)
+    norm1, norm2 = (
+        LayerNorm(layers.table, f"{prefix}.{name}", hidden, fields.layer_norm_elementwise_affine)
+        for name in ("self_attn_layer_norm", "final_layer_norm")
+    )
+    if fields.do_layer_norm_before:
+        return PreNormLayer(norm1, attention, norm2, mlp)
+    return SumNormLayer(attention, norm1, mlp, norm2)
+
+
+class SumNormLayer:
+    """The residual itself is normalised after each sublayer, as in opt-350m. Implements `DecoderLayer`."""
+
+    def __init__(self, attention: Attention, norm1: Norm, mlp: MLP, norm2: Norm) -> None:
+        self._attention, self._norm1, self._mlp, self._norm2 = attention, norm1, mlp, norm2
+        for linear in self.linears():
+            linear.disable_fusion()
+
+    def prepare(self) -> None:
+        for part in (self._attention, self._norm1, self._norm2):
+            part.prepare()
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
 
-    def forward(self, x: Tensor, step: Step, rows: Tensor | None) -> Tensor:
-        """Computes the layer: x [tokens, hidden] -> the rows in `rows`, or all rows if None. May write to x."""
-        qkv = self._attention.qkv(self._norm1(x) if self._norm_first else x)
-        attended = self._attention.attend(qkv, NO_ROTATION, step)
-        x = self._attention.out.add_to(x if rows is None else x.index_select(0, rows), attended)
-        if not self._norm_first:
-            x = self._norm1(x)
-        x = x.add_(self._mlp(self._norm2(x) if self._norm_first else x))
-        return x if self._norm_first else self._norm2(x)
+    def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
+        """Implements `DecoderLayer`. delta is None: `finish` returns none."""
+        return Attended(self._attention.attend_normed(residual, rotation, backend))
 
-
-class OPT:
-    """The OPT decoder. Implements `Model`."""
-
-    def __init__(self, config: OPTConfig, layers: LinearLayers) -> None:
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        width = config.word_embed_proj_dim or hidden
-        head_dim = hidden // heads
-        shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5)
-        self.shape = ModelShape(
-            vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
-            attention=(shape,) * config.num_hidden_layers,
-        )
-        self.table = table = layers.table
-        self._embedding = TokenEmbedding(layers, "model.decoder.embed_tokens", config.vocab_size, width)
-        longest, name = config.max_position_embeddings, "model.decoder.embed_positions"
-        self._positions = LearnedPositions(table, name, longest, hidden, POSITION_OFFSET)
-        self._project_in = self._project_out = None
-        if width != hidden:
-            self._project_in = layers.make({"model.decoder.project_in": hidden}, width)
-            self._project_out = layers.make({"model.decoder.project_out": width}, hidden)
-        self._layers = [OPTLayer(config, layers, layer, shape) for layer in range(config.num_hidden_layers)]
-        has_norm = config.do_layer_norm_before and not config.remove_final_layer_norm
-        affine = config.layer_norm_elementwise_affine
-        self._norm = LayerNorm(table, "model.decoder.final_layer_norm", hidden, affine) if has_norm else None
-        self._head = self._embedding.make_head(layers, config.tie_word_embeddings)
-        for linear in self.linears():
-            linear.disable_fusion()  # fused kernels support only RMSNorm, not LayerNorm
-
-    def prepare(self, max_model_len: int) -> list[str]:
-        for linear in self.linears():
-            linear.prepare()
-        self._positions.prepare(max_model_len)
-        return []
-
-    def linears(self) -> list[Linear]:
-        projections = [linear for linear in (self._project_in, self._project_out) if linear is not None]
-        return [*(linear for layer in self._layers for linear in layer.linears()), *projections, self._head]
-
-    def forward(self, step: Step) -> Tensor:
-        x = self._embedding(step.token_ids)
-        if self._project_in is not None:
-            x = self._project_in(x)
-        x = x + self._positions(step.positions)
-        last = self._layers[-1]
-        for layer in self._layers:
-            x = layer.forward(x, step, step.logits_indices if layer is last else None)
-        return self._norm(x) if self._norm is not None else x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(self._project_out(hidden) if self._project_out is not None else hidden)
+    def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
+        """Implements `DecoderLayer`."""
+        x = self._norm1(self._attention.out.add_to(residual, attended.heads))
+        return self._norm2(x.add_(self._mlp.apply(x))), None

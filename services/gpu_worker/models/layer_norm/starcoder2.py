@@ -36,7 +36,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> MLP:
         up, down = f"{prefix}.mlp.c_fc", f"{prefix}.mlp.c_proj"
-        return MLP.make(layers, up, down, hidden, inner, activation, bias=bias)
+        return MLP(layers, up, down, hidden, inner, activation, bias=bias)
 
     def make_norm(weights: WeightTable, name: str) -> Norm:
         return LayerNorm(weights, name, hidden, eps=own.norm_epsilon)

@@ -21,7 +21,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> MLP:
         up, down = f"{prefix}.mlp.up_proj", f"{prefix}.mlp.down_proj"
-        return MLP.make(layers, up, down, hidden, inner, activation, bias=bias)
+        return MLP(layers, up, down, hidden, inner, activation, bias=bias)
 
     attention = biased(fields.attention_bias)
     return build_llama(config, fields, table, LlamaVariant(attention=attention, make_mlp=make_mlp))

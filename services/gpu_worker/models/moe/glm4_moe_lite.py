@@ -7,8 +7,8 @@ import msgspec
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
-from blockyard.services.gpu_worker.models.moe.deepseek_v3 import DeepseekConfig, build_deepseek
-from blockyard.services.gpu_worker.models.moe.moe_config import make_routing
+from blockyard.services.gpu_worker.models.moe import deepseek_v3
+from blockyard.shared.config import model_bounds as bounds
 from blockyard.shared.errors import ConfigError
 
 DEFAULTS = {  # of fields that config.json may omit
@@ -16,6 +16,7 @@ DEFAULTS = {  # of fields that config.json may omit
     "kv_lora_rank": 512,
     "max_position_embeddings": 202752,
     "moe_intermediate_size": 1536,
+    "n_group": 1,
     "n_routed_experts": 64,
     "n_shared_experts": 1,
     "num_experts_per_tok": 4,
@@ -24,33 +25,22 @@ DEFAULTS = {  # of fields that config.json may omit
     "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-5,
     "routed_scaling_factor": 1.8,
+    "topk_group": 1,
     "v_head_dim": 256,
 }
-OTHER_NAMES = {"num_local_experts": "n_routed_experts"}
 
 
 class LiteConfig(msgspec.Struct, frozen=True):
+    num_hidden_layers: bounds.Layers
     mlp_layer_types: list[str] | None = None  # "dense" or "sparse" of each layer; None: see first_k_dense_replace
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
-    config = with_defaults(config, DEFAULTS, OTHER_NAMES)
-    fields = parse(config, DeepseekConfig)
-    kinds = parse(config, LiteConfig).mlp_layer_types
-    if kinds is not None:
-        fields = msgspec.structs.replace(fields, first_k_dense_replace=_num_dense(kinds, fields.num_hidden_layers))
-    routing = make_routing(
-        "n_routed_experts",
-        fields.n_routed_experts,
-        fields.num_experts_per_tok,
-        sigmoid=True,
-        renormalize=fields.norm_topk_prob,
-        scale=fields.routed_scaling_factor,
-        groups=fields.n_group or 1,
-        top_groups=fields.topk_group or 1,
-        sum_of_two=True,
-    )
-    return build_deepseek(config, fields, table, routing, has_choice_bias=True)
+    config = with_defaults(config, DEFAULTS, deepseek_v3.OTHER_NAMES)
+    own = parse(config, LiteConfig)
+    if own.mlp_layer_types is not None:
+        config["first_k_dense_replace"] = _num_dense(own.mlp_layer_types, own.num_hidden_layers)
+    return deepseek_v3.build(config, table)
 
 
 def _num_dense(kinds: list[str], num_layers: int) -> int:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.models.transformers_layers.probes import (
     Numbers,
@@ -84,13 +83,13 @@ class _Passed(nn.Module):
 class GatedModule(nn.Module):
     """A gated MLP of ours in the place of transformers'."""
 
-    def __init__(self, mlp: GatedMLP, ops: FusedOps) -> None:
+    def __init__(self, mlp: GatedMLP) -> None:
         super().__init__()
-        self._mlp, self._ops = mlp, ops
+        self._mlp = mlp
         self.behind: SumNorm | None = None  # of the norm behind the sum with the output
 
     def forward(self, *args: Tensor, **kwargs: Any) -> Tensor:
         """Takes one tensor [..., hidden], under the name that the class in transformers has for it."""
         x: Tensor = next(iter((*args, *kwargs.values())))
-        out = self._mlp.apply(self._ops, x.reshape(-1, x.shape[-1])).view(x.shape)
+        out = self._mlp.apply(x.reshape(-1, x.shape[-1])).view(x.shape)
         return out if self.behind is None else SublayerOutput.of(out, self.behind)

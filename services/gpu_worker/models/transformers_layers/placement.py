@@ -122,7 +122,7 @@ class _Placement:
             linear.disable_fusion()  # the norm and the sum around are transformers'
         first = f"{name}.{JOINED}" if joined else self._groups[f"{name}.{GATE}"][0]
         self.linears += [(first, mlp.gate_up), (f"{name}.{DOWN}", mlp.down)]
-        return GatedModule(mlp, self._ops)
+        return GatedModule(mlp)
 
     def _linear_module(self, name: str, module: nn.Linear) -> nn.Module:
         group = self._groups.get(name)

@@ -94,24 +94,24 @@ def test_decodes_and_prefills_in_one_step(
     for layer, shape in enumerate(SHAPE.attention):
         query, latent = case.inputs()
         want = case.want(want_memory[layer], shape.scale)
-        assert_close(attend(layer, query, case.rotation, latent=latent), want)
+        assert_close(attend.latent(layer, query, case.rotation, latent), want)
         assert_close(pool.runs[0][layer], want_memory[layer])
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_the_last_layer_computes_rows_that_need_logits(invariant: bool) -> None:
+def test_only_rows_that_need_logits_are_computed(invariant: bool) -> None:
     torch.manual_seed(4)
     case = Case(1, (6, 4, 3), [9, 0, 7, 0])
     pool = KVPool(SHAPE, BLOCKS, SIZE, torch.float32, DEVICE, invariant)
     pool.runs[0].normal_()
     last = case.starts[1:].long() - 1
     indices = LogitsIndices(last, case.rows.slots[last], case.rows.positions[last])
-    metadata = AttentionMetadata(case.rows, case.starts[1:], 1, logits_indices=indices, max_context_len=9)
+    metadata = AttentionMetadata(case.rows, case.starts[1:], 1, max_context_len=9)
     attend = build_attention(pool, metadata)
-    for layer, shape in enumerate(SHAPE.attention):
+    for layer, (shape, backend) in enumerate(zip(SHAPE.attention, (attend, attend.of_rows(indices)), strict=True)):
         query, latent = case.inputs()
         want = case.want(pool.runs[0][layer].clone(), shape.scale)
-        assert_close(attend(layer, query, case.rotation, latent=latent), want[last] if layer else want)
+        assert_close(backend.latent(layer, query, case.rotation, latent), want[last] if layer else want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -125,13 +125,13 @@ def test_rows_in_8_bits_with_a_measured_scale(dtype: torch.dtype) -> None:
     for layer, shape in enumerate(SHAPE.attention):
         query, latent = case.inputs()
         wanted.append(case.want(torch.zeros(BLOCKS, 1, 1, SIZE, LATENT + ROTATED, device=DEVICE), shape.scale))
-        assert_close(attend(layer, query, case.rotation, latent=latent), wanted[-1])
+        assert_close(attend.latent(layer, query, case.rotation, latent), wanted[-1])
     assert pool.scales is not None and not pool.scales_pending
     assert torch.equal(pool.scales[:, 0], pool.scales[:, 1]) and (pool.scales < 1).all()
     rows = PagedKVMetadata(case.rows.slots[11:12], case.rows.positions[11:12], case.rows.tables)
     query, latent = case.inputs()
     decode = build_attention(pool, AttentionMetadata(rows))
-    got = decode(0, query[11:12], case.rotation[11:12], latent=replace(latent, rows=latent.rows[11:12]))
+    got = decode.latent(0, query[11:12], case.rotation[11:12], replace(latent, rows=latent.rows[11:12]))
     assert float((got - wanted[0][11:12]).norm() / wanted[0][11:12].norm()) < 0.3
 
 

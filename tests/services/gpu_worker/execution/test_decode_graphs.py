@@ -32,9 +32,9 @@ from blockyard.services.gpu_worker.execution.decode_graphs import (
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_masks import SlotMasks, share_masks
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
-from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output import matcher_client
 from blockyard.shared.errors import LoadError
@@ -103,7 +103,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     plain = start(tmp_path, device=DEVICE)
     plain.ahead = plain.host.device = None
     want = outputs(plain)
-    monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
+    monkeypatch.setitem(OPS, DEVICE, TritonOps)
     monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights are not repacked
     fast = start(tmp_path, device=DEVICE)
     for linear in fast.model.linears():
@@ -125,7 +125,7 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
     BY_NAME["llama"].save(tmp_path)
     cpu, runner = start(tmp_path, device="cpu"), start(tmp_path, device=DEVICE)
     if DEVICE == "cpu":
-        monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
+        monkeypatch.setitem(OPS, DEVICE, TritonOps)
         monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights are not repacked
         runner = start(tmp_path)
         masks = share_masks(runner.batch.matchers, num_mask_slots(3), runner.pool.device)

@@ -16,8 +16,8 @@ from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraph, PrefillGraphs
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
-from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
 
@@ -44,7 +44,7 @@ def test_the_kernels_give_the_tokens_of_the_plain_path(tmp_path: Path, monkeypat
     plain = start(tmp_path, device=DEVICE)
     plain.ahead = plain.host.device = None
     want = outputs(plain, (5, 3, 80), 3, num_slots=3, chunk=70)
-    monkeypatch.setattr(decoder, "find_ops", lambda device: TritonOps())
+    monkeypatch.setitem(OPS, DEVICE, TritonOps)
     fast = start(tmp_path, device=DEVICE)
     shape = fast.geometry
     settings = DecodeSettings(capacity=3, max_model_len=shape.max_model_len, eos_token_ids=shape.eos_token_ids)

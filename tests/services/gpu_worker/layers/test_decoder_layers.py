@@ -7,9 +7,8 @@ import pytest
 import torch
 from tiny_models import BY_NAME, VOCAB, start
 
-from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
+from blockyard.services.gpu_worker.layers.fused_ops import OPS, TorchOps
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
-from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Step
 
@@ -32,13 +31,11 @@ def logits(runner: Runner, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name", ["gemma3", "gemma4-sees", "olmo2", "cohere-plus", "falcon-40b-like", "gpt2", "starcoder2"]
 )
-def test_kernels_of_a_gpu_in_all_kinds_of_layers(name: str, tmp_path: Path) -> None:
+def test_kernels_of_a_gpu_in_all_kinds_of_layers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for the norms and activations that have some, torch for the others."""
     BY_NAME[name].save(tmp_path)
-    runner = start(tmp_path, device=DEVICE)
-    model, ids = runner.model, np.random.default_rng(4).integers(2, VOCAB, 7).tolist()
-    assert isinstance(model, Decoder)
-    model._ops = TorchOps()
-    expected = logits(runner, ids)
-    model._ops = TritonOps()
-    torch.testing.assert_close(logits(runner, ids), expected, rtol=1e-4, atol=1e-4)
+    ids, found = np.random.default_rng(4).integers(2, VOCAB, 7).tolist(), []
+    for ops in (TorchOps, TritonOps):
+        monkeypatch.setitem(OPS, DEVICE, ops)
+        found.append(logits(start(tmp_path, device=DEVICE), ids))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers import triton_ops
+from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models import decoder
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.step import LatentRows, Step
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 
 OPT = BASE | {"ffn_dim": 96, "max_position_embeddings": 64}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -33,6 +33,7 @@ PLAIN = ["add_norm", "linear 128", "attend", "linear 64", "add_norm", "linear 19
 FUSED = ["norm+linear 128", "attend", "linear 64+add", "norm+linear 192", "silu+linear 64+add"]
 NORMS_BEHIND = ["attend", "linear 64", "norm_add_norm", "linear 192", "gelu_tanh", "linear 64", "norm_add_norm"]
 OPT_LAYER = ["linear 192", "attend", "linear 64", "linear 96", "linear 64"]
+FUSED_OPT_LAYER = ["linear 192", "attend", "linear 64+add", "linear 96", "linear 64+add"]  # no kernel has a LayerNorm
 
 
 class Launches:
@@ -43,7 +44,7 @@ class Launches:
         monkeypatch.setattr(triton_ops, "add_rms_norm", self._add_rms_norm)
         monkeypatch.setattr(triton_ops, "norm_add_norm", self._norm_add_norm)
         monkeypatch.setattr(triton_ops, "act_mul", self._act_mul)
-        monkeypatch.setattr(decoder, "find_ops", lambda device: triton_ops.TritonOps())
+        monkeypatch.setitem(OPS, "cpu", triton_ops.TritonOps)
 
     def install(self, linear: Linear, rows: int, is_fused: bool) -> None:
         out = linear.shape[1]
@@ -59,16 +60,16 @@ class Launches:
 
         linear.use({}, product, {rows: fused} if is_fused and linear.fusion is not Fusion.NONE else {})
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotation: Tensor | None = None,
-        norm: RMSNorm | None = None,
-        latent: LatentRows | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        """Implements `Attend`."""
         self.names.append("attend")
         return qkv.new_zeros(len(qkv), 64)
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        raise NotImplementedError
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        raise NotImplementedError
 
     def _add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         self.names.append("add_norm")
@@ -96,10 +97,10 @@ def test_launches_of_a_step(name: str, is_fused: bool, monkeypatch: pytest.Monke
     for linear in model.linears():
         launches.install(linear, 2, is_fused)
     tokens = torch.tensor([3, 4])
-    model.logits(model.forward(Step(tokens, torch.tensor([0, 1]), launches.attend)))
+    model.logits(model.forward(Step(tokens, torch.tensor([0, 1]), launches)))
     layers = config["num_hidden_layers"]
     if name == "OPTForCausalLM":
-        expected = OPT_LAYER * layers
+        expected = (FUSED_OPT_LAYER if is_fused else OPT_LAYER) * layers
     elif name in ("Gemma3ForCausalLM", "Gemma4ForCausalLM"):
         qkv = ["norm+linear 128"] if is_fused else ["add_norm", "linear 128"]
         expected = [*[*qkv, *NORMS_BEHIND] * layers, "add_norm"]

@@ -20,10 +20,10 @@ from transformers import (
     HeliumForCausalLM,
 )
 
-from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
+from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models import registry, transformers_model
+from blockyard.services.gpu_worker.models import registry
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
 from blockyard.services.gpu_worker.models.transformers_layers.norms import NormModule
 from blockyard.services.gpu_worker.models.transformers_model import _at_their_rows, build, trace_layers
@@ -144,9 +144,7 @@ def test_tokens_by_the_kernels_of_a_gpu(name: str, tmp_path: Path, monkeypatch: 
     """In Triton's interpreter, but for attention and matrix products."""
     tiny = next(one for one in CLASSES if one.name == name)
     theirs = tiny.save(tmp_path).to(DEVICE)
-    monkeypatch.setattr(
-        transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps()
-    )
+    monkeypatch.setitem(OPS, "cpu", TritonOps)
     check_two_streams(theirs, start(tmp_path, device=DEVICE, model_impl="transformers"), DEVICE)
 
 

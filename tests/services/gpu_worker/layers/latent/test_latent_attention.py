@@ -16,11 +16,11 @@ from blockyard.services.gpu_worker.layers.latent.latent_attention import (
     latent_shape,
 )
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.layers.norm import NoNorm
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
 from blockyard.services.gpu_worker.layers.rotary import RotaryEmbedding
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import ModelShape
-from blockyard.services.gpu_worker.step import Step
 
 HIDDEN, TOKENS, SIZE = 40, 37, 4
 SIZES = LatentSizes(num_heads=3, plain_dim=6, rotated_dim=4, value_dim=10, latent_dim=16, query_latent_dim=12)
@@ -74,7 +74,7 @@ class Rig:
             int(end - begin == 1),
         )
         where = torch.from_numpy(positions)
-        return self.attention.attend(self.x[begin:end], self.rotary(where), Step(where, where, attend))
+        return self.attention.attend(self.x[begin:end], None, NoNorm(), self.rotary(where), attend)
 
     def plain(self) -> Tensor:
         """Decompresses K and V of each head, in float64."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
+from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.moe import routed_experts as experts_file
 from blockyard.services.gpu_worker.layers.moe.expert_configs import candidates
@@ -111,7 +111,7 @@ def test_the_bias_decides_the_choice_and_not_the_weights() -> None:
     layer = RoutedExperts(router, weights, routing, choice_bias=bias)
     residual, norm = torch.randn(3, HIDDEN, device=DEVICE), RMSNorm(torch.ones(HIDDEN, device=DEVICE), 1e-6)
     before, x = residual.clone(), norm(residual)
-    got = layer.forward(TorchOps(), residual, None, norm)
+    got = layer.forward(residual, None, norm)
     scores = router(x).sigmoid()[:, [1, 4]]
     factors = scores / scores.sum(-1, keepdim=True) * 2.5
     expected = plain(x, torch.tensor([[1, 4]] * 3), factors, weights, Gate.SILU, False)
@@ -127,6 +127,7 @@ def test_one_row_is_normalised_by_the_router_and_the_experts_and_added_to_the_re
     from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 
     monkeypatch.setattr(experts_file, "find_experts", GroupedExperts)
+    monkeypatch.setitem(OPS, DEVICE, TritonOps)
     weight = torch.randn(NUM_EXPERTS, HIDDEN, device=DEVICE)
     router = dense_linear(weight)
     layer = RoutedExperts(router, make_weights(), ROUTING)
@@ -144,8 +145,8 @@ def test_one_row_is_normalised_by_the_router_and_the_experts_and_added_to_the_re
     for rows in (1, 5):
         residual = torch.randn(rows, HIDDEN, device=DEVICE)
         before = residual.clone()
-        want = before + layer.apply(TorchOps(), norm(residual))
-        delta = layer.forward(TritonOps(), residual, None, norm)
+        want = before + layer.apply(norm(residual))
+        delta = layer.forward(residual, None, norm)
         assert (delta is None) == (rows == 1 and not batch_invariant)
         added = residual if delta is None else residual + summed(delta)
         assert torch.allclose(added, want, rtol=1e-4, atol=1e-4)
@@ -165,11 +166,11 @@ def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
     for linear in layer.linears():
         linear.make_batch_invariant()
     x = torch.randn(100, HIDDEN, device=DEVICE)
-    together = layer.apply(TorchOps(), x)
+    together = layer.apply(x)
     assert len(together.unique(dim=0)) == 100
     for row in (0, 41, 99):
-        assert torch.equal(layer.apply(TorchOps(), x[row : row + 1])[0], together[row])
-    assert torch.equal(layer.apply(TorchOps(), x[30:50]), together[30:50])
+        assert torch.equal(layer.apply(x[row : row + 1])[0], together[row])
+    assert torch.equal(layer.apply(x[30:50]), together[30:50])
 
 
 def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

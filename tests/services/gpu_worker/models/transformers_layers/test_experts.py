@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from blockyard.kernels.moe.gates import Gate
-from blockyard.services.gpu_worker.layers.fused_ops import TorchOps
+from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
-from blockyard.services.gpu_worker.models import transformers_model
 from blockyard.services.gpu_worker.models.transformers_layers import experts
 from blockyard.services.gpu_worker.models.transformers_layers.experts import are_experts, find_kind
 from blockyard.shared.errors import ConfigError
@@ -66,9 +65,7 @@ def test_tokens_by_the_kernels_of_a_gpu(kind: str, tmp_path: Path, monkeypatch: 
     from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
     theirs = save_tiny(kind, tmp_path).to(DEVICE)
-    monkeypatch.setattr(
-        transformers_model, "find_ops", lambda device: TorchOps() if device.type == "meta" else TritonOps()
-    )
+    monkeypatch.setitem(OPS, "cpu", TritonOps)
     monkeypatch.setattr(experts, "find_experts", GroupedExperts)
     check_two_streams(theirs, start(tmp_path, device=DEVICE, model_impl="transformers", max_model_len=128), DEVICE)
 
