@@ -89,11 +89,3 @@ def tool_format(name: str) -> ToolFormat:
     if name in NOT_BUILT:
         raise ConfigError(f"--tool-call-parser {name} is not built: {NOT_BUILT[name]}")
     raise ConfigError(f"--tool-call-parser {name}: known are {', '.join(sorted(BY_NAME))}")
-
-
-def format_of_template(template: str) -> ToolFormat | None:
-    """The format whose marks are all in this chat template: the first in the order of `FORMATS`."""
-    for one in FORMATS:
-        if one.template_marks and all(mark in template for mark in one.template_marks):
-            return one
-    return None
