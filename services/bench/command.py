@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from blockyard.services.bench import serve
 from blockyard.shared.errors import ConfigError
 
 USAGE = """\
@@ -37,11 +38,9 @@ def main(args: Sequence[str]) -> int:
 
 
 def _main_of(what: str) -> Callable[[Sequence[str]], int]:
-    """Imports one benchmark's module only: `serve` needs no engine, `kernels` no load generator."""
+    """Imports one benchmark's module only: `serve` does without tokenizers, which the others load."""
     match what:
         case "serve":
-            from blockyard.services.bench import serve  # noqa: PLC0415
-
             return serve.main
         case "latency" | "throughput":
             from blockyard.services.bench import latency_throughput  # noqa: PLC0415

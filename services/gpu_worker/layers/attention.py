@@ -214,7 +214,7 @@ class Attention:
     def apply_normed(
         self, ops: FusedOps, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, step: Step
     ) -> Tensor:
-        """As `apply`, of the norm of residual + delta. Adds delta to residual in place."""
+        """Applies attention to the norm of residual + delta: see `apply`. Adds delta to residual in place."""
         return self.out(self.attend(ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, step))
 
     def forward(

@@ -19,7 +19,7 @@ from blockyard.shared.parser_plugins import format_of_template
 from blockyard.shared.parser_plugins import reasoning_format as with_plugin
 from blockyard.shared.reasoning_parsers.interface import ReasoningFormat
 from blockyard.shared.reasoning_parsers.registry import FORMATS, reasoning_format
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 BEHIND_REASONING = [one for one in FORMATS if one.name not in ("minimax_m2_append_think", "openai_gptoss")]
 ALWAYS_REASON = ("deepseek_r1", "olmo3", "ernie45", "step3", "minimax_m2", "nemotron_v3", "holo2")

@@ -126,7 +126,7 @@ class LatentAttention:
         return self._attend(self._first(x), None if self._rows is None else self._rows(x), rotation, step)
 
     def _attend(self, first: Tensor, rows: Tensor | None, rotation: Rotation, step: Step) -> Tensor:
-        """As `attend`, from the first product, and the rows if they are another one."""
+        """Attends, given the first product, and the rows if another product made them: see `attend`."""
         sizes = self._sizes
         if rows is None:
             first, rows = first[:, : -sizes.row_dim], first[:, -sizes.row_dim :]
@@ -158,7 +158,7 @@ class LatentAttention:
 
 
 def _interleave_last(rows: Tensor, head_dim: int, rotated_dim: int) -> Tensor:
-    """As `interleave_pairs`, of the last `rotated_dim` rows of each head."""
+    """Interleaves the pairs of the last `rotated_dim` rows of each head: see `interleave_pairs`."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     plain, rotated = heads[:, :-rotated_dim], heads[:, -rotated_dim:]
     turned = interleave_pairs(rotated.flatten(0, 1), rotated_dim).view(rotated.shape)
