@@ -13,5 +13,5 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU."""
+    """Returns the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)

@@ -8,7 +8,7 @@ each process that reads requests or answers.
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -49,6 +49,14 @@ def tool_formats(plugin: str) -> list[ToolFormat]:
 def reasoning_formats(plugin: str) -> list[ReasoningFormat]:
     """The formats of a file; none without one. Raises ConfigError."""
     return _formats(plugin, REASONING_FLAG, ReasoningFormat, lambda one: callable(one.read) and bool(one.end))
+
+
+def format_of_template(template: str, formats: Iterable[F]) -> F | None:
+    """Returns the first format whose marks are all in this chat template."""
+    for one in formats:
+        if one.template_marks and all(mark in template for mark in one.template_marks):
+            return one
+    return None
 
 
 def _formats(plugin: str, flag: str, kind: type[F], is_whole: Callable[[F], bool]) -> list[F]:

@@ -18,10 +18,10 @@ def pack(token_ids: Iterable[int]) -> bytes:
 
 def unpack(data: bytes) -> list[int]:
     """Raises ValueError if `data` has a partial id."""
-    return list(struct.unpack(f"<{count(data)}I", data))
+    return list(struct.unpack(f"<{num_ids(data)}I", data))
 
 
-def count(data: bytes) -> int:
+def num_ids(data: bytes) -> int:
     """Returns the number of ids. Raises ValueError if `data` has a partial id."""
     num, rest = divmod(len(data), ID_BYTES)
     if rest:

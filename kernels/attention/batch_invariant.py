@@ -169,7 +169,7 @@ def batch_invariant_attention(
     chunked: bool = False,
     sinks: Tensor | None = None,
 ) -> None:
-    """As `paged_prefill`, except that `max_seq_len` must be the same in all steps.
+    """Computes `paged_prefill`, except that `max_seq_len` must be the same in all steps.
 
     is_decode: each sequence has one row, and query_start_loc is 0, 1, ..., rows. Raises ValueError for other shapes and
     dtypes.

@@ -188,7 +188,7 @@ def fused_decode(
     chunked: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `rope_write_kv` and then `paged_decode`, one row a sequence -> [rows, heads * head_dim].
+    """Computes `rope_write_kv` and then `paged_decode`, one row a sequence -> [rows, heads * head_dim].
 
     qkv is not changed. Positions are at most `max_seq_len`, which only sizes buffers. `semaphores` has a counter for
     each head of each row. sinks: see `paged_decode`. Raises ValueError for other shapes.

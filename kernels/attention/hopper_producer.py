@@ -53,7 +53,7 @@ def find_sequence(
     tile, query_start_ptr, slots_ptr, positions_ptr, num_seqs,
     GROUP: gl.constexpr, BLOCK_M: gl.constexpr, WARPS: gl.constexpr, SEQS: gl.constexpr,
 ):  # fmt: skip
-    """Of a query tile: its sequence's first and end tile, first row, rows of all tiles, slot and context length."""
+    """Finds a query tile's sequence: first and end tile, first row, rows of all tiles, slot and context length."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [1, WARPS], [1, 0])
     seq, first_tile, passed = 0, 0, 0
     for i in range(0, num_seqs, SEQS):
@@ -78,7 +78,7 @@ def find_range(
     start_m, num_m, context_len, split, num_splits,
     WINDOW: gl.constexpr, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Of a split of a query tile's keys: the last key tile, the number of key tiles from it downwards (0: none), and
+    """Finds a split of a query tile's keys: the last key tile, the number of key tiles from it downwards (0: none), and
     the position behind the query tile's last row.
     """
     first_position = context_len + start_m // GROUP

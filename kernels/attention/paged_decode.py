@@ -207,5 +207,5 @@ def _tile(dim: int, item_bytes: int) -> int:
 
 
 def _num_programs(layer: Tensor) -> int:
-    """As many programs as run at a time."""
+    """Returns the number of programs that run at a time."""
     return num_multiprocessors(layer.device) * _PROGRAMS

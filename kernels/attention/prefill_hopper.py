@@ -236,7 +236,7 @@ def prefill_hopper(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> None:
-    """As `paged_prefill`, which has checked the inputs. A window slides: chunks are not supported.
+    """Computes `paged_prefill`, which has checked the inputs. A window slides: chunks are not supported.
 
     With several splits out is [rows, heads, num_splits, head_dim] float32, lse [rows, heads, num_splits] float32, and a
     split that has no keys writes only its lse.

@@ -36,7 +36,7 @@ class SplitKVSchedule:
 
     @property
     def programs(self) -> int:
-        """Of each K/V head."""
+        """The programs of each K/V head."""
         return len(self.starts) - 1
 
 

@@ -1,4 +1,4 @@
-"""As `grouped_linear`, for steps of many rows: weights come through tensor descriptors (TMA); on a GPU.
+"""Computes `grouped_linear` for steps of many rows: weights come through tensor descriptors (TMA); on a GPU.
 
 Each weight that a program loads is multiplied by up to 192 pairs of an expert: 128 and, where there are more, a piece
 of 64 or 32 beside them. A tile with fewer pairs is multiplied as one of 128, 64 or 32. The result of the first product
@@ -220,7 +220,7 @@ def grouped_linear_prefill(
     sorted_in: bool = False,
     sorted_out: bool = False,
 ) -> Tensor:
-    """As `grouped_linear`, but x and the result may be in the order of the map: place i has pair `mapped.pairs[i]`.
+    """Computes `grouped_linear`, but x and the result may be in the map's order: place i has pair `mapped.pairs[i]`.
 
     sorted_in: x is [len(mapped.pairs), in]. sorted_out: the result is [len(mapped.pairs), out], and undefined where
     there is no pair. Weights are 16-bit numbers, and each of their rows is aligned to 16 bytes. Raises ValueError for

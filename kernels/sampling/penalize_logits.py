@@ -94,7 +94,7 @@ class RowMasks:
 def penalize_logits_reference(
     logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits, masked: RowMasks | None = None
 ) -> None:
-    """As `penalize_logits`, in the precision of edits.logits."""
+    """Computes `penalize_logits` in the precision of edits.logits."""
     for place, slot in enumerate(slots.tolist()):
         row = int(edits.row[slot]) if slot >= 0 else -1
         if row < 0:

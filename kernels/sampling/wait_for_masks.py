@@ -52,7 +52,7 @@ class MaskTensors:
 
 
 def wait_for_masks_reference(slots: Tensor, index: Tensor, masks: MaskTensors, states: Tensor, words: Tensor) -> None:
-    """As `wait_for_masks`, without waiting."""
+    """Computes `wait_for_masks` without waiting."""
     for row, (slot, at) in enumerate(zip(slots.tolist(), index.tolist(), strict=True)):
         owner = int(masks.owners[slot]) if slot >= 0 else 0
         there = owner != 0 and int(masks.tags[slot, at % 2]) == owner << 32 | at

@@ -18,7 +18,7 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, finds_reasoning
-from blockyard.shared.token_ids import unpack
+from blockyard.shared.token_ids import num_ids, unpack
 
 ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RequestPipeline:
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
-        num_tokens = sum(len(p.token_ids) // 4 for p in prompts)
+        num_tokens = sum(num_ids(p.token_ids) for p in prompts)
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
         generation = HttpGeneration(api, request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):

@@ -112,7 +112,7 @@ def prefix_requests(
     make_prompt: PromptMaker,
     rng: random.Random,
 ) -> list[SampleRequest]:
-    """As `random_requests`, with one of `num_prefixes` prefixes before each prompt, used equally often."""
+    """Makes `random_requests`, with one of `num_prefixes` prefixes before each prompt, used equally often."""
     prefixes = [make_prompt(rng, prefix_len) for _ in range(num_prefixes)]
     order = [i % num_prefixes for i in range(num)]
     rng.shuffle(order)

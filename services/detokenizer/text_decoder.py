@@ -20,7 +20,7 @@ class TextDecoder(Protocol):
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """As sentencepiece: one replacement character per byte of a broken character."""
+    """Writes one replacement character for each byte of a broken character, as sentencepiece does."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 

@@ -45,7 +45,7 @@ def serve(config: WorkerConfig) -> None:
         liveness=LivenessPipe(config.process.liveness_fd),
     )
     with links:
-        links.update(group=config.group, kv_role=config.kv_transfer.role if config.kv_transfer is not None else None)
+        links.update(kv_role=config.kv_transfer.role if config.kv_transfer is not None else None)
 
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))

@@ -142,7 +142,7 @@ class StepRunner(Protocol):
         """
 
     def count(self, stats: Stats) -> Stats:
-        """Returns the worker's counters with those of the runner."""
+        """Returns the worker's counters and the counters of the runner."""
 
 
 class OffloadableRunner(StepRunner, Protocol):
@@ -207,7 +207,7 @@ class KVTransfers(Protocol):
         """Starts the sends of a plan whose step is complete, unless `on_launched` has."""
 
     def count(self, stats: Stats) -> Stats:
-        """Returns the worker's counters with those of transfers, and the receivers of sends since the last call."""
+        """Returns the worker's counters and those of transfers, and the receivers of sends since the last call."""
 
     def on_gone(self, worker: int) -> None:
         """Another member has left the ring."""

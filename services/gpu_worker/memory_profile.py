@@ -4,6 +4,7 @@ import torch
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.eager import MOST_SAMPLED
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
@@ -41,7 +42,6 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
 def _prefill(model: Model, pool: KVPool, tokens: int, max_seq_len: int) -> torch.Tensor:
     """Runs one prefill. Raises LoadError for a head size that the kernels do not support."""
     # imports Triton, which a worker on the CPU does not load
-    from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata  # noqa: PLC0415
     from blockyard.services.gpu_worker.attention.triton_attention import build_attention  # noqa: PLC0415
 
     check_head_sizes("cuda", model.shape.attention)

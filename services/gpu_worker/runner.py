@@ -182,7 +182,7 @@ class Runner:
                 self.ahead.sample_rows()
 
     def count(self, stats: Stats) -> Stats:
-        """Returns the worker's counters with those of experts and of structured output."""
+        """Returns the worker's counters and the counters of experts and of structured output."""
         matchers, loads = self.batch.matchers, self.model.table.expert_loads
         stats = stats if loads is None else loads.count(stats)
         return stats if matchers is None else matchers.count(stats)

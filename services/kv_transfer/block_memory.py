@@ -70,7 +70,7 @@ class BlockMemory(Protocol):
         """The reverse of `pack`. `done` gets checksums of the blocks in the arena. packed: any host memory."""
 
     def gather(self, sources: list[int], layers: range, packed: Tensor, done: Copied, failed: CopyFailed) -> None:
-        """As `pack`, into packed [num_bytes] uint8 of staging memory, which is of the same kind as the blocks'."""
+        """Packs into packed [num_bytes] uint8 of staging memory, of the same kind as the blocks': see `pack`."""
 
     def scatter(self, packed: Tensor, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         """The reverse of `gather`. `done` gets checksums of the blocks in the arena."""

@@ -53,10 +53,6 @@ class StagingMemory:
         self._used = 0  # bytes of all buffers, also of those in `_free`
         self._free: list[StagingBuffers] = []
 
-    @property
-    def used_bytes(self) -> int:
-        return self._used
-
     def take(self, count: int, least_bytes: int) -> StagingBuffers:
         """Returns `count` buffers of at least this size each. They take half of what is left at most, unless that is
         less than the least size.

@@ -13,16 +13,15 @@ class RichProgressBar:
 
     def __init__(self, num_prompts: int) -> None:
         # rich takes 0.1 s to import
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich import console, progress  # noqa: PLC0415
 
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[speed]}"),
-            console=Console(file=sys.stderr),
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=20),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[speed]}"),
+            console=console.Console(file=sys.stderr),
         )
         self._num_prompts = num_prompts
         self._task = self._progress.add_task("Tokenizing", total=num_prompts, speed="")

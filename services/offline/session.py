@@ -107,7 +107,7 @@ class Session:
             future.cancel()  # cancels it if waiting was interrupted
 
     def start_call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> "concurrent.futures.Future[T]":
-        """As `call`, without waiting for the result."""
+        """Starts a `call` without waiting for its result."""
         self._check_alive()
         return asyncio.run_coroutine_threadsafe(self._until_ring_ends(work(self._client)), self._loop)
 

@@ -128,7 +128,7 @@ class Scheduler:
 
     @property
     def roles(self) -> frozenset[KVRole]:
-        """Of the groups in `notes`."""
+        """Returns the roles of the groups in `notes`."""
         return self._requests.admission.roles
 
     @property

@@ -23,7 +23,7 @@ from blockyard.services.tokenizer_pool.worker_frames import (
 )
 from blockyard.shared import tokenizer_files
 from blockyard.shared.errors import RequestError
-from blockyard.shared.grammars.engines import Engines
+from blockyard.shared.grammars.engines import Engines, import_engine
 from blockyard.shared.grammars.interface import GrammarError, Vocabulary
 from blockyard.shared.messages import GrammarEngine, TextRejected, Tokenize, Tokenized
 from blockyard.shared.process.settings import give_way
@@ -70,12 +70,9 @@ class GrammarWorkload:
 
 def load(settings: ServerSettings, control: socket.socket) -> GrammarWorkload:
     """Imports what takes seconds before the model's vocabulary is known."""
-    with contextlib.suppress(ImportError):  # a heavy package, which loads torch
-        import blockyard.shared.grammars.xgrammar_engine  # noqa: PLC0415
-    with contextlib.suppress(ImportError):  # an optional package
-        import blockyard.shared.grammars.outlines_engine  # noqa: PLC0415
-    with contextlib.suppress(ImportError):  # an optional package
-        import blockyard.shared.grammars.lm_format_enforcer_engine  # noqa: F401, PLC0415
+    for name in (GrammarEngine.XGRAMMAR, GrammarEngine.OUTLINES, GrammarEngine.LM_FORMAT_ENFORCER):
+        with contextlib.suppress(GrammarError):
+            import_engine(name)
     data = control.recv(MAX_FRAME_BYTES)
     if not data:
         raise BrokenPipeError  # the service is gone

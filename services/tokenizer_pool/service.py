@@ -24,6 +24,7 @@ from blockyard.shared.messages import (
     TokenizerIn,
 )
 from blockyard.shared.process.service_main import rss_bytes
+from blockyard.shared.token_ids import num_ids
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class TokenizerPool:
         self._requests_total += not (isinstance(answer, TextRejected) and answer.code == TAKES_LONG)
         grammar = self._grammars.pop((peer, answer.request_id), None)
         if isinstance(answer, Tokenized):
-            self._prompt_tokens_total += len(answer.token_ids) // 4
+            self._prompt_tokens_total += num_ids(answer.token_ids)
             if grammar is not None:
                 answer = msgspec.structs.replace(answer, grammar=grammar)
         self._links.answer(peer, answer)

@@ -12,7 +12,7 @@ from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
-from blockyard.shared.token_ids import count, first_outside, pack, unpack
+from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
 
 T = TypeVar("T")
 
@@ -84,8 +84,8 @@ class TextCodec:
         else:
             data = request.token_ids or b""
         self._check(data, field)
-        if 0 < request.max_tokens < count(data):
-            raise _too_long(f"{count(data)} tokens in the {field}", request.max_tokens, field)
+        if 0 < request.max_tokens < num_ids(data):
+            raise _too_long(f"{num_ids(data)} tokens in the {field}", request.max_tokens, field)
         opened = self._reasoning_opened(request, text, data)
         begin_after = [] if opened is False else self._open_reasoning(request.reasoning_end, data)
         root = root_hash(self._config.block_scope, cache_salt=request.cache_salt)
@@ -175,7 +175,7 @@ class TextCodec:
 
     def _check(self, ids: bytes, field: str) -> None:
         try:
-            count(ids)
+            num_ids(ids)
         except ValueError as e:
             raise RequestError(str(e), field) from e
         outside = first_outside(ids, self.vocab_size)

@@ -42,11 +42,6 @@ class InboundLinks:
         self._route: dict[int, bytes] = {}  # incarnation -> its newest routing id
         self._prune_at = 2 * MAX_UNLISTED  # links
 
-    @property
-    def num_links(self) -> int:
-        """Number of remembered links, including links of dead peers that are not pruned yet."""
-        return len(self._sender)
-
     def receive(self, events: list[tuple[int, Any]], at_most: int) -> None:
         """Appends (sender, frame) for up to `at_most` arrived frames."""
         if not readable(self.socket):

@@ -109,10 +109,9 @@ def _chosen(values: Values, kind: _Kind[F], templates: Sequence[str], notes: lis
     if name != AUTO:
         return kind.named(name, plugin)
     for template in templates:
-        for one in (*own, *kind.formats):
-            if one.template_marks and all(mark in template for mark in one.template_marks):
-                notes.append(f"--{kind.flag} auto: {one.name}, by the chat template")
-                return one
+        if found := parser_plugins.format_of_template(template, (*own, *kind.formats)):
+            notes.append(f"--{kind.flag} auto: {found.name}, by the chat template")
+            return found
     why = "the chat template has the marks of none that is known" if templates else "the model has no chat template"
     notes.append(f"--{kind.flag} auto: {why}; {kind.what} in the text")
     return None

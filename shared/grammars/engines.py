@@ -101,7 +101,30 @@ def _check_source(grammar: Grammar) -> None:
 
 def make_engine(name: GrammarEngine, vocabulary: Vocabulary) -> Engine:
     """Raises GrammarError."""
-    return _MAKERS[name](vocabulary)
+    return import_engine(name)(vocabulary)
+
+
+def import_engine(name: GrammarEngine) -> Callable[[Vocabulary], Engine]:
+    """Returns the class of an engine, other than AUTO. Raises GrammarError if its package is not installed."""
+    try:
+        match name:
+            case GrammarEngine.XGRAMMAR:
+                from blockyard.shared.grammars.xgrammar_engine import XgrammarEngine  # noqa: PLC0415  loads torch
+
+                return XgrammarEngine
+            case GrammarEngine.OUTLINES:
+                from blockyard.shared.grammars.outlines_engine import OutlinesEngine  # noqa: PLC0415  optional package
+
+                return OutlinesEngine
+            case GrammarEngine.LM_FORMAT_ENFORCER:
+                # an optional package
+                from blockyard.shared.grammars.lm_format_enforcer_engine import LmFormatEnforcerEngine  # noqa: PLC0415
+
+                return LmFormatEnforcerEngine
+    except ImportError as e:
+        package = f"'blockyard[{name.value}]'"
+        raise GrammarError(f"the engine {name.value} is not installed ({e}): pip install {package}") from e
+    return GuidanceEngine
 
 
 def _refuse_before_loading(grammar: Grammar) -> None:
@@ -121,38 +144,3 @@ def check_options(grammar: Grammar) -> None:
         raise GrammarError(f"the grammar has {size} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
     if grammar.whitespace_pattern and not grammar.any_whitespace:
         raise GrammarError("whitespace_pattern and disable_any_whitespace exclude each other")
-
-
-def _xgrammar(vocabulary: Vocabulary) -> Engine:
-    from blockyard.shared.grammars.xgrammar_engine import XgrammarEngine  # noqa: PLC0415  loads torch: seconds
-
-    return XgrammarEngine(vocabulary)
-
-
-def _outlines(vocabulary: Vocabulary) -> Engine:
-    try:
-        from blockyard.shared.grammars.outlines_engine import OutlinesEngine  # noqa: PLC0415  an optional package
-    except ImportError as e:
-        raise _not_installed("outlines", e) from e
-    return OutlinesEngine(vocabulary)
-
-
-def _lm_format_enforcer(vocabulary: Vocabulary) -> Engine:
-    try:
-        # an optional package
-        from blockyard.shared.grammars.lm_format_enforcer_engine import LmFormatEnforcerEngine  # noqa: PLC0415
-    except ImportError as e:
-        raise _not_installed("lm-format-enforcer", e) from e
-    return LmFormatEnforcerEngine(vocabulary)
-
-
-def _not_installed(extra: str, error: ImportError) -> GrammarError:
-    return GrammarError(f"the engine {extra} is not installed ({error}): pip install 'blockyard[{extra}]'")
-
-
-_MAKERS: dict[GrammarEngine, Callable[[Vocabulary], Engine]] = {
-    GrammarEngine.GUIDANCE: GuidanceEngine,
-    GrammarEngine.XGRAMMAR: _xgrammar,
-    GrammarEngine.OUTLINES: _outlines,
-    GrammarEngine.LM_FORMAT_ENFORCER: _lm_format_enforcer,
-}

@@ -24,7 +24,7 @@ def guidance_cause(error: str, has_lines: bool) -> str:
 
 
 def xgrammar_cause(error: str) -> str:
-    """Of "[11:27:26] /project/cpp/x.cc:83: Regex ...", the last part. The source may be quoted in later lines."""
+    """Returns the last part of "[11:27:26] /project/cpp/x.cc:83: Regex ...". Later lines may quote the source."""
     text = error.partition(".cc:")[2].partition(": ")[2] or error
     return one_line(_CHECK.sub("", text.strip()).partition("\n")[0])
 

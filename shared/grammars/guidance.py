@@ -148,7 +148,7 @@ class GuidanceState:
 
 
 def _address(words: MaskWords) -> int:
-    """As `words.ctypes.data`, which takes ten times as long: as long as a mask."""
+    """Returns `words.ctypes.data`, which itself takes ten times as long: as long as a mask."""
     return ctypes.addressof(ctypes.c_char.from_buffer(words.data))
 
 

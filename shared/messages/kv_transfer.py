@@ -28,7 +28,6 @@ class KVReceive(Frame, frozen=True):
     transfer: int
     source: int  # incarnation of the sending worker
     source_generation: int
-    source_endpoint: bytes
     blocks: list[int]  # of the receiver, by position
     hashes: bytes = b""  # 16 bytes for each block
     ticket: bytes = b""  # random; with it the sender may open one link without encryption

@@ -111,7 +111,6 @@ class Member(FrameStruct, frozen=True):
     progress: float = 0.0  # of the phase, 0 to 1
     notes: list[str] = []  # settled values in words, for the start-up report
     card: ModelCard | None = None  # schedulers only, once settled
-    group: int = 0  # worker group
     stats: Stats = Stats()
     kv_role: KVRole | None = None  # workers with KV transfers only
 

@@ -4,6 +4,7 @@ import msgspec
 
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.requests import Cancel, TextOptions
+from blockyard.shared.token_ids import num_ids
 
 
 class TokenLogprobs(FrameStruct, frozen=True):
@@ -75,7 +76,7 @@ class TokenRows(FrameStruct, frozen=True):
         if not len(self.streams) == len(self.firsts) == len(self.token_ids) or len(self.streams) % 4:
             raise ValueError(f"{len(self.streams)}, {len(self.firsts)} and {len(self.token_ids)} bytes of uint32")
         if self.logprobs and 4 * len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"{len(self.logprobs)} log-probabilities of {len(self.token_ids) // 4} tokens")
+            raise ValueError(f"{len(self.logprobs)} log-probabilities of {num_ids(self.token_ids)} tokens")
 
 
 class TokenBatch(Frame, frozen=True):

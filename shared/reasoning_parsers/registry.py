@@ -52,14 +52,6 @@ def reasoning_format(name: str) -> ReasoningFormat:
     raise ConfigError(f"--reasoning-parser {name}: known are {', '.join(sorted(BY_NAME))}")
 
 
-def format_of_template(template: str) -> ReasoningFormat | None:
-    """The format whose marks are all in this chat template: the first in the order of `FORMATS`."""
-    for one in FORMATS:
-        if one.template_marks and all(mark in template for mark in one.template_marks):
-            return one
-    return None
-
-
 def _with_own_markers(name: str) -> ReasoningFormat:
     """The format of `think:START...END`, whose name it keeps. Raises ConfigError."""
     start, between, end = name.removeprefix(f"{OWN}:").partition(BETWEEN)

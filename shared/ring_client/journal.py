@@ -13,6 +13,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs, Vector
+from blockyard.shared.token_ids import num_ids
 
 MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
 
@@ -150,7 +151,7 @@ class JournalEntry:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_ids) // 4
+        return num_ids(self.request.prompt_ids)
 
     def accept(self) -> None:
         """The ring accepted it: from now on a failure is an event in the answer instead of a status code."""

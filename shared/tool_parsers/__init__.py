@@ -1,6 +1,6 @@
 """The formats in which families of models write tool calls: how they are read, and the grammar that forces them.
 
-One file a family, in a folder for each kind of format:
+One folder for each kind of format. A family has a file of its own, or a line in a table `families`:
 
 - `json_calls`: JSON objects with name and arguments, mostly between markers;
 - `json_sections`: JSON in a section or message of the answer;

@@ -5,34 +5,33 @@ from blockyard.shared.tool_parsers.channels.gemma import FUNCTIONGEMMA, GEMMA4
 from blockyard.shared.tool_parsers.channels.openai import OPENAI
 from blockyard.shared.tool_parsers.interface import ToolFormat
 from blockyard.shared.tool_parsers.json_calls.ernie45 import ERNIE45
-from blockyard.shared.tool_parsers.json_calls.granite import GRANITE
+from blockyard.shared.tool_parsers.json_calls.families import GRANITE, HERMES, JAMBA, MINIMAX, PHI4_MINI_JSON
 from blockyard.shared.tool_parsers.json_calls.granite_20b_fc import GRANITE_20B_FC
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
 from blockyard.shared.tool_parsers.json_calls.hunyuan_a13b import HUNYUAN_A13B
 from blockyard.shared.tool_parsers.json_calls.internlm import INTERNLM
-from blockyard.shared.tool_parsers.json_calls.jamba import JAMBA
 from blockyard.shared.tool_parsers.json_calls.llama3_json import LLAMA3_JSON
-from blockyard.shared.tool_parsers.json_calls.minimax import MINIMAX
-from blockyard.shared.tool_parsers.json_calls.phi4_mini_json import PHI4_MINI_JSON
 from blockyard.shared.tool_parsers.json_calls.xlam import XLAM
 from blockyard.shared.tool_parsers.json_sections.apertus import APERTUS
 from blockyard.shared.tool_parsers.json_sections.cohere_command3 import COHERE_COMMAND3
 from blockyard.shared.tool_parsers.json_sections.gigachat3 import GIGACHAT3
 from blockyard.shared.tool_parsers.python_calls.marked_calls import LFM2, OLMO3
 from blockyard.shared.tool_parsers.python_calls.pythonic import LLAMA4_PYTHONIC, PYTHONIC
-from blockyard.shared.tool_parsers.token_calls.deepseek_v3 import DEEPSEEK_V3
-from blockyard.shared.tool_parsers.token_calls.deepseek_v31 import DEEPSEEK_V31
+from blockyard.shared.tool_parsers.token_calls.deepseek_v3 import DEEPSEEK_V3, DEEPSEEK_V31
 from blockyard.shared.tool_parsers.token_calls.kimi_k2 import KIMI_K2
 from blockyard.shared.tool_parsers.token_calls.mistral import MISTRAL
-from blockyard.shared.tool_parsers.xml_calls.deepseek_v32 import DEEPSEEK_V4, DEEPSEEK_V32
-from blockyard.shared.tool_parsers.xml_calls.glm45 import GLM45, GLM47
+from blockyard.shared.tool_parsers.xml_calls.families import (
+    DEEPSEEK_V4,
+    DEEPSEEK_V32,
+    GLM45,
+    GLM47,
+    MIMO,
+    MINICPM5,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+)
 from blockyard.shared.tool_parsers.xml_calls.hy_v3 import HY_V3
 from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT
-from blockyard.shared.tool_parsers.xml_calls.mimo import MIMO
-from blockyard.shared.tool_parsers.xml_calls.minicpm5 import MINICPM5
-from blockyard.shared.tool_parsers.xml_calls.minimax_m2 import MINIMAX_M2
-from blockyard.shared.tool_parsers.xml_calls.qwen3_coder import QWEN3_CODER
-from blockyard.shared.tool_parsers.xml_calls.seed_oss import SEED_OSS
 from blockyard.shared.tool_parsers.xml_calls.step3 import STEP3
 
 FORMATS = (
@@ -89,11 +88,3 @@ def tool_format(name: str) -> ToolFormat:
     if name in NOT_BUILT:
         raise ConfigError(f"--tool-call-parser {name} is not built: {NOT_BUILT[name]}")
     raise ConfigError(f"--tool-call-parser {name}: known are {', '.join(sorted(BY_NAME))}")
-
-
-def format_of_template(template: str) -> ToolFormat | None:
-    """The format whose marks are all in this chat template: the first in the order of `FORMATS`."""
-    for one in FORMATS:
-        if one.template_marks and all(mark in template for mark in one.template_marks):
-            return one
-    return None

@@ -143,7 +143,7 @@ def _may_overlap(terms: list[str]) -> bool:
 
 
 def _lengths(term: str) -> LengthRange | None:
-    """Of a single text or regular expression. None for others."""
+    """Returns the lengths of a single text or regular expression. None for others."""
     if term.startswith("/"):
         return regex_lengths(term[1:-1])
     if term.startswith('"'):

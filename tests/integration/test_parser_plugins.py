@@ -17,7 +17,7 @@ from rig import ROOT, serve
 PLUGIN = """
 import dataclasses
 
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 
 def read(text, tools):

@@ -9,12 +9,13 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.output_parsing.reader import read_all
 from blockyard.shared.parser_plugins import reasoning_format, tool_format
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 FAMILIES = Path(__file__).parents[2] / "shared/tool_parsers/FAMILIES.md"
 OWN = """
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.hermes import read, write_grammar
+from blockyard.shared.tool_parsers.json_calls import families
+read, write_grammar = families.HERMES.read, families.HERMES.write_grammar
 """
 
 

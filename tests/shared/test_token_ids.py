@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.shared.token_ids import count, first_outside, pack, unpack
+from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -14,7 +14,7 @@ def test_what_is_packed_is_unpacked(given: list[int]) -> None:
     data = pack(given)
     assert data == b"".join(i.to_bytes(4, "little") for i in given)
     assert unpack(data) == given
-    assert count(data) == len(given)
+    assert num_ids(data) == len(given)
 
 
 @given(ids, st.integers(0, 2**32), st.integers(0, 2100))
@@ -43,6 +43,6 @@ def test_what_is_no_integer_is_not_packed(wrong: list[int]) -> None:
 
 
 def test_bytes_that_are_no_whole_ids_are_refused() -> None:
-    for read in (count, unpack):
+    for read in (num_ids, unpack):
         with pytest.raises(ValueError, match="5 bytes"):
             read(b"12345")

@@ -103,7 +103,7 @@ class KVWorker:
                 self.ended.setdefault(answer.transfer, []).append(answer)
 
     def receive(self, number: int, source: int, blocks: list[int], generation: int = 1, ticket: bytes = b"") -> None:
-        self.transfers.receive(KVReceive(number, source, generation, b"", blocks, b"", ticket))
+        self.transfers.receive(KVReceive(number, source, generation, blocks, b"", ticket))
 
     def send(self, send: KVSend) -> None:
         self.transfers.on_plan_done(plan_of(send))

@@ -2,8 +2,10 @@
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import pytest
 
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind
 from blockyard.shared.output_parsing.reader import Format, OutputReader, append, read_all
@@ -62,6 +64,25 @@ def joined(read: Format, pieces: Sequence[str]) -> list[Part]:
     for part in reader.finish():
         append(parts, part)
     return parts
+
+
+def format_tests(
+    read: Format, answers: Sequence[Answer], markers: Sequence[str], plain: str, longest: int
+) -> tuple[Callable[[Answer], None], Callable[[], None], Callable[[], None]]:
+    """Three tests that a module of a format names: its answers have their parts, damaged ones lose no word, and of
+    `plain` content no more is held back than the `longest` marker has characters."""
+
+    @pytest.mark.parametrize("answer", answers, ids=lambda a: a.name)
+    def have_their_parts(answer: Answer) -> None:
+        check_answer(read, answer)
+
+    def damaged() -> None:
+        check_mutations(read, answers, 500, markers)
+
+    def held_back() -> None:
+        check_held_back(read, plain, longest)
+
+    return have_their_parts, damaged, held_back
 
 
 def check_answer(read: Format, answer: Answer) -> None:

@@ -40,7 +40,7 @@ _GLUON_HAS_NAMES = hasattr(gl, "thread_barrier") and hasattr(gl.shared_memory_de
 
 @gluon.jit
 def _load_item(work_ptr, split, max_splits):
-    """Of a split of the schedule: row, slot, first key, end of keys, splits of the row."""
+    """Loads a split of the schedule: row, slot, first key, end of keys, splits of the row."""
     item_ptr = work_ptr + split
     return (
         gl.load(item_ptr).to(gl.int64), gl.load(item_ptr + max_splits).to(gl.int64),
@@ -392,7 +392,7 @@ def latent_decode_hopper(
     schedule: SplitKVSchedule,
     pdl: bool,
 ) -> None:
-    """As `latent_decode`, which has checked the inputs and combines the splits."""
+    """Computes `latent_decode`, which has checked the inputs and combines the splits."""
     heads, block_size = q_latent.shape[1], layer.shape[3]
     tiles = ceil_div(heads, HEADS_OF_TILE)
     blocks = TensorDescriptor.from_tensor(layer.view(-1, layer.shape[4]), [block_size, 64], _BLOCK_LAYOUT)

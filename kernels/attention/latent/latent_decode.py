@@ -240,7 +240,7 @@ def _latent_decode(
     scales: Tensor | None,
     pdl: bool,
 ) -> None:
-    """As `latent_decode`, which has checked the inputs and combines the splits."""
+    """Computes `latent_decode`, which has checked the inputs and combines the splits."""
     (_, heads, latent_dim), rotated = q_latent.shape, q_rotated.shape[2]
     config = choose_config(heads, q_latent.dtype)
     tiles = ceil_div(heads, config.heads)

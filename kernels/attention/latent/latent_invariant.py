@@ -86,7 +86,7 @@ def latent_invariant(
     is_decode: bool,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """As `latent_decode`, except that `max_seq_len` must be the same in all steps.
+    """Computes `latent_decode`, except that `max_seq_len` must be the same in all steps.
 
     Rows may be of decodes or of prefills, whose rows are all in the cache. is_decode: splits of a row are programs of
     their own, which takes memory for their sums. Raises ValueError for other shapes and dtypes.

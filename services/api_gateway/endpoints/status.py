@@ -83,7 +83,6 @@ class MemberView(msgspec.Struct, frozen=True):
     phase: str
     progress: float
     notes: list[str]
-    group: int
     stats: StatsView
     kv_role: str  # "prefill", "decode" or "both"; empty: no KV transfers
     sends_to: list[str]  # incarnations of workers that this one sends KV blocks to
@@ -228,7 +227,6 @@ def _member(m: Member) -> MemberView:
         phase=m.phase,
         progress=m.progress,
         notes=m.notes,
-        group=m.group,
         stats=StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__}),
         kv_role=m.kv_role or "",
         sends_to=[f"{worker:016x}" for worker in m.stats.sends_to],

@@ -86,7 +86,7 @@ class EventStream:
             writer.write(b"".join((size_line, self._head, encoded, tail)), now)
 
     def _push_parts(self, delta: TextDelta, parts: list[Part], now: float, stamp_s: float) -> None:
-        """As `push`, for text that was read."""
+        """Pushes text that a parser has read: see `push`."""
         if self._writer.paused:
             self._keep(Kept(msgspec.structs.replace(delta, text=""), parts, stamp_s), size_of(delta))
         elif not self._plain or self._options.stamps or delta.finish is not None:

@@ -16,18 +16,17 @@ PERIOD_S = 1.0
 class LoadProgressBar:
     """Draws only in `show`: a refresh thread of its own would delay the requests that are being timed."""
 
-    def __init__(self, num: int, console: "Console | None" = None) -> None:
+    def __init__(self, num: int, shown_on: "Console | None" = None) -> None:
         # rich takes 0.1 s to import: only terminals need it
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich import console, progress  # noqa: PLC0415
 
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=console or Console(file=sys.stderr),
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=30),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[state]}"),
+            console=shown_on or console.Console(file=sys.stderr),
             auto_refresh=False,
         )
         self._task = self._progress.add_task("Requests", total=num, state="")

@@ -54,7 +54,7 @@ def even(num_rows: int) -> Tensor:
 
 
 def skewed(num_rows: int) -> Tensor:
-    """As `even`, but `SKEWED` experts get half of all pairs."""
+    """Gives `SKEWED` experts half of all pairs, and the others equal parts of the rest: see `even`."""
     odds = torch.ones(ROUTING.num_experts)
     odds[:SKEWED] = (ROUTING.num_experts - SKEWED) / SKEWED
     return torch.multinomial(odds.expand(num_rows, -1), ROUTING.top_k).int()

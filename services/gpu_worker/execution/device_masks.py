@@ -31,7 +31,7 @@ class SlotMasks:
 
     @classmethod
     def unused(cls, num_slots: int, vocab_size: int, device: torch.device) -> "SlotMasks":
-        """Of no matcher, for trial steps: no slot has a constraint."""
+        """Makes masks without a matcher, for trial steps: no slot has a constraint."""
         words = torch.zeros((num_slots, 2, num_mask_words(vocab_size)), dtype=torch.int32, device=device)
         tags = torch.zeros((num_slots, 2), dtype=torch.int64, device=device)
         return cls(words, tags, torch.zeros(num_slots, dtype=torch.int64, device=device), lambda slot: 0)

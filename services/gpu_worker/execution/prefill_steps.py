@@ -75,7 +75,7 @@ def write_padding(words: Tensor, descriptor: BatchDescriptor) -> None:
 
 
 def write_trial(words: Tensor, descriptor: BatchDescriptor, vocab_size: int) -> None:
-    """As `write_padding`, with unlike tokens.
+    """Writes padding with unlike tokens: see `write_padding`.
 
     The same one in all rows would read few experts of a mixture, and the step be measured as too quick.
     """

@@ -93,7 +93,7 @@ class DevicePromptLogprobs:
         return self._compute(prompts, rows, lambda some: self._model.logits(hidden.index_select(0, some)))
 
     def compute_logits(self, prompts: list[ScoredPrompt], logits: Tensor) -> Tensor:
-        """As `compute_rows`, of a step that has computed the logits [rows, vocab_size] of all its rows."""
+        """Computes the rows of a step that has the logits [rows, vocab_size] of all its rows: see `compute_rows`."""
         return self._compute(prompts, _rows_of(prompts), lambda some: logits.index_select(0, some))
 
     def copy(self, prompts: list[ScoredPrompt], words: Tensor, done: DeviceEvent) -> CopiedLogprobs:

@@ -90,7 +90,7 @@ class KVPool:
         self._measured(layer, torch.stack((key_scale, value_scale)))
 
     def measure_row_scale(self, layer: int, rows: Tensor) -> None:
-        """As `measure_scales`, for a latent layer: one scale for its rows."""
+        """Measures the one scale of a latent layer's rows: see `measure_scales`."""
         self._measured(layer, (rows.abs().max().float().clamp_min(_SMALLEST) / _K_RANGE).expand(2))
 
     def _measured(self, layer: int, scales: Tensor) -> None:

@@ -145,6 +145,6 @@ class ParallelLayer:
 
 
 def _disable_fusion(linears: list[Linear]) -> None:
-    """Of layers that want each product's own output."""
+    """Disables fused products in layers that want each product's own output."""
     for linear in linears:
         linear.disable_fusion()

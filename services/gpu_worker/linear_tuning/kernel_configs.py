@@ -74,7 +74,7 @@ class LinearShape(msgspec.Struct, frozen=True, order=True):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As `Linear.shape`."""
+        """The layer's `Linear.shape`."""
         return self.in_features, self.out_features
 
 

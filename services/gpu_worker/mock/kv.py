@@ -105,7 +105,7 @@ class MockKV:
         return True
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """As the real pool does: all sources are read before any destination is written."""
+        """Copies blocks as the real pool does: all sources are read before any destination is written."""
         read = [(copy.dst, self._contents.get(copy.src, UNKNOWN), copy.src in self.bad) for copy in copies]
         for dst, contents, is_bad in read:
             self.hashes.pop(dst, None)

@@ -260,7 +260,7 @@ class TracedLayers:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all layers, which may differ."""
+    """Returns the rope types of all layers, which may differ."""
     found = getattr(config, "rope_parameters", None) or {}
     return {one["rope_type"] for one in (found, *found.values()) if isinstance(one, dict) and "rope_type" in one}
 

@@ -47,7 +47,7 @@ def sample(scaled: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
 
 
 def sample_limited(scaled: Tensor, limits: SamplingLimits, noise: Noise) -> tuple[Tensor, Tensor]:
-    """As `sample`, within the limits: min-p, then top-k, then top-p of the remaining probability, as in vLLM."""
+    """Samples within limits: min-p, then top-k, then top-p of the remaining probability, as in vLLM. See `sample`."""
     logs = scaled.log_softmax(-1)
     values, ids = logs.topk(min(CANDIDATES, logs.shape[1]), dim=-1)
     kept, is_whole = _within(values, limits, logs.shape[1])

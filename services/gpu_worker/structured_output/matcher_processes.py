@@ -248,7 +248,7 @@ class MatcherProcesses:
                 self._clients[process].send(TokensSampled())
 
     def count(self, stats: Stats) -> Stats:
-        """Returns the worker's counters with those of masks."""
+        """Returns the worker's counters and the counters of masks."""
         if self._clients:
             self._hear()
         if not (self.num_masks or self.num_waits or self.num_restarts):
@@ -263,7 +263,7 @@ class MatcherProcesses:
         )
 
     def _missing(self, wanted: dict[int, int]) -> dict[int, int]:
-        """Those that have neither a mask nor a problem."""
+        """Returns the slots that have neither a mask nor a problem."""
         return {
             slot: index
             for slot, index in wanted.items()

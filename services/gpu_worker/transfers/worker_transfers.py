@@ -126,7 +126,7 @@ class WorkerTransfers:
         )
 
     def count(self, stats: Stats) -> Stats:
-        """Returns this worker's counters with those of transfers, and the receivers of sends since the last call."""
+        """Returns this worker's counters and those of transfers, and the receivers of sends since the last call."""
         counts, memory = self._past, self._memory
         if memory is not None:
             counts = counts.copy()

@@ -8,6 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# of `StreamStore`, whose module imports Triton
+PART_BYTES = 32 << 20  # packed blocks of one copy
+NUM_PARTS = 4  # saves in flight before the next save waits
+STAGING_BYTES = (NUM_PARTS + 1) * PART_BYTES  # of the device
+
 
 class BlockStore(Protocol):
     """Copies between blocks of the device's pool and blocks of host memory, in the order of the calls."""

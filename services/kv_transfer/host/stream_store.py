@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.move_blocks import gather_blocks, scatter_blocks
-from blockyard.services.kv_transfer.host.host_store import as_bytes
+from blockyard.services.kv_transfer.host.host_store import NUM_PARTS, STAGING_BYTES, as_bytes
 from blockyard.shared.errors import LoadError
-
-PART_BYTES = 32 << 20  # packed blocks of one copy
-NUM_PARTS = 4  # saves in flight before the next save waits
-STAGING_BYTES = (NUM_PARTS + 1) * PART_BYTES
 
 
 class StagingBuffer:

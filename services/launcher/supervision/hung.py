@@ -1,4 +1,4 @@
-"""Finds hung children: processes that run but whose loop stands still. It needs no message bus and no link.
+"""Finds hung children: processes that run while their loop stands still. It needs no message bus and no link.
 
 A child writes signs of life into a pipe (`shared/process/liveness.py`). A child that the bus does not hear is therefore
 not taken for hung, and neither is the bus when this process does not hear it.
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from blockyard.shared.process.liveness import SIGN_S, TURNED
 
-STARTING_TIMES = 6  # factor on the timeout for a child whose loop has not begun: importing may hold up its signs
-LONG_TURN_TIMES = 30  # factor for the loop of a child whose turns are long while it gives signs: a step on a CPU
+STARTING_TIMES = 6  # factor on the timeout for a child before its loop begins: importing may hold up its signs
+LONG_TURN_TIMES = 30  # factor for the loop of a child with long turns that still gives signs: a step on a CPU
 
 
 @dataclass(slots=True)

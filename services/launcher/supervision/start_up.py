@@ -138,19 +138,18 @@ class QuietDisplay(PlainDisplay):
 class StartupProgressBars:
     """Shows a progress bar for each service on a terminal. After `close`, lines follow below the bars."""
 
-    def __init__(self, names: Sequence[str], out: TextIO, console: "Console | None" = None) -> None:
+    def __init__(self, names: Sequence[str], out: TextIO, shown_on: "Console | None" = None) -> None:
         # rich takes 0.1 s to import: only terminals need it
-        from rich.console import Console  # noqa: PLC0415
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+        from rich import console, progress  # noqa: PLC0415
 
         width = max((len(name) for name in names), default=0)
-        self._progress = Progress(
-            SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.description:<" + str(width) + "}"),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            TextColumn("[dim]{task.fields[phase]}"),
-            console=console or Console(file=out),
+        self._progress = progress.Progress(
+            progress.SpinnerColumn(finished_text="[green]✓"),
+            progress.TextColumn("{task.description:<" + str(width) + "}"),
+            progress.BarColumn(bar_width=24),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("[dim]{task.fields[phase]}"),
+            console=shown_on or console.Console(file=out),
             refresh_per_second=5,  # leaves the cores to the starting services
         )
         self._tasks = {name: self._progress.add_task(name, total=None, phase="starting") for name in names}

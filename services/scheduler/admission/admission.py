@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
-from blockyard.services.scheduler.sequences.requests import ID_BYTES, num_ids
 from blockyard.shared.messages import Generate, Geometry, KVRole, ModelCard
+from blockyard.shared.token_ids import ID_BYTES, num_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
-from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence, num_ids
+from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
+from blockyard.shared.token_ids import num_ids
 
 QUEUE_FULL = Refusal(429, "", "the waiting queue is full")
 ALL_ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
 from blockyard.services.scheduler.plan_pacer import StepLoad
-from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, RunningSequence
+from blockyard.services.scheduler.sequences.requests import Request, RunningSequence
 from blockyard.shared.messages import BlockCopy, KVSend, SlotBlocks, SlotRun, SlotStart, StepResult
+from blockyard.shared.token_ids import ID_BYTES
 
 
 @dataclass(slots=True)

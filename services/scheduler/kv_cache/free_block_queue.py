@@ -105,7 +105,7 @@ class FreeBlockQueue:
         return taken
 
     def pop_one(self) -> int | None:
-        """As `pop` for one block, at less cost."""
+        """Pops one block, at less cost than `pop`."""
         if not self._free:
             return None
         batch, left = next(iter(self._free)), self._batch_of

@@ -47,7 +47,7 @@ class HostTier:
         self.fetches += map(BlockFetch, hosts, blocks)
 
     def save_all(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """As `save`, for several blocks in the order of eviction."""
+        """Saves several blocks in the order of eviction: see `save`."""
         if not self._ids.num_ids:
             return
         try:

@@ -218,7 +218,7 @@ class KVCacheManager:
             self.hash_queue.append(running)
 
     def mark_blocks_full(self, sequences: list[RunningSequence]) -> None:
-        """As `mark_block_full`, for sequences of the decode batch, which come here once for each block."""
+        """Marks blocks of the decode batch full: see `mark_block_full`. A sequence comes here once for each block."""
         self.hash_queue.extend(sequences)
 
     def hash_full_blocks(self) -> None:
@@ -299,7 +299,7 @@ class KVCacheManager:
         return [running for running in readers if running is not failed]
 
     def invalidate_unfetched(self, blocks: list[int], active: Iterable[RunningSequence]) -> list[RunningSequence]:
-        """As `invalidate_failed`, for blocks that a worker could not fetch from host memory."""
+        """Invalidates blocks that a worker could not fetch from host memory: see `invalidate_failed`."""
         index = self.blocks.index
         hashes = [block_hash for block in blocks if (block_hash := index.hash_of(block)) is not None]
         readers = self._invalidate_readers(set(blocks), active)

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
-from blockyard.services.scheduler.sequences.requests import ID_BYTES, Sequence
+from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.shared.block_hashes import HASH_BYTES, hash_block, hash_list, root_hash, split_hashes
+from blockyard.shared.token_ids import ID_BYTES
 
 
 class BlockHasher:

@@ -46,7 +46,7 @@ class PrefixIndex:
         return self._hash_of.get(block)
 
     def insert_all(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """As `insert`, for hashes that are not cached."""
+        """Inserts hashes that are not cached: see `insert`."""
         self._block_of.update(zip(hashes, blocks, strict=True))
         hashed = dict(zip(blocks, hashes, strict=True))
         self._hash_of.update(hashed)
@@ -56,7 +56,7 @@ class PrefixIndex:
             self.new = hashed
 
     def insert_each(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """As `insert` for each of them. No block or hash is there twice."""
+        """Inserts each of them: see `insert`. No block or hash is there twice."""
         if self.has_none(hashes):  # the usual case, at C speed
             self.insert_all(blocks, hashes)
             return
@@ -99,7 +99,7 @@ class PrefixIndex:
         return block
 
     def evict(self, count: int) -> tuple[list[int], list[bytes]]:
-        """As `evict_one`, for `count` blocks or all there are. Returns blocks and hashes in the order of eviction."""
+        """Evicts `count` blocks, or all. Returns blocks and hashes in the order of eviction: see `evict_one`."""
         blocks = self.free_queue.pop(count)
         hashes = [*map(self._hash_of.pop, blocks)]
         deque(map(self._block_of.pop, hashes), maxlen=0)  # thousands at a time, at C speed

@@ -12,6 +12,7 @@ from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.services.scheduler.sequences.requests import ActiveBeamSearch, Phase, Request, Sequence, make_sequence
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
+from blockyard.shared.token_ids import num_ids
 
 
 class BeamScheduler:
@@ -26,7 +27,7 @@ class BeamScheduler:
         first = make_sequence(request, 0, b"")
         first.set_hypothesis(Hypothesis(first.outputs))
         first.set_num_beams(beam.width)
-        search = BeamSearch(beam, request.frame.sampling, len(request.frame.prompt_ids) // 4)
+        search = BeamSearch(beam, request.frame.sampling, num_ids(request.frame.prompt_ids))
         request.set_search(ActiveBeamSearch(search, [first]))
         self.live[request.id] = request
         self._lifecycle.parallel_sampling.add(request, [first])

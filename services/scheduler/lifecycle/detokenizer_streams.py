@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.outbox import DetokenizerOutbox
-from blockyard.services.scheduler.sequences.requests import ID_BYTES, Request, Sequence
+from blockyard.services.scheduler.sequences.requests import Request, Sequence
 from blockyard.shared import messages
 from blockyard.shared.messages import Cancel, FinishReason, StreamOpen, TokenStep
+from blockyard.shared.token_ids import ID_BYTES
 
 MAX_LEFT = 8
 MOST_STREAMS = 0xFFFFFFFE  # stream numbers have 32 bits

@@ -179,7 +179,10 @@ class StepResults:
             self._lifecycle.hand_over(group, running, self._now)
 
     def _count_second_token(self, sequence: Sequence) -> None:
-        """Of a handed-over sequence. The step that seats it has a prompt token to compute, so its token is no row."""
+        """Counts the second token of a handed-over sequence.
+
+        The step that seats it has a prompt token to compute, so its token is no row.
+        """
         first_token_s = sequence.take_first_token_s()
         if first_token_s is not None:
             self.second_token_s += self._now - first_token_s

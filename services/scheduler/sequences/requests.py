@@ -18,13 +18,7 @@ from blockyard.services.scheduler.sequences.block_table import BlockTable
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.shared.messages import Generate, Sampling, SlotRun
 
-ID_BYTES = 4  # of a token id on the wire
-
 Key = tuple[int, ...]  # the smallest is scheduled first and preempted last
-
-
-def num_ids(ids: bytes) -> int:
-    return len(ids) // ID_BYTES
 
 
 class Phase(enum.Enum):

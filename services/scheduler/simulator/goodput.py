@@ -191,7 +191,7 @@ def splits(config: SimulationConfig) -> tuple[list[Setup], int]:
 
 
 def unified(config: SimulationConfig) -> tuple[list[Setup], int]:
-    """As many workers that do both, with each of STEP_SIZES, and the index of the one to begin with."""
+    """Returns setups of as many unified workers, one for each of STEP_SIZES, and the index of the first to try."""
     num_workers = sum(each.num_workers for each in config.fleet)
     given = next((each for each in config.fleet if each.role is KVRole.BOTH), SimulatedRole())
     most_seqs = given.max_num_seqs or config.scheduler.max_num_seqs

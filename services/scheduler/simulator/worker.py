@@ -17,6 +17,7 @@ from blockyard.shared.messages import (
     StepPlan,
     StepResult,
 )
+from blockyard.shared.token_ids import num_ids
 
 CHOICES = 64  # output tokens differ between so many choices
 
@@ -127,7 +128,7 @@ class SimWorker:
             del self._slots[number]
         for start in plan.starts:
             request = self._requests[start.sampling.seed]
-            num_known = len(start.token_ids) // 4
+            num_known = num_ids(start.token_ids)
             asked = start.num_prompt_tokens + start.sampling.max_tokens
             end = min(start.num_prompt_tokens + request.output_tokens, self.geometry.max_model_len)
             finish = FinishReason.LENGTH if end >= min(asked, self.geometry.max_model_len) else FinishReason.STOP

@@ -92,7 +92,7 @@ class TransferAudit:
         return strangers
 
     def _end(self, worker: int, transfer: Transfer, now: float) -> None:
-        """As if the worker had answered. What did not land is computed again."""
+        """Ends a transfer as if the worker had answered. Blocks that did not land are computed again."""
         if transfer.source.worker == worker and not transfer.is_unknown:
             self._ledger.on_send_ended(worker, transfer.number, False, now)
         else:

@@ -62,10 +62,6 @@ class Handovers:
         """now: on the scheduler's clock, of the event that is being handled."""
         self.now = now
 
-    @property
-    def open_handovers(self) -> list[Handover]:
-        return list(self._live)
-
     def take_arrived(self) -> list[tuple[Sequence, WorkerGroup]]:
         """Sequences that wait in the queue, with the group that has their blocks."""
         arrived, self.arrived = self.arrived, []
@@ -120,14 +116,12 @@ class Handovers:
         handover.transfer, handover.ticket = transfer.number, self._settings.random_bytes(TICKET_BYTES)
         self._by_transfer[transfer.number] = running.sequence
         self.audit.on_opened(handover.source, handover.target, self.now)
-        geometry = group.geometry
         self._outbox.send_before_plans(
             handover.target,
             KVReceive(
                 transfer.number,
                 group.worker,
-                geometry.kv_generation,
-                geometry.kv_endpoint,
+                group.geometry.kv_generation,
                 handover.target_blocks,
                 b"".join(handover.hashes),
                 handover.ticket,

@@ -93,7 +93,7 @@ class TransferNotices:
                 source.kv_cache.drop_cached(block_hash)
 
     def _count_outcome(self, transfer: Transfer, now: float) -> None:
-        """Of a transfer that the scheduler has not given up."""
+        """Counts the outcome of a transfer that the scheduler has not given up."""
         pair = transfer.source.worker, transfer.target.worker
         if transfer.is_unknown:
             return

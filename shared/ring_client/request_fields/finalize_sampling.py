@@ -8,6 +8,7 @@ import msgspec
 from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, OutputConstraint, Sampling, Tokenized
+from blockyard.shared.token_ids import num_ids
 
 CALL_TOKENS = 256  # of `max_tokens`, left for a forced call
 
@@ -33,7 +34,7 @@ def finalize_sampling(
     means all of it; `max_new_tokens` caps it. A missing seed is drawn at random. Raises RequestError if the prompt does
     not fit or no token could be sampled.
     """
-    num_prompt_tokens, bad_words = len(prompt.token_ids) // 4, prompt.bad_words
+    num_prompt_tokens, bad_words = num_ids(prompt.token_ids), prompt.bad_words
     if num_prompt_tokens == 0:
         raise RequestError(f"`{prompt_field}` is empty: not one token", prompt_field)
     left = card.max_model_len - num_prompt_tokens

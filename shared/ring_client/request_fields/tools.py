@@ -107,12 +107,6 @@ def read_tools(request: ToolRequest, defaults: ToolDefaults) -> ToolUse | None:
     return ToolUse(mode, chosen, shown, request.parallel_tool_calls is not False, is_older, choice_field)
 
 
-def read_template_tools(tools: object) -> bytes:
-    """JSON list of tools that only a chat template reads; empty: there are none. Raises RequestError."""
-    read = _read_list(tools, "tools", False)
-    return _shown(read, "tools") if read else b""
-
-
 def read_offered_tools(tools: object) -> ToolUse | None:
     """Tools of which the model decides whether to call them. None without tools. Raises RequestError."""
     read = _read_list(tools, "tools", False)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
-from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, read_no_calls, write_call
+from blockyard.shared.tool_parsers.json_calls.families import write_tool_call
+from blockyard.shared.tool_parsers.json_calls.json_call import JsonCall, read_calls, read_no_calls
 from blockyard.shared.tool_parsers.tools import Tool
 
 START, END = "<tool_call>", "</tool_call>"
@@ -39,16 +39,11 @@ def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
             yield Part(PartKind.CONTENT, START)
 
 
-def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
-    call = f'{rules.marker(START)} "\\n" {write_call(rules, tools)} "\\n" {rules.marker(END)}'
-    return rules.repeated(call, parallel, '"\\n"')
-
-
 ERNIE45 = ToolFormat(
     name="ernie45",
     models="ERNIE 4.5 Thinking",
     read=read,
-    write_grammar=write_grammar,
+    write_grammar=write_tool_call,
     markers=(START, END, RESPONSE, RESPONSE_END),
     template_marks=(START, RESPONSE),
 )

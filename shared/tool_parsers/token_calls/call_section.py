@@ -1,12 +1,13 @@
 """Reads sections of calls in which special tokens, instead of a JSON object, hold the name and the arguments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from blockyard.shared.output_parsing.json_text import empty_object, object_value
 from blockyard.shared.output_parsing.markers import Markers
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind, Reading
 from blockyard.shared.output_parsing.text_input import TextInput
+from blockyard.shared.tool_parsers.tools import Tool
 
 NO_NAME = set(" \t\r\n\"'`{}[]<>(),:")  # characters of no tool's name
 
@@ -22,8 +23,8 @@ class CallSection:
     head: Callable[[TextInput], Reading[Part | None]]  # from behind `call` to the arguments; None: it is no call
     tail: str = ""  # between the arguments and `call_end`
 
-    def read(self, text: TextInput) -> Reading[None]:
-        """Reads a whole answer: content, and calls. Markers that hold no call are content."""
+    def read(self, text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
+        """Reads a whole answer: content, and calls of any tool. Markers that hold no call are content."""
         starts = Markers(self.start, self.call)
         ends = Markers(*filter(None, (self.tail, self.call, self.call_end, self.end)))
         while found := (yield from text.until(PartKind.CONTENT, starts)):

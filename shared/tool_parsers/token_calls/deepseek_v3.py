@@ -1,4 +1,7 @@
-"""DeepSeek V3 and R1: calls between special tokens, each with its type, its name, and its arguments in a code block."""
+"""DeepSeek V3, R1 and V3.1: calls between special tokens.
+
+A call of V3 and R1 has its type, its name, and its arguments in a code block; one of V3.1 its name and its arguments.
+"""
 
 from collections.abc import Sequence
 
@@ -18,7 +21,7 @@ SEPARATORS, LINE_END, FENCES = Markers(SEPARATOR), Markers("\n"), Markers(FENCE,
 KIND = "function"  # there is no other
 
 
-def _head(text: TextInput) -> Reading[Part | None]:
+def _head_v3(text: TextInput) -> Reading[Part | None]:
     """function<｜tool▁sep｜>get_weather, and the beginning of a code block in the next line."""
     kind = yield from text.before(SEPARATORS, MAX_NAME_CHARS, lambda kind: KIND.startswith(kind.strip()))
     if kind is None or kind.strip() != KIND:
@@ -32,14 +35,15 @@ def _head(text: TextInput) -> Reading[Part | None]:
     return Part(PartKind.CALL, name.strip())
 
 
-SECTION = CallSection(START, CALL, CALL_END, END, _head, tail=FENCE_END)
+def _head_v31(text: TextInput) -> Reading[Part | None]:
+    name = yield from text.before(SEPARATORS, MAX_NAME_CHARS, begins_name)
+    if name is None or not is_name(name.strip()):
+        return None
+    yield from text.literal(SEPARATOR)
+    return Part(PartKind.CALL, name.strip())
 
 
-def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    yield from SECTION.read(text)
-
-
-def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
+def _write_v3(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
     heads = [rules.text(f"{tool.name}\n{FENCE}\n") for tool in tools]
     calls = [f"{head} {rules.arguments(tool)}" for head, tool in zip(heads, tools, strict=True)]
     head = f'{rules.marker(CALL)} "{KIND}" {rules.marker(SEPARATOR)}'
@@ -48,13 +52,30 @@ def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) ->
     return f"{rules.marker(START)} {repeated} {rules.marker(END)}"
 
 
+def _write_v31(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
+    separator = rules.marker(SEPARATOR)
+    calls = [f"{rules.text(tool.name)} {separator} {rules.arguments(tool)}" for tool in tools]
+    repeated = rules.repeated(f"{rules.marker(CALL)} {any_of(calls)} {rules.marker(CALL_END)}", parallel)
+    return f"{rules.marker(START)} {repeated} {rules.marker(END)}"
+
+
 DEEPSEEK_V3 = ToolFormat(
     name="deepseek_v3",
     models="DeepSeek V3 and R1",
-    read=read,
-    write_grammar=write_grammar,
+    read=CallSection(START, CALL, CALL_END, END, _head_v3, tail=FENCE_END).read,
+    write_grammar=_write_v3,
     markers=(START, CALL, SEPARATOR, CALL_END, END),
     aliases=("deepseekv3",),
     openings=lambda tools: (START, CALL),
     template_marks=(SEPARATOR, FENCE),
+)
+DEEPSEEK_V31 = ToolFormat(
+    name="deepseek_v31",
+    models="DeepSeek V3.1",
+    read=CallSection(START, CALL, CALL_END, END, _head_v31).read,
+    write_grammar=_write_v31,
+    markers=(START, CALL, SEPARATOR, CALL_END, END),
+    aliases=("deepseekv31",),
+    openings=lambda tools: (START, CALL),
+    template_marks=(SEPARATOR,),
 )

@@ -39,10 +39,6 @@ def _begins_id(text: str) -> bool:
 SECTION = CallSection(START, CALL, CALL_END, END, _head)
 
 
-def read(text: TextInput, tools: Sequence[Tool]) -> Reading[None]:
-    yield from SECTION.read(text)
-
-
 def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) -> str:
     index, arguments = rules.regex("[0-9]{1,3}"), rules.marker(ARGUMENTS)
     calls = [f"{rules.text(f'{PREFIX}{tool.name}:')} {index} {arguments} {rules.arguments(tool)}" for tool in tools]
@@ -53,7 +49,7 @@ def write_grammar(rules: GrammarRules, tools: Sequence[Tool], parallel: bool) ->
 KIMI_K2 = ToolFormat(
     name="kimi_k2",
     models="Kimi K2",
-    read=read,
+    read=SECTION.read,
     write_grammar=write_grammar,
     markers=(START, CALL, ARGUMENTS, CALL_END, END),
     aliases=("kimi",),

@@ -32,7 +32,6 @@ _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprec
 class NamedArgument(NamedTuple):
     name: str
     schema: Any
-    is_required: bool
     name_term: str | None = None  # matches the name or nothing, where patterns for names decide on the schema
 
 
@@ -131,7 +130,7 @@ class ArgumentRules:
     def _sequence(self, shape: _Shape, write: Callable[[NamedArgument], str | None]) -> str | None:
         blocks: list[tuple[str, bool]] = []
         for name, required in _names(shape).items():
-            written = [write(one) for one in self._arguments(shape, name, required)]
+            written = [write(one) for one in self._arguments(shape, name)]
             possible = [one for one in written if one is not None]
             if possible:
                 blocks.append((any_of(possible), required))
@@ -159,7 +158,7 @@ class ArgumentRules:
             after = rules
         return after[0]
 
-    def _arguments(self, shape: _Shape, name: str, required: bool) -> Iterator[NamedArgument]:
+    def _arguments(self, shape: _Shape, name: str) -> Iterator[NamedArgument]:
         """The argument, once for each choice of patterns that its name may match."""
         patterns = sorted({pattern for part in shape.parts for pattern in _patterns(part)})
         if 2 ** len(patterns) > MAX_CHOICES:
@@ -175,7 +174,7 @@ class ArgumentRules:
             if patterns:
                 found = [search(one) if one in matched else without("/(?s:.*)/", search(one)) for one in patterns]
                 term = both([quoted(name), *found])
-            yield NamedArgument(name, schema, required, term)
+            yield NamedArgument(name, schema, term)
 
     def _refusal(self, what: str) -> RequestError:
         return RequestError(f"the arguments of {self._tool}: {what}", "tools")

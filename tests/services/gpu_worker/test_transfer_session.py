@@ -38,7 +38,7 @@ from blockyard.shared.messages import (
 )
 
 ME, OLD, NEW, OTHER = 7, 100, 200, 300
-RECEIVE = KVReceive(1, OTHER, 1, b"ipc://o", [3, 4])
+RECEIVE = KVReceive(1, OTHER, 1, [3, 4])
 GEOMETRY = Geometry(8, 16, 64, 100, [1], 4, 32)
 
 

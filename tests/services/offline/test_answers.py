@@ -19,7 +19,7 @@ from blockyard.shared.messages import Cancel, Generate, GrammarKind, Tokenize
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 DEFAULTS = ToolDefaults(parser="hermes", reasoning_parser="qwen3", reasoning_start="<think>", reasoning_end="</think>")
 BOTH = OutputFormats.load(DEFAULTS)

@@ -82,7 +82,8 @@ def test_a_member_is_heard_and_answered_after_any_number_of_other_links(peers: P
         assert peers.give(route, Cancel("r", 1)) == [(incarnation, Cancel("r", 1))]
         assert peers.links.send(incarnation, b"answer")
     assert peers.malformed.total == 0
-    assert peers.links.num_links <= 2 * MAX_UNLISTED + 2
+    answered = [stranger for stranger in range(5 * MAX_UNLISTED) if peers.links.send(1000 + stranger, b"answer")]
+    assert len(answered) <= 2 * MAX_UNLISTED
 
 
 def test_more_members_than_unlisted_links_are_kept_are_all_heard(peers: Peers) -> None:
@@ -91,7 +92,6 @@ def test_more_members_than_unlisted_links_are_kept_are_all_heard(peers: Peers) -
     for incarnation in members:
         peers.connect(incarnation, b"m%d" % incarnation)
     assert all(peers.links.send(incarnation, b"answer") for incarnation in members)
-    assert peers.links.num_links == len(members)
 
 
 def test_a_peer_that_is_not_listed_yet_outlives_older_strangers(peers: Peers) -> None:
@@ -110,7 +110,8 @@ def test_a_link_opened_anew_replaces_the_old_one(peers: Peers) -> None:
     for i in range(3 * MAX_UNLISTED):
         peers.connect(10, b"r%d" % i)
     assert len(peers.opened_again) == 3 * MAX_UNLISTED - 1
-    assert peers.links.num_links <= 2 * MAX_UNLISTED
+    heard = [i for i in range(3 * MAX_UNLISTED) if peers.give(b"r%d" % i, Cancel("r", 1))]
+    assert len(heard) <= 2 * MAX_UNLISTED
     assert peers.links.send(10, b"answer")
     assert peers.router.sent[-1] == (b"r%d" % (3 * MAX_UNLISTED - 1), b"answer")
 
@@ -131,14 +132,12 @@ def test_a_dead_link_is_forgotten(tmp_path: Path) -> None:
             assert bound.socket.poll(5000)
             links.receive([], 10)
             assert dealer.poll(5000)
-            assert links.num_links == 1
             assert links.send(10, b"answer")
             dealer.close(0)
             for _ in range(500):
                 if not links.send(10, b"answer"):
                     break
                 bound.socket.poll(10)
-            assert links.num_links == 0
             assert not links.send(10, b"answer")
         assert not again  # the second link replaced none: the first was known to be dead
     finally:

@@ -23,7 +23,8 @@ PLUGIN = """
 from blockyard.shared.reasoning_parsers.interface import ReasoningFormat
 from blockyard.shared.reasoning_parsers.marked import marked
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.json_calls.hermes import read, write_grammar
+from blockyard.shared.tool_parsers.json_calls import families
+read, write_grammar = families.HERMES.read, families.HERMES.write_grammar
 OWN = ToolFormat(name="own", models="ours", read=read, write_grammar=write_grammar, template_marks=("OWN",))
 NOTES = ReasoningFormat(name="notes", models="ours", start="<n>", end="</n>", read=marked("<n>", "</n>"))
 """

@@ -15,10 +15,11 @@ from recorded_answers import (
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.output_parsing.compose import in_order, read_content, trimmed, without_marks
 from blockyard.shared.output_parsing.reader import Format
+from blockyard.shared.parser_plugins import format_of_template
 from blockyard.shared.parser_plugins import reasoning_format as with_plugin
 from blockyard.shared.reasoning_parsers.interface import ReasoningFormat
-from blockyard.shared.reasoning_parsers.registry import FORMATS, format_of_template, reasoning_format
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.reasoning_parsers.registry import FORMATS, reasoning_format
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 BEHIND_REASONING = [one for one in FORMATS if one.name not in ("minimax_m2_append_think", "openai_gptoss")]
 ALWAYS_REASON = ("deepseek_r1", "olmo3", "ernie45", "step3", "minimax_m2", "nemotron_v3", "holo2")
@@ -214,5 +215,5 @@ def test_wrong_markers_are_refused(name: str) -> None:
     ],
 )
 def test_templates_tell_the_family(template: str, name: str) -> None:
-    found = format_of_template(template)
+    found = format_of_template(template, FORMATS)
     assert (found.name if found else "") == name

@@ -21,7 +21,7 @@ from blockyard.shared.ring_client.request_fields.output_format import (
 )
 from blockyard.shared.ring_client.request_fields.tools import ToolMode, ToolUse
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 from blockyard.shared.tool_parsers.tools import Tool, ToolKind
 
 FORMATS = OutputFormats.load(ToolDefaults(parser="hermes", reasoning_parser="qwen3"))

@@ -2,8 +2,9 @@ from collections import Counter
 
 import pytest
 
+from blockyard.shared.parser_plugins import format_of_template
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.registry import FORMATS, NOT_BUILT, format_of_template
+from blockyard.shared.tool_parsers.registry import FORMATS, NOT_BUILT
 
 MARKED = [one for one in FORMATS if one.template_marks]
 
@@ -16,4 +17,4 @@ def test_each_name_is_that_of_one_format() -> None:
 @pytest.mark.parametrize("tool_format", MARKED, ids=lambda one: one.name)
 def test_a_template_with_the_marks_of_a_format_has_that_format(tool_format: ToolFormat) -> None:
     """The more special of two formats comes first."""
-    assert format_of_template("\n".join(tool_format.template_marks)) is tool_format
+    assert format_of_template("\n".join(tool_format.template_marks), FORMATS) is tool_format

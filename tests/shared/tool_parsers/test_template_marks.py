@@ -2,7 +2,8 @@
 
 import pytest
 
-from blockyard.shared.tool_parsers.registry import format_of_template
+from blockyard.shared.parser_plugins import format_of_template
+from blockyard.shared.tool_parsers.registry import FORMATS
 
 # what chat templates tell the model, or write of an earlier call, in the template's own spelling
 TEMPLATES = {
@@ -26,5 +27,5 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_tells_its_format(name: str) -> None:
-    found = format_of_template(TEMPLATES[name])
+    found = format_of_template(TEMPLATES[name], FORMATS)
     assert found is not None and found.name == name

@@ -141,7 +141,7 @@ class LatentAttention:
 
 
 def _interleave_last(rows: Tensor, head_dim: int, rotated_dim: int) -> Tensor:
-    """As `interleave_pairs`, of the last `rotated_dim` rows of each head."""
+    """Interleaves the pairs of the last `rotated_dim` rows of each head: see `interleave_pairs`."""
     heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     plain, rotated = heads[:, :-rotated_dim], heads[:, -rotated_dim:]
     turned = interleave_pairs(rotated.flatten(0, 1), rotated_dim).view(rotated.shape)

@@ -71,7 +71,7 @@ class GroupedExperts:
     def forward_with(
         self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor | None = None
     ) -> Tensor | None:
-        """As `forward`, with this config. How often experts are chosen is not counted."""
+        """Computes `forward` with this config, without counting how often experts are chosen."""
         return self._forward(config, x, experts, weights, None, None, residual, None)
 
     def _forward(

@@ -25,7 +25,7 @@ class ExpertProducts(Protocol):
         """The matrices that are linear layers of their own."""
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As `choose_experts`."""
+        """Chooses experts: see `choose_experts`."""
 
     def fuses_norm(self, rows: int) -> bool:
         """Whether `forward` of so many rows can normalise x as it is read."""

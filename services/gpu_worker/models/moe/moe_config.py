@@ -43,7 +43,7 @@ def make_routing(
 
 
 def _check_groups(field: str, num_experts: int, top_k: int, top_k_field: str, groups: int, top_groups: int) -> None:
-    """Of DeepSeek's and GLM's groups of experts. Raises ConfigError."""
+    """Raises ConfigError for groups of experts (DeepSeek, GLM) that do not fit."""
     if num_experts % groups:
         raise ConfigError(f"config.json: n_group {groups} does not divide {field} {num_experts}")
     if top_groups > groups:

@@ -418,7 +418,7 @@ def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], c
     a = make(A, LARGE, NUM_BLOCKS, connector=connector)
     blocks = list(range(NUM_BLOCKS))
     with worker_process(bus_at(tmp_path), B, connector) as b:
-        b.tell(KVReceive(1, A, 1, b"", blocks))
+        b.tell(KVReceive(1, A, 1, blocks))
         a.send(send_to(b.geometry, B, 1, blocks[:-1], blocks[:-1], is_last=False))
         until(lambda: a.transfers._memory.senders._targets[B].link._transfers._open[1].summed != 0, a)
         b.process.kill()
@@ -429,7 +429,7 @@ def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], c
         until(lambda: len(a.ended[1]) == 2, a)
         assert len(a.links.watched) == 3
     with worker_process(bus_at(tmp_path), 0xC, connector) as c:
-        c.tell(KVReceive(2, A, 1, b"", [1, 2]))
+        c.tell(KVReceive(2, A, 1, [1, 2]))
         a.send(send_to(c.geometry, 0xC, 2, [7, 8], [1, 2]))
         until(lambda: 2 in a.ended, a)
         assert a.is_complete(2)

@@ -77,7 +77,7 @@ class Line:
             lambda when, call: self.later.append((when, call)),
             lambda t, _, frame: self.told.append((t, frame)),
         )
-        self.transfers.receive(2, KVReceive(7, 1, 0, b"", [5, 6]))
+        self.transfers.receive(2, KVReceive(7, 1, 0, [5, 6]))
 
     def send(self, block: int, is_last: bool, began: float) -> None:
         self.transfers.send([KVSend(7, 2, 0, b"", [block - 5], [block], is_last)], began, began + 0.01)

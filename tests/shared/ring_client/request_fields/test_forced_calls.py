@@ -24,7 +24,7 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import Field
 from blockyard.shared.ring_client.request_fields.tools import ToolUse, read_tools
 from blockyard.shared.tool_parsers.call_grammar import calls_source
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 NONE = OutputFormats()
 FAMILY = OutputFormats.load(ToolDefaults(parser="hermes"))

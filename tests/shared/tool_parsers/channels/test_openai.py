@@ -4,9 +4,9 @@ from recorded_answers import (
     Answer,
     call,
     check_answer,
-    check_held_back,
     check_mutations,
     content,
+    format_tests,
     reasoning,
     tool_reader,
 )
@@ -109,18 +109,9 @@ ANSWERS = (
     ),
 )  # fmt: skip
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, OPENAI.markers)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <|end <|messag <|constrain b <|channel> <|start <|retur", len("<|constrain|>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, OPENAI.markers, "a <|end <|messag <|constrain b <|channel> <|start <|retur", len("<|constrain|>")
+)
 
 
 BOTH = reasoning("Need the weather.") + content("Fine.")

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_calls.ernie45 import ERNIE45
 
@@ -32,15 +31,10 @@ ANSWERS = [
     Answer("malformed", "<tool_call>\nget_time\n</tool_call>", content("<tool_call>\nget_time\n</tool_call>")),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, ("<tool_call>", "</tool_call>", "<response>", "</response>"))
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <tool <tool_cal> b </tool_call> <tool_c", len("<tool_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ,
+    ANSWERS,
+    ("<tool_call>", "</tool_call>", "<response>", "</response>"),
+    "a <tool <tool_cal> b </tool_call> <tool_c",
+    len("<tool_call>"),
+)

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_calls.granite_20b_fc import GRANITE_20B_FC
 
@@ -28,15 +27,6 @@ ANSWERS = [
     Answer("malformed", "<function_call> get_time()", content("<function_call> get_time()")),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, ("<function_call>",))
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <func <function_cal> b <function_c", len("<function_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, ("<function_call>",), "a <func <function_cal> b <function_c", len("<function_call>")
+)

@@ -1,8 +1,8 @@
 import pytest
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.output_parsing.reader import read_all
-from blockyard.shared.tool_parsers.json_calls.hermes import HERMES
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 from blockyard.shared.tool_parsers.json_calls.json_call import MAX_EARLY_ARGUMENTS
 
 READ = tool_reader(HERMES)
@@ -78,18 +78,9 @@ ANSWERS = (
     ),
 )
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, HERMES.markers)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <tool <tool_cal> b </tool_call> <tool_c", len("<tool_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, HERMES.markers, "a <tool <tool_cal> b </tool_call> <tool_c", len("<tool_call>")
+)
 
 
 @pytest.mark.parametrize(("more", "is_call"), [(0, True), (1, False)])

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_calls.internlm import INTERNLM
 
@@ -30,15 +29,10 @@ ANSWERS = [
     Answer("malformed", "<|action_start|> <|plugin|> get_time", content("<|action_start|> <|plugin|> get_time")),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, ("<|action_start|>", "<|plugin|>", "<|action_end|>"))
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <|act <|action_start> b <|plugin|> <|action_s", len("<|action_start|>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ,
+    ANSWERS,
+    ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+    "a <|act <|action_start> b <|plugin|> <|action_s",
+    len("<|action_start|>"),
+)

@@ -1,8 +1,7 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
-from blockyard.shared.tool_parsers.json_calls.jamba import JAMBA
+from blockyard.shared.tool_parsers.json_calls.families import JAMBA
 
 READ = tool_reader(JAMBA)
 
@@ -30,15 +29,6 @@ ANSWERS = [
     ),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, ("<tool_calls>", "</tool_calls>"))
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <tool <tool_cal> b </tool_calls> <tool_c", len("<tool_calls>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, ("<tool_calls>", "</tool_calls>"), "a <tool <tool_cal> b </tool_calls> <tool_c", len("<tool_calls>")
+)

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_calls.llama3_json import LLAMA3_JSON
 
@@ -38,15 +37,6 @@ ANSWERS = [
     Answer("a separator without a call", spell(TIME) + "; that is all", call(*TIME) + content("; that is all")),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, LLAMA3_JSON.markers)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <|pyt <|python_ta { b [ <|python_e", len("<|python_start|>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, LLAMA3_JSON.markers, "a <|pyt <|python_ta { b [ <|python_e", len("<|python_start|>")
+)

@@ -1,8 +1,7 @@
-import pytest
 from call_answers import WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
-from blockyard.shared.tool_parsers.json_calls.phi4_mini_json import PHI4_MINI_JSON
+from blockyard.shared.tool_parsers.json_calls.families import PHI4_MINI_JSON
 
 READ = tool_reader(PHI4_MINI_JSON)
 
@@ -21,15 +20,10 @@ ANSWERS = [
     Answer("no end", spell(WEATHER)[:-1], call(*WEATHER)),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, ("functools", "<|tool_call|>", "<|/tool_call|>"))
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a funct functool b <|tool_cal functoo", len("functools <"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ,
+    ANSWERS,
+    ("functools", "<|tool_call|>", "<|/tool_call|>"),
+    "a funct functool b <|tool_cal functoo",
+    len("functools <"),
+)

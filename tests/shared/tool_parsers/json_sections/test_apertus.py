@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_sections.apertus import APERTUS
 
@@ -35,15 +34,6 @@ ANSWERS = [
     Answer("no name", '<|tools_prefix|>[{"": {}}]', content('<|tools_prefix|>[{"": {}}]')),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <|tool <|tools_pref b <|tools_suffix|> <|tools_p", len("<|tools_prefix|>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, TAGS, "a <|tool <|tools_pref b <|tools_suffix|> <|tools_p", len("<|tools_prefix|>")
+)

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_sections.cohere_command3 import COHERE_COMMAND3
 
@@ -30,15 +29,6 @@ ANSWERS = [
     Answer("malformed", "<|START_ACTION|>[1]<|END_ACTION|>", content("<|START_ACTION|>[1]<|END_ACTION|>")),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <|START <|START_ACT b <|END_ACTION|> <|START_RESP", len("<|START_RESPONSE|>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, TAGS, "a <|START <|START_ACT b <|END_ACTION|> <|START_RESP", len("<|START_RESPONSE|>")
+)

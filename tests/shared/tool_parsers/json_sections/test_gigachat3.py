@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.json_sections.gigachat3 import GIGACHAT3
 
@@ -27,16 +26,10 @@ ANSWERS = [
     Answer("malformed", "<|function_call|>get_time()", content("<|function_call|>get_time()")),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    plain = "a function call <|message_sep|>\n\nfunc b <|role_sep|> <|funct function cal"
-    check_held_back(READ, plain, len("<|message_sep|>\n\nfunction call<|role_sep|>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ,
+    ANSWERS,
+    TAGS,
+    "a function call <|message_sep|>\n\nfunc b <|role_sep|> <|funct function cal",
+    len("<|message_sep|>\n\nfunction call<|role_sep|>"),
+)

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.token_calls.deepseek_v3 import DEEPSEEK_V3
 
@@ -39,15 +38,10 @@ ANSWERS = [
     ),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, DEEPSEEK_V3.markers)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <｜tool <｜tool▁call b <｜tool▁calls▁end｜> <｜tool▁c", len("<｜tool▁calls▁begin｜>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ,
+    ANSWERS,
+    DEEPSEEK_V3.markers,
+    "a <｜tool <｜tool▁call b <｜tool▁calls▁end｜> <｜tool▁c",
+    len("<｜tool▁calls▁begin｜>"),
+)

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import TIME, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.token_calls.mistral import MISTRAL
 
@@ -50,15 +49,6 @@ ANSWERS = [
     ),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, MISTRAL.markers)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a [TOOL b [TOOL_CALL ] [ARGS] [TOOL_", len("[TOOL_CALLS]"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, MISTRAL.markers, "a [TOOL b [TOOL_CALL ] [ARGS] [TOOL_", len("[TOOL_CALLS]")
+)

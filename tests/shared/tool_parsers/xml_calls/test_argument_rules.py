@@ -9,7 +9,7 @@ from blockyard.shared.output_parsing.parts import PartKind
 from blockyard.shared.output_parsing.reader import read_all
 from blockyard.shared.tool_parsers.grammar_rules import GrammarRules
 from blockyard.shared.tool_parsers.tools import TextGrammar, TextSyntax, Tool, ToolKind
-from blockyard.shared.tool_parsers.xml_calls.qwen3_coder import QWEN3_CODER
+from blockyard.shared.tool_parsers.xml_calls.families import QWEN3_CODER
 
 TOKENIZER = llguidance.LLTokenizer("byte")
 

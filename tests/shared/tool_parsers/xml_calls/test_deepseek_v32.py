@@ -3,22 +3,22 @@ from recorded_answers import Answer, call, check_answer, check_held_back, check_
 from tagged_answers import PARIS, Values, tagged_answers
 
 from blockyard.shared.output_parsing.reader import read_all
-from blockyard.shared.tool_parsers.xml_calls.deepseek_v32 import DEEPSEEK_V4, DEEPSEEK_V32, TOKEN
+from blockyard.shared.tool_parsers.xml_calls.families import DEEPSEEK_V4, DEEPSEEK_V32, DSML
 
 READ = tool_reader(DEEPSEEK_V32)
-BEGIN, END = f"<{TOKEN}function_calls>\n", f"\n</{TOKEN}function_calls>"
-TAGS = (BEGIN, END, f'<{TOKEN}invoke name="', f"</{TOKEN}invoke>", f'<{TOKEN}parameter name="', f"</{TOKEN}parameter>")
-TAGS += (TOKEN, ' string="true">', ' string="false">', '">')
+BEGIN, END = f"<{DSML}function_calls>\n", f"\n</{DSML}function_calls>"
+TAGS = (BEGIN, END, f'<{DSML}invoke name="', f"</{DSML}invoke>", f'<{DSML}parameter name="', f"</{DSML}parameter>")
+TAGS += (DSML, ' string="true">', ' string="false">', '">')
 TEXTS = ("city", "query", "zone", "no list", "a")  # arguments that hold strings
 
 
 def write(name: str, values: Values) -> str:
     arguments = "".join(argument(key, value, key in TEXTS) for key, value in values.items())
-    return f'<{TOKEN}invoke name="{name}">\n{arguments}</{TOKEN}invoke>'
+    return f'<{DSML}invoke name="{name}">\n{arguments}</{DSML}invoke>'
 
 
 def argument(key: str, value: str, is_string: bool) -> str:
-    return f'<{TOKEN}parameter name="{key}" string="{str(is_string).lower()}">{value}</{TOKEN}parameter>\n'
+    return f'<{DSML}parameter name="{key}" string="{str(is_string).lower()}">{value}</{DSML}parameter>\n'
 
 
 ONE = write("get_weather", {"city": "Paris", "days": "3"})
@@ -26,8 +26,8 @@ ANSWERS = (
     *tagged_answers(BEGIN, write, "\n", END, "</｜DSML｜parameter>"),
     Answer(
         "the attribute decides",
-        f'{BEGIN}<{TOKEN}invoke name="get_time">\n{argument("a", "[1]", True)}{argument("b", "[1]", False)}'
-        f"{argument('c', 'true', True)}{argument('d', 'true', False)}</{TOKEN}invoke>{END}",
+        f'{BEGIN}<{DSML}invoke name="get_time">\n{argument("a", "[1]", True)}{argument("b", "[1]", False)}'
+        f"{argument('c', 'true', True)}{argument('d', 'true', False)}</{DSML}invoke>{END}",
         call("get_time", '{"a": "[1]", "b": [1], "c": "true", "d": true}'),
     ),
     Answer(
@@ -37,30 +37,30 @@ ANSWERS = (
     ),
     Answer(
         "a number as a string",
-        f'{BEGIN}<{TOKEN}invoke name="get_weather">\n{argument("days", "3", True)}</{TOKEN}invoke>{END}',
+        f'{BEGIN}<{DSML}invoke name="get_weather">\n{argument("days", "3", True)}</{DSML}invoke>{END}',
         call("get_weather", '{"days": "3"}'),
     ),
     Answer(
         "no JSON although it says so",
-        f'{BEGIN}<{TOKEN}invoke name="get_weather">\n{argument("city", "Paris", False)}</{TOKEN}invoke>{END}',
+        f'{BEGIN}<{DSML}invoke name="get_weather">\n{argument("city", "Paris", False)}</{DSML}invoke>{END}',
         call("get_weather", '{"city": "Paris"}'),
     ),
     Answer("the end of the block is missing", BEGIN + ONE, PARIS),
     Answer(
         "as the encoding script writes a call without arguments",
-        f'I look.\n\n{BEGIN}<{TOKEN}invoke name="get_time">\n\n</{TOKEN}invoke>{END}',
+        f'I look.\n\n{BEGIN}<{DSML}invoke name="get_time">\n\n</{DSML}invoke>{END}',
         content("I look.\n\n") + call("get_time", "{}"),
     ),
     Answer("text behind", BEGIN + ONE + END + "\n\nb", PARIS + content("b")),
     Answer(
         "an unknown attribute",
-        f'{BEGIN}<{TOKEN}invoke name="get_time">\n<{TOKEN}parameter name="a" type="b">c',
-        call("get_time", "{}") + content(f'<{TOKEN}parameter name="a" type="b">c'),
+        f'{BEGIN}<{DSML}invoke name="get_time">\n<{DSML}parameter name="a" type="b">c',
+        call("get_time", "{}") + content(f'<{DSML}parameter name="a" type="b">c'),
     ),
     Answer(
         "malformed",
-        f"{BEGIN}<{TOKEN}invoke get_time>\n</{TOKEN}invoke>{END}",
-        content(f"{BEGIN}<{TOKEN}invoke get_time>\n</{TOKEN}invoke>{END}"),
+        f"{BEGIN}<{DSML}invoke get_time>\n</{DSML}invoke>{END}",
+        content(f"{BEGIN}<{DSML}invoke get_time>\n</{DSML}invoke>{END}"),
     ),
 )
 
@@ -82,4 +82,4 @@ def test_damaged_answers() -> None:
 
 
 def test_little_is_held_back() -> None:
-    check_held_back(READ, f"a <b <{TOKEN}tool_calls> <{TOKEN}functio", len(BEGIN))
+    check_held_back(READ, f"a <b <{DSML}tool_calls> <{DSML}functio", len(BEGIN))

@@ -3,7 +3,7 @@ from recorded_answers import Answer, call, check_answer, check_held_back, check_
 from tagged_answers import PARIS, Values, tagged_answers
 
 from blockyard.shared.output_parsing.reader import read_all
-from blockyard.shared.tool_parsers.xml_calls.glm45 import GLM45, GLM47
+from blockyard.shared.tool_parsers.xml_calls.families import GLM45, GLM47
 
 READ = tool_reader(GLM45)
 

@@ -1,6 +1,5 @@
-import pytest
 from call_answers import WEATHER, Call, common_answers
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 
 from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT
 
@@ -39,15 +38,6 @@ ANSWERS = [
     ),
 ]
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, LONGCAT.markers)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <longcat <longcat_tool> b <longcat_tool_cal", len("<longcat_tool_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, LONGCAT.markers, "a <longcat <longcat_tool> b <longcat_tool_cal", len("<longcat_tool_call>")
+)

@@ -1,8 +1,7 @@
-import pytest
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
-from blockyard.shared.tool_parsers.xml_calls.minicpm5 import MINICPM5
+from blockyard.shared.tool_parsers.xml_calls.families import MINICPM5
 
 READ = tool_reader(MINICPM5)
 TAGS = ('<function name="', "</function>", '<param name="', "</param>", '">', "<![CDATA[", "]]>")
@@ -55,15 +54,6 @@ ANSWERS = (
     Answer("malformed", '<function name="get_time"/> b', content('<function name="get_time"/> b')),
 )
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <b> <func <function b <function name= c <function nam", len('<function name="'))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, TAGS, "a <b> <func <function b <function name= c <function nam", len('<function name="')
+)

@@ -1,8 +1,7 @@
-import pytest
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
-from blockyard.shared.tool_parsers.xml_calls.minimax_m2 import MINIMAX_M2
+from blockyard.shared.tool_parsers.xml_calls.families import MINIMAX_M2
 
 READ = tool_reader(MINIMAX_M2)
 BEGIN, END = "<minimax:tool_call>\n", "\n</minimax:tool_call>"
@@ -48,15 +47,6 @@ ANSWERS = (
     ),
 )
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <minimax:to <min> b </minimax:tool_call> <minimax:tool_c", len("<minimax:tool_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, TAGS, "a <minimax:to <min> b </minimax:tool_call> <minimax:tool_c", len("<minimax:tool_call>")
+)

@@ -1,9 +1,8 @@
-import pytest
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, check_answer, content, format_tests, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
 from blockyard.shared.tool_parsers.tools import Tool, ToolKind
-from blockyard.shared.tool_parsers.xml_calls.qwen3_coder import QWEN3_CODER
+from blockyard.shared.tool_parsers.xml_calls.families import QWEN3_CODER
 
 READ = tool_reader(QWEN3_CODER)
 
@@ -87,18 +86,13 @@ ANSWERS = (
     ),
 )
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, ("<tool_call>", "</tool_call>", "<function=", "<parameter=", "</parameter>"))
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <tool <tool_cal> <functio b </tool_call> <tool_c", len("<tool_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ,
+    ANSWERS,
+    ("<tool_call>", "</tool_call>", "<function=", "<parameter=", "</parameter>"),
+    "a <tool <tool_cal> <functio b </tool_call> <tool_c",
+    len("<tool_call>"),
+)
 
 
 def test_types_of_python() -> None:

@@ -1,8 +1,7 @@
-import pytest
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
-from blockyard.shared.tool_parsers.xml_calls.seed_oss import SEED_OSS
+from blockyard.shared.tool_parsers.xml_calls.families import SEED_OSS
 
 READ = tool_reader(SEED_OSS)
 TAGS = (*SEED_OSS.markers, "<function=", "</function>", "<parameter=", "</parameter>", ">")
@@ -49,15 +48,6 @@ ANSWERS = (
     ),
 )
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, "a <seed <seed:tool_cal> b </seed:tool_call> <seed:tool_c", len("<seed:tool_call>"))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, TAGS, "a <seed <seed:tool_cal> b </seed:tool_call> <seed:tool_c", len("<seed:tool_call>")
+)

@@ -1,5 +1,4 @@
-import pytest
-from recorded_answers import Answer, call, check_answer, check_held_back, check_mutations, content, tool_reader
+from recorded_answers import Answer, call, content, format_tests, tool_reader
 from tagged_answers import PARIS, Values, tagged_answers
 
 from blockyard.shared.tool_parsers.xml_calls.step3 import (
@@ -53,15 +52,6 @@ ANSWERS = (
     ),
 )
 
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda a: a.name)
-def test_answers_have_their_parts(answer: Answer) -> None:
-    check_answer(READ, answer)
-
-
-def test_damaged_answers() -> None:
-    check_mutations(READ, ANSWERS, 500, TAGS)
-
-
-def test_little_is_held_back() -> None:
-    check_held_back(READ, f"a < b <tool {CALL_END} c {CALL_BEGIN[:-3]} d {SEPARATOR}", len(CALLS_BEGIN))
+test_answers_have_their_parts, test_damaged_answers, test_little_is_held_back = format_tests(
+    READ, ANSWERS, TAGS, f"a < b <tool {CALL_END} c {CALL_BEGIN[:-3]} d {SEPARATOR}", len(CALLS_BEGIN)
+)
