@@ -13,6 +13,7 @@ from blockyard.services.gpu_worker.layers.attention import Attention, AttentionS
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, PlainFeedForward
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
 from blockyard.services.gpu_worker.step import Step
@@ -26,6 +27,9 @@ class DecoderLayer(Protocol):
 
     def linears(self) -> list[Linear]:
         """Returns all linear layers, in the order in which a step uses them."""
+
+    def experts(self) -> list[ExpertProducts]:
+        """Returns the experts of the layer, if it has some."""
 
     def forward(
         self,
@@ -58,6 +62,9 @@ class PreNormLayer:
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return self._mlp.experts()
 
     def forward(
         self,
@@ -100,6 +107,9 @@ class PostNormLayer:
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
 
+    def experts(self) -> list[ExpertProducts]:
+        return self._mlp.experts()
+
     def forward(
         self,
         ops: FusedOps,
@@ -134,6 +144,9 @@ class ParallelLayer:
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return self._mlp.experts()
 
     def forward(
         self,

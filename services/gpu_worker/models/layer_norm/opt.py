@@ -9,6 +9,7 @@ from blockyard.services.gpu_worker.layers.attention import Attention, AttentionO
 from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import LayerNorm
 from blockyard.services.gpu_worker.layers.rotary import NO_ROTATION
 from blockyard.services.gpu_worker.loading.hf_config import parse
@@ -120,6 +121,15 @@ class OPT:
     def linears(self) -> list[Linear]:
         projections = [linear for linear in (self._project_in, self._project_out) if linear is not None]
         return [*(linear for layer in self._layers for linear in layer.linears()), *projections, self._head]
+
+    def experts(self) -> list[ExpertProducts]:
+        return []
+
+    def embeddings(self) -> list[Tensor]:
+        return [self._embedding.weight, self._positions.weight]
+
+    def computed(self) -> list[Tensor]:
+        return []
 
     def forward(self, step: Step) -> Tensor:
         x = self._embedding(step.token_ids)
