@@ -21,7 +21,6 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
-from blockyard.services.gpu_worker.loading.object_walk import reachable
 from blockyard.services.gpu_worker.loading.weight_offload import free_cache
 from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import (
@@ -302,13 +301,12 @@ def pick_products(
     if device.type == "cuda" and (config.batch_invariant or not config.enforce_eager):
         # these import Triton, which a worker on the CPU does not load
         from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes  # noqa: PLC0415
-        from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts  # noqa: PLC0415
         from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner  # noqa: PLC0415
 
         if not config.fused_steps:
             for linear in model.linears():
                 linear.disable_fusion()
-        tuner = Tuner(model.linears(), [thing for thing in reachable(model) if isinstance(thing, GroupedExperts)])
+        tuner = Tuner(model.linears(), model.experts())
         if config.batch_invariant:
             report.note(tuner.make_batch_invariant())
             return None

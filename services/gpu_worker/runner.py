@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
-from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, Stats, StepPlan
@@ -121,7 +121,7 @@ class Runner:
         self.ahead = None
         self.host.use_device(None)
         if weights and self._offloaded is None:
-            self._offloaded = OffloadedWeights(self.model)
+            self._offloaded = OffloadedWeights(tensors_of(self.model))
         self.pool.drop()
         self._has_kv = False
         free_cache(self.pool.device)

@@ -12,6 +12,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionSublayer
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, PlainFeedForward
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
 from blockyard.services.gpu_worker.step import Attend
@@ -32,6 +33,9 @@ class DecoderLayer(Protocol):
 
     def linears(self) -> list[Linear]:
         """Returns all linear layers, in the order in which a step uses them."""
+
+    def experts(self) -> list[ExpertProducts]:
+        """Returns the experts of the layer, if it has some."""
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Adds delta, the output of the previous layer, to residual in place, and computes the attention of the sum."""
@@ -60,6 +64,9 @@ class PreNormLayer:
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return self._mlp.experts()
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
@@ -99,6 +106,9 @@ class PostNormLayer:
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
 
+    def experts(self) -> list[ExpertProducts]:
+        return self._mlp.experts()
+
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
         return Attended(self._attention.attend(residual, delta, self._before[0], rotation, backend))
@@ -128,6 +138,9 @@ class ParallelLayer:
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return self._mlp.experts()
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""

@@ -51,14 +51,14 @@ class LearnedPositions:
 
     def __init__(self, table: WeightTable, name: str, positions: int, width: int, offset: int = 0) -> None:
         """offset: rows of the checkpoint before position 0."""
-        self._weight, self._offset = table.matrix(f"{name}.weight", positions + offset, width), offset
+        self.weight, self._offset = table.matrix(f"{name}.weight", positions + offset, width), offset
 
     def prepare(self, max_model_len: int) -> None:
-        self._weight = self._weight[self._offset : self._offset + max_model_len]
+        self.weight = self.weight[self._offset : self._offset + max_model_len]
 
     def __call__(self, positions: Tensor) -> Tensor:
         """positions [tokens] -> [tokens, width]."""
-        return self._weight.index_select(0, positions)
+        return self.weight.index_select(0, positions)
 
 
 class Head:

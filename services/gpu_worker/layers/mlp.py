@@ -7,6 +7,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import Norm
 
 
@@ -14,6 +15,8 @@ class FeedForward(Protocol):
     """A feed-forward sublayer with a norm before it. Its output is added to the residual."""
 
     def linears(self) -> list[Linear]: ...
+
+    def experts(self) -> list[ExpertProducts]: ...
 
     def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Adds delta to residual in place. Returns the new delta, which the caller adds; None: it is already added."""
@@ -23,6 +26,8 @@ class PlainFeedForward(Protocol):
     """A feed-forward sublayer of which other layers want the output itself."""
 
     def linears(self) -> list[Linear]: ...
+
+    def experts(self) -> list[ExpertProducts]: ...
 
     def apply(self, x: Tensor) -> Tensor:
         """x [rows, hidden] -> [rows, hidden]."""
@@ -53,6 +58,9 @@ class GatedMLP:
 
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
+
+    def experts(self) -> list[ExpertProducts]:
+        return []
 
     def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""
@@ -86,6 +94,9 @@ class MLP:
 
     def linears(self) -> list[Linear]:
         return [self.up, self.down]
+
+    def experts(self) -> list[ExpertProducts]:
+        return []
 
     def forward(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor | None:
         """Implements `FeedForward`."""

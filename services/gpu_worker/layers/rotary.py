@@ -61,6 +61,9 @@ class RotaryEmbedding:
             self._table.index_select(0, positions), None if scales is None else scales.index_select(0, positions)
         )
 
+    def tensors(self) -> list[Tensor]:
+        return [one for one in (self._table, self._query_scales) if one is not None]
+
 
 class QueryScales:
     """Queries that grow with the logarithm of their position, in layers that do not rotate
@@ -85,6 +88,9 @@ class QueryScales:
         assert self._scales is not None
         return Rotation(query_scale=self._scales.index_select(0, positions))
 
+    def tensors(self) -> list[Tensor]:
+        return [self._scales] if self._scales is not None else []
+
 
 class LayerRotations:
     """The rotations of each layer of a model. Layers of one kind share theirs."""
@@ -96,6 +102,10 @@ class LayerRotations:
 
     def prepare(self, max_model_len: int, device: torch.device, dtype: torch.dtype) -> list[str]:
         return [line for rotary in self._kinds for line in rotary.prepare(max_model_len, device, dtype)]
+
+    def tensors(self) -> list[Tensor]:
+        """What `prepare` has made."""
+        return [tensor for rotary in self._kinds for tensor in rotary.tensors()]
 
     def __call__(self, positions: Tensor) -> list[Rotation]:
         """Looks up the rotation of each layer: positions [tokens]."""

@@ -20,6 +20,7 @@ from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
 from blockyard.services.gpu_worker.cores import compile_threads
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
 from blockyard.services.gpu_worker.layers.moe.expert_configs import TUNED_PREFILL_ROWS, ExpertConfig
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.expert_tuner import ExpertTuner
@@ -42,9 +43,9 @@ class Tuner:
     rows.
     """
 
-    def __init__(self, linears: Sequence[Linear], experts: Sequence[GroupedExperts] = ()) -> None:
+    def __init__(self, linears: Sequence[Linear], experts: Sequence[ExpertProducts] = ()) -> None:
         """experts: mixtures of the model's layers, whose products are measured for the same numbers of rows."""
-        self._experts = ExpertTuner(experts)
+        self._experts = ExpertTuner([one for one in experts if isinstance(one, GroupedExperts)])
         self._linears = [linear for linear in linears if linear.method.dense_weight() is not None]
         self._others = [linear for linear in linears if linear.method.dense_weight() is None]
         weights = [dense_weight(linear).weight for linear in self._linears]

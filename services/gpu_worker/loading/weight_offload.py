@@ -1,20 +1,18 @@
-"""Moves weights from the GPU to host memory and back. Tensors keep their storage objects, so references stay valid."""
+"""Moves tensors from the GPU to host memory and back. They keep their storage objects, so references stay valid."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.object_walk import reachable
-
 
 class OffloadedWeights:
-    """GPU tensors reachable from `owner`, in host memory. `restore` gives them new addresses."""
+    """The memory of those of `tensors` that are on a GPU, in host memory. `restore` gives them new addresses."""
 
     @torch.inference_mode()
-    def __init__(self, owner: object) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
-        for storage in {s.data_ptr(): s for s in storages(owner)}.values():
+        for storage in {s.data_ptr(): s for s in storages(tensors)}.values():
             bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._host.append((storage, bytes_.cpu()))
             del bytes_
@@ -28,11 +26,11 @@ class OffloadedWeights:
         self._host.clear()
 
 
-def storages(owner: object) -> Iterator[torch.UntypedStorage]:
-    """Storages of all GPU tensors in an object of this project and in its fields."""
-    for thing in reachable(owner):
-        if isinstance(thing, Tensor) and thing.device.type != "cpu" and thing.untyped_storage().nbytes():
-            yield thing.untyped_storage()
+def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """The storages of those tensors that are on a GPU. Some may come several times."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu" and tensor.untyped_storage().nbytes():
+            yield tensor.untyped_storage()
 
 
 def free_cache(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The places of a model's weights under the names of the checkpoint, and which are loaded."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -146,6 +146,11 @@ class WeightTable:
         else:
             self._unused_alone.add(name)
         self.forget(name)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that have places in here."""
+        yield from (place.target for place in self.places.values())
+        yield from self.scalars.values()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights, and of those that are others, by name."""

@@ -8,6 +8,7 @@ from blockyard.services.gpu_worker.layers.decoder_layers import Attended, Decode
 from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -49,6 +50,15 @@ class Decoder:
     def linears(self) -> list[Linear]:
         layers = (linear for layer in self._layers for linear in layer.linears())
         return [*self._embedding.linears(), *layers, *self._head.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return [experts for layer in self._layers for experts in layer.experts()]
+
+    def embeddings(self) -> list[Tensor]:
+        return [self._embedding.weight, *([] if self._positions is None else [self._positions.weight])]
+
+    def computed(self) -> list[Tensor]:
+        return self._rotations.tensors()
 
     def forward(self, step: Step) -> Tensor:
         residual = self._embedding(step.token_ids)

@@ -1,5 +1,6 @@
 """The interface between a model and the rest of the worker."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.step import Step
 
@@ -70,8 +72,28 @@ class Model(Protocol):
     def linears(self) -> list[Linear]:
         """Returns all linear layers, in the order in which a step uses them."""
 
+    def experts(self) -> list[ExpertProducts]:
+        """Returns the experts of all mixtures, layer by layer."""
+
+    def embeddings(self) -> list[Tensor]:
+        """Returns the tables that are looked up by token or position, [rows, width]."""
+
+    def computed(self) -> list[Tensor]:
+        """Returns what `prepare` has made that is no weight, such as the rotations of all positions."""
+
     def forward(self, step: Step) -> Tensor:
         """Runs the layers. Returns hidden states [tokens, hidden], the input of `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Multiplies by the output matrix: [rows, hidden] -> [rows, vocab_size], in the dtype of the model."""
+
+
+def tensors_of(model: Model) -> Iterator[Tensor]:
+    """All tensors that live as long as a prepared model. Several may share their memory."""
+    yield from model.table.tensors()
+    yield from model.embeddings()
+    yield from model.computed()
+    for linear in model.linears():
+        yield from linear.method.tensors().values()
+    for experts in model.experts():
+        yield from experts.tensors()

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import ModelShape
@@ -107,6 +108,15 @@ class TransformersModel:
 
     def linears(self) -> list[Linear]:
         return self._placed.linears
+
+    def experts(self) -> list[ExpertProducts]:
+        return [module.products for module in self._placed.experts]
+
+    def embeddings(self) -> list[Tensor]:
+        return self._placed.embeddings
+
+    def computed(self) -> list[Tensor]:
+        return [] if self._no_mask is None else [self._no_mask]
 
     def forward(self, step: Step) -> Tensor:
         self._connection.computes = _StepAttention(self.shape, step)

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, LinearMethod, UnquantizedLinear
 from blockyard.services.gpu_worker.loading import mxfp4
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
@@ -24,6 +26,9 @@ class ExpertMethod(Protocol):
 
     def linear(self, expert: int) -> LinearMethod:
         """Returns the weight of one expert, for devices that multiply expert by expert."""
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the weight."""
 
     def grouped_weight(self) -> DenseWeight:
         """Returns weight [experts, out, in] and bias [experts, out] as the kernels of `kernels.moe` read them."""
@@ -43,6 +48,9 @@ class UnquantizedExperts:
     def linear(self, expert: int) -> LinearMethod:
         return UnquantizedLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
 
+    def tensors(self) -> list[Tensor]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
     def grouped_weight(self) -> DenseWeight:
         return DenseWeight(self.weight, self.bias)
 
@@ -55,6 +63,39 @@ class ExpertWeights:
     down: ExpertMethod  # inner -> hidden
     device: torch.device  # that multiplies
     load: LayerLoad | None = None  # counts how often each expert is chosen
+
+
+class ExpertProducts(Protocol):
+    """The products of the experts on one type of device."""
+
+    def linears(self) -> list[Linear]:
+        """The matrices that are linear layers of their own."""
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the weights."""
+
+    def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Chooses experts: see `choose_experts`."""
+
+    def fuses_norm(self, rows: int) -> bool:
+        """Whether `forward` of so many rows can normalise x as it is read."""
+
+    def forward(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        shared: Tensor | None,
+        batch_invariant: bool = False,
+        residual: Tensor | None = None,
+        norm: RMSNorm | None = None,
+    ) -> Tensor | None:
+        """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
+
+        batch_invariant: a row has the same bits whatever the number of rows. residual [rows, hidden]: the sum may be
+        added to it in place, and then None is returned; or the addends are, [rows, top_k, hidden]. norm: of x, only if
+        `fuses_norm`.
+        """
 
 
 def separate_experts(

@@ -38,6 +38,9 @@ class GroupedExperts:
     def linears(self) -> list[Linear]:
         return []
 
+    def tensors(self) -> list[Tensor]:
+        return [*self._weights.gate_up.tensors(), *self._weights.down.tensors()]
+
     def use(self, measured: Mapping[int, ExpertConfig]) -> None:
         """Installs configs by number of rows."""
         self._measured = measured

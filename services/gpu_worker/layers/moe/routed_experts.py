@@ -1,7 +1,5 @@
 """A mixture of experts as the feed-forward sublayer: a router, experts, and shared experts that every row has."""
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,39 +11,9 @@ from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
 from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertWeights
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertProducts, ExpertWeights
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-
-
-class ExpertProducts(Protocol):
-    """The products of the experts on one type of device."""
-
-    def linears(self) -> list[Linear]:
-        """The matrices that are linear layers of their own."""
-
-    def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Chooses experts: see `choose_experts`."""
-
-    def fuses_norm(self, rows: int) -> bool:
-        """Whether `forward` of so many rows can normalise x as it is read."""
-
-    def forward(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        shared: Tensor | None,
-        batch_invariant: bool = False,
-        residual: Tensor | None = None,
-        norm: RMSNorm | None = None,
-    ) -> Tensor | None:
-        """x [rows, hidden], experts and weights [rows, top_k] -> the sum of each row's experts and `shared`.
-
-        batch_invariant: a row has the same bits whatever the number of rows. residual [rows, hidden]: the sum may be
-        added to it in place, and then None is returned; or the addends are, [rows, top_k, hidden]. norm: of x, only if
-        `fuses_norm`.
-        """
 
 
 class _Float32Weight(UnquantizedLinear):
@@ -103,6 +71,9 @@ class RoutedExperts:
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
         if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all
             self._router_linear.fusion = Fusion.NORM
+
+    def experts(self) -> list[ExpertProducts]:
+        return [self._experts]
 
     def linears(self) -> list[Linear]:
         shared = self._shared.linears() if self._shared is not None else []
@@ -176,6 +147,9 @@ class HostExperts:
 
     def linears(self) -> list[Linear]:
         return [*self._gate_up, *self._down]
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for linear in self.linears() for tensor in linear.method.tensors().values()]
 
     def fuses_norm(self, rows: int) -> bool:
         return False

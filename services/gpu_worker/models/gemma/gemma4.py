@@ -28,7 +28,7 @@ from blockyard.services.gpu_worker.layers.decoder_layers import Attended
 from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
-from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import FULL, SLIDING, read_rope
@@ -148,6 +148,9 @@ class Gemma4Layer:
     def linears(self) -> list[Linear]:
         beside = self._beside.experts.linears() if self._beside is not None else []
         return [*self._attention.linears(), *self._mlp.linears(), *beside]
+
+    def experts(self) -> list[ExpertProducts]:
+        return self._beside.experts.experts() if self._beside is not None else []
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""

@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.layers.decoder_layers import Attended, Decode
 from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import LayerNorm, NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, Rotation
 from blockyard.services.gpu_worker.loading.hf_config import parse
@@ -98,6 +99,9 @@ class SumNormLayer:
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]
+
+    def experts(self) -> list[ExpertProducts]:
+        return []
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`. delta is None: `finish` returns none."""

@@ -90,14 +90,14 @@ class ExpertsModule(nn.Module):
         sizes = (kind.routing.num_experts, kind.hidden, kind.inner)
         names = f"{name}.{GATE_UP}", f"{name}.{DOWN}"
         weights = stacked_experts(table, *names, *sizes, transposed=kind.transposed)
-        self._products = find_experts(weights, kind.routing, kind.gate, False)
+        self.products = find_experts(weights, kind.routing, kind.gate, False)
 
     def linears(self) -> list[Linear]:
-        return self._products.linears()
+        return self.products.linears()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See `Computes.route`."""
         chosen, weights = top_k_index.int().contiguous(), top_k_weights.float().contiguous()
-        out = self._products.forward(hidden_states.contiguous(), chosen, weights, None)
+        out = self.products.forward(hidden_states.contiguous(), chosen, weights, None)
         assert out is not None  # it is added to nothing
         return out

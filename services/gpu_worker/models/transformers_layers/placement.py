@@ -35,6 +35,7 @@ class Placed:
     linears: list[Linear] = field(default_factory=list)  # in the order in which a step uses them
     norms: list[RMSNorm] = field(default_factory=list)
     experts: list[ExpertsModule] = field(default_factory=list)
+    embeddings: list[Tensor] = field(default_factory=list)
     own_products: set[str] = field(default_factory=set)  # classes of modules that multiply matrices themselves
     transient: list[JointProduct | SumNorm] = field(default_factory=list)  # forget their tensors behind a step
 
@@ -48,6 +49,7 @@ class _Placement:
         self._causal, self._layers, self._fusions, self._ops = causal, layers, fusions, ops
         self._experts = experts
         self.norms, self.sums, self.experts = list[RMSNorm](), list[SumNorm](), list[ExpertsModule]()
+        self.embeddings = list[Tensor]()
         self.own_products = set[str]()
         self.products = dict[tuple[str, ...], JointProduct]()  # by the names of their layers
         self.linears = list[tuple[str, Linear]]()  # with the name of the first of its layers that a step calls
@@ -66,7 +68,9 @@ class _Placement:
                 table.place(path, target, tuple(parameter.shape))
                 self._tied[id(parameter)] = path, target
             setattr(module, name, nn.Parameter(self._tied[id(parameter)][1], requires_grad=False))
-            if parameter.dim() > 1 and not isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding):
+                self.embeddings.append(self._tied[id(parameter)][1])
+            elif parameter.dim() > 1:
                 self.own_products.add(type(module).__name__)
 
     def place_buffers(self) -> None:
@@ -192,7 +196,7 @@ def place_modules(
     linears = sorted(placement.linears, key=lambda named: place.get(named[0], len(calls)))  # the head is not in calls
     transient: list[JointProduct | SumNorm] = [*placement.products.values(), *placement.sums]
     in_order = [linear for _, linear in linears]
-    return Placed(in_order, placement.norms, placement.experts, placement.own_products, transient)
+    return Placed(in_order, placement.norms, placement.experts, placement.embeddings, placement.own_products, transient)
 
 
 def dtypes_by_name(causal: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
