@@ -22,5 +22,5 @@ large bodies, keep-alives, slow clients and the errors of its paths follow from 
 
 A result that is not text (`Generate.text` is None: a pooled vector) comes from the scheduler, on the link that answers
 Generate, as a `VectorBatch`: one frame a step. `Fanout.vectors` puts it into its journal entry, and `finished` of the
-entry's owner reads `JournalEntry.vector`. No detokenizer is asked for. Endpoints that answer with vectors are not built.
+entry's owner reads `JournalEntry.vector`. No detokenizer is asked for. No endpoint answers with vectors yet.
 """

@@ -107,6 +107,14 @@ class Batch:
         for owner in self._ended_owners.popleft():
             del self._blocks_of_ended[owner]
 
+    def refuse(self, slots: Ints, detail: str) -> list[SlotResult]:
+        """Fails slots before their step."""
+        for slot in slots.tolist():
+            self.slots.fail(slot)
+        lengths = self.slots.num_computed[slots].tolist()
+        columns = zip(slots.tolist(), lengths, strict=True)
+        return [SlotResult(slot, [], length, FinishReason.FAILED, detail=detail) for slot, length in columns]
+
     def fail_slot(self, slot: int, owner: int) -> None:
         """Fails a slot that has logits that are not finite, and scrubs its blocks before another slot reads them.
 

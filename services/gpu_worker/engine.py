@@ -384,7 +384,7 @@ def _graph_bytes(config: WorkerConfig, model: Model, need: KVMemoryNeed, dtype: 
     # imports Triton, which a worker on the CPU does not load
     from blockyard.services.gpu_worker.execution import device_loop  # noqa: PLC0415
 
-    return device_loop.graph_bytes(model, need, dtype, config.run_ahead_penalties)
+    return device_loop.graph_bytes(model, need, dtype, config.run_ahead_penalties, captures=not config.enforce_eager)
 
 
 def fit_num_seqs(config: WorkerConfig, kv_block_bytes: int, device: torch.device) -> WorkerConfig:
@@ -412,7 +412,7 @@ def plan_memory(
     tokens = min(config.max_num_batched_tokens, need.max_model_len)
     try:
         peak = peak_bytes(model, tokens, need, dtype, device)
-        graphs, penalties = (0, 0) if config.enforce_eager else _graph_bytes(config, model, need, dtype)
+        graphs, penalties = _graph_bytes(config, model, need, dtype)
     except torch.OutOfMemoryError as e:
         raise LoadError(
             f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower --max-num-batched-tokens"

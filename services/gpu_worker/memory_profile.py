@@ -5,11 +5,11 @@ import torch
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.eager import MOST_SAMPLED
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.sampling.logprobs import ROWS_AT_ONCE
+from blockyard.services.gpu_worker.sampling.sampler import MOST_HOST_ROWS
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 from blockyard.services.gpu_worker.step import Step
 
@@ -18,8 +18,8 @@ FEW = 2  # tokens of a small prefill
 
 
 def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype, device: torch.device) -> int:
-    """Returns the peak memory of the largest prefill, of sampling the most rows, and of the rows of a prompt whose
-    log-probabilities are computed at once. Runs only on a GPU.
+    """Returns the peak memory of the largest prefill, of the logits of all sequences, of sampling rows on the host, and
+    of the rows of a prompt whose log-probabilities are computed at once. Runs only on a GPU.
 
     Cached context counts as the longest: attention reads the pool in place, but latent layers decompress it in pieces.
     Also compiles the kernels of steps with prefills.
@@ -28,7 +28,8 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     hidden = _prefill(model, pool, tokens, need.max_model_len)
-    _sample(model.logits(hidden[-min(need.max_num_seqs, tokens, MOST_SAMPLED) :]).float())
+    model.logits(hidden[-min(need.max_num_seqs, tokens) :])
+    _sample(model.logits(hidden[-min(need.max_num_seqs, tokens, MOST_HOST_ROWS) :]).float())
     model.logits(hidden[-ROWS_AT_ONCE:])
     for max_seq_len in (need.max_model_len, FEW):  # compiles attention with split-KV and without
         _prefill(model, pool, min(tokens, FEW), max_seq_len)

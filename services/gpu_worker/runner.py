@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
-import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
-from blockyard.services.gpu_worker.execution.eager import DeviceSteps, HostSteps
+from blockyard.services.gpu_worker.execution.eager import HostSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -22,30 +21,33 @@ from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import Geometry, SlotResult, Stats, StepPlan
 
 
-class RunAhead(DeviceSteps, Protocol):
+class RunAhead(Protocol):
     """Runs steps on a GPU ahead of the host. Implemented by `execution.device_loop.DeviceLoop`."""
 
     @property
+    def capacity(self) -> int:
+        """Sequences of a step."""
+
+    @property
+    def num_slots(self) -> int: ...
+    @property
     def in_flight(self) -> int: ...
+    def reset(self) -> None: ...
     def can_launch(self) -> bool: ...
     def idle(self) -> bool: ...
     def apply(self, plan: StepPlan) -> None: ...
-    def runs_ahead(self, slots: Ints, counts: Ints) -> bool: ...
     def launch(
         self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints
     ) -> Sequence[StoredLayers]: ...
     def collect(self) -> CompletedPlan | None: ...
     def sample_rows(self) -> None: ...
-    def take_results(self, plan: StepPlan) -> list[SlotResult]: ...
     def wait(self) -> CompletedPlan: ...
-    def sync_from_host(self, slots: Ints) -> None: ...
 
 
 class Runner:
     """Runs each step from plan to results. Owns the batch, and frees and restores memory for sleep mode.
 
-    On a GPU steps run ahead of the host. A step that needs its output on the host (see `DeviceLoop.runs_ahead`) waits
-    until no step is in flight and then runs synchronously.
+    On a GPU steps run ahead of the host.
     """
 
     def __init__(
@@ -72,10 +74,9 @@ class Runner:
         self.reset(0)
 
     def run_ahead(self, loop: RunAhead, step_s: float = 0.0) -> None:
-        """Runs the steps that `loop` supports on it. Call it before the first plan. step_s: time of a decode step."""
+        """Runs steps on `loop` from now on. Call it before the first plan. step_s: time of a decode step."""
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self.ahead = loop
-        self.host.use_device(loop)
         self.reset(0)
 
     @property
@@ -110,8 +111,10 @@ class Runner:
         """Waits for steps in flight, then drops their results and all slots. Keeps KV and block hashes."""
         self._wait_for_steps()
         self._done.clear()
-        self.batch.reset(num_slots)
+        self.batch.reset(num_slots if self.ahead is None else min(num_slots, self.ahead.num_slots))
         self.host.reset()
+        if self.ahead is not None:
+            self.ahead.reset()
 
     def reset_prefix_cache(self) -> None:
         self.batch.block_hashes.clear()
@@ -119,7 +122,6 @@ class Runner:
     def release_memory(self, weights: bool = True) -> None:
         """Frees the KV memory with its contents. With `weights`, also moves the weights to host memory."""
         self.ahead = None
-        self.host.use_device(None)
         if weights and self._offloaded is None:
             self._offloaded = OffloadedWeights(tensors_of(self.model))
         self.pool.drop()
@@ -150,19 +152,12 @@ class Runner:
         with torch.inference_mode():
             if self.ahead is not None:
                 self.ahead.apply(plan)
-                if self.ahead.runs_ahead(slots, counts):
-                    return self.ahead.launch(plan, results, slots, counts)
-                self._wait_for_steps()
-                self.sample_rows()
-                slots, counts = self.batch.slots.scheduled(plan.runs)  # slots may have ended
-                if earlier := self.ahead.take_results(plan):
-                    results += earlier
-                    runs = ~np.isin(slots, [result.slot for result in earlier])  # a slot has one result in a plan
-                    slots, counts = slots[runs], counts[runs]
+                if len(slots) > (most := self.ahead.capacity):
+                    results += self.batch.refuse(slots[most:], f"more than {most} sequences in a step")
+                    slots, counts = slots[:most], counts[:most]
+                return self.ahead.launch(plan, results, slots, counts)
             if len(slots):
                 results.extend(self.host.run(slots, counts))
-                if self.ahead is not None:
-                    self.ahead.sync_from_host(slots)
         self.batch.complete(plan, results)
         failed, has_prefill = self.batch.transfers.pop_failed_fetches(plan), bool((counts > 1).any())
         step_s = time.perf_counter() - start

@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.compilation.compile_processes import CompileP
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.execution import prefill_kernels
 from blockyard.services.gpu_worker.execution.decode_graphs import (
+    SAMPLE_VARIANTS,
     DecodeSettings,
     DecodeSize,
     DecodeSteps,
@@ -89,12 +90,11 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         masks=SlotMasks.unused(num_mask_slots(need.max_num_seqs), model.shape.vocab_size, device),
     )
     steps = DecodeSteps(model, pool, settings, ops)
-    variants = steps.slots.logits_edits.sample_variants
     if not need.batch_invariant:
         prefill_kernels.compile_prefills(pool, model.table.dtype)
     output = steps.forward(DecodeSize(steps.capacity, short_context=False))
     for size in steps.sizes:
-        for needs_processing in variants:
+        for needs_processing in SAMPLE_VARIANTS:
             steps.sample(size, output.first(size.rows), needs_processing)
     for size in steps.sizes:
         steps.forward(size)
@@ -103,9 +103,9 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         write_padding(words, descriptor)
         step = PrefillStep(steps, descriptor, words.to(device))
         sampler_input = step.forward()
-        for needs_processing in variants:
+        for needs_processing in SAMPLE_VARIANTS:
             step.sample(sampler_input, needs_processing)
-    if len(variants) == 1:  # otherwise sampling has launched this kernel
+    if not config.run_ahead_penalties:  # otherwise sampling has launched this kernel
         prompts = DevicePromptLogprobs(model, ops, device)
         prompts.compute_logits([ScoredPrompt(0, 0, 1, np.zeros(1, np.int64), 1)], output.logits)
 

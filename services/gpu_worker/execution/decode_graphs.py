@@ -32,6 +32,7 @@ SLOTS = 2  # slots for each row: schedulers keep spare slots
 IN_FLIGHT = 8  # steps at most
 MEASURED = 5
 CAPTURE_S = 3.0  # spent on graphs before the worker is ready
+SAMPLE_VARIANTS = (False, True)  # values of `needs_processing`: each has kernels and a graph
 GRAPH_BYTES = 24 << 20  # of three graphs without their tensors; an upper bound of measurements
 
 
@@ -58,8 +59,7 @@ class ForwardOutput:
 class CapturedGraphs:
     forward: torch.cuda.CUDAGraph
     output: ForwardOutput
-    sample: torch.cuda.CUDAGraph
-    sample_processed: torch.cuda.CUDAGraph | None  # None: edits and log-probabilities are the host's
+    samples: list[torch.cuda.CUDAGraph]  # by the order of SAMPLE_VARIANTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +146,13 @@ class DecodeSteps:
     def sample(self, size: DecodeSize, output: ForwardOutput, needs_processing: bool) -> None:
         """Samples from the output of `forward`: slots go on or end, and the ring gets their results.
 
-        needs_processing: a slot has penalties, edits of tokens, or reports log-probabilities.
+        needs_processing: a slot has penalties, edits of tokens, or reports log-probabilities, or the host samples it.
         """
         captured = self._graphs.get(size)
-        graph = None if captured is None else captured.sample_processed if needs_processing else captured.sample
-        if graph is None:
+        if captured is None:
             self._sample(size.rows, output, needs_processing)
         else:
-            graph.replay()
+            captured.samples[needs_processing].replay()
 
     def _forward(self, size: DecodeSize) -> ForwardOutput:
         inputs, state = self._inputs.first(size.rows), self.slots.state
@@ -173,20 +172,22 @@ class DecodeSteps:
         """Samples a token for each row's slot. counts: tokens that each row computed, None: one each."""
         count, edits = len(logits), self.slots.logits_edits
         tokens, best, ready = self._tokens[:count], self._best[:count], self.ready[:count]
-        adjusted = edits.adjusted if needs_processing else None
-        masked = self._masks.first(count) if self._masks is not None and needs_processing else None
+        edited = needs_processing and edits.enabled
+        adjusted = edits.adjusted if edited else None
+        masked = self._masks.first(count) if self._masks is not None and edited else None
         if masked is not None:
             self.ops.wait_for_masks(inputs, masked)
             ready = masked.states  # of a row that waits 0, as MaskState.MISSING
-        if needs_processing:
+        if edited:
             self.ops.penalize(logits, inputs, edits.tensors, masked)
         self.ops.sample(logits, inputs, self.slots.params, tokens, best, adjusted)
         if masked is not None:
             self.ops.publish_sampled(tokens, best, inputs, masked)
-        if needs_processing:
+        if edited:
             self.ops.count_tokens(tokens, best, ready, inputs, edits.tensors)
             buffers = edits.logprob_buffers(count)
             self.ops.gather_logprobs(logits, inputs.sampled_slots, tokens, edits.num_top, buffers)
+        if needs_processing:
             self.ops.copy_logits(logits, inputs, edits.host_row, edits.host_logits)
         self.ops.advance(self.slots.state, inputs, tokens, best, ready, self._eos, self.ring.results, counts)
 
@@ -259,17 +260,16 @@ class DecodeSteps:
     def _capture(self, size: DecodeSize) -> CapturedGraphs:
         self.slots.clear_rows()  # padding rows touch no KV
         output = self._forward(size)
-        variants = self.slots.logits_edits.sample_variants
-        for needs_processing in variants:
+        for needs_processing in SAMPLE_VARIANTS:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
-        forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in variants]
+        forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS]
         with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
             output = self._forward(size)
-        for needs_processing, sample in zip(variants, samples, strict=True):
+        for needs_processing, sample in zip(SAMPLE_VARIANTS, samples, strict=True):
             with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
                 self._sample(size.rows, output, needs_processing)
-        return CapturedGraphs(forward, output, samples[0], samples[1] if len(samples) > 1 else None)
+        return CapturedGraphs(forward, output, samples)
 
     def measure(self) -> float:
         """Seconds of a step of the smallest size with a padding row, the best of a few."""
@@ -321,7 +321,7 @@ def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edi
     steps = DecodeSteps(model, pool, settings)
     size = steps.padded(capacity, need.max_model_len)
     output = steps.forward(size)
-    steps.sample(size, output, needs_processing=logits_edits)
+    steps.sample(size, output, needs_processing=True)
     row_bytes = (output.hidden.nbytes + output.logits.nbytes) / capacity
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - held

@@ -30,9 +30,10 @@ from blockyard.services.gpu_worker.execution.prefill_kernels import compile_pref
 from blockyard.services.gpu_worker.execution.prefill_sizes import MOST_BYTES
 from blockyard.services.gpu_worker.execution.prefill_steps import PrefillSteps, max_context
 from blockyard.services.gpu_worker.execution.prompt_logprobs import (
-    CopiedLogprobs,
     DevicePromptLogprobs,
     ScoredPrompt,
+    ScoredRows,
+    entries_by_slot,
 )
 from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents, LayerWords, layer_groups
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
@@ -57,7 +58,16 @@ PROBLEMS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """What the launch of a step leaves to collect."""
+
+    buffers: StepBuffers
+    stored: Sequence[StoredLayers] = ()
+    scores: Sequence[ScoredRows] = ()  # log-probabilities of prompts, on the device
+
+
+@dataclass(slots=True, kw_only=True)
 class InFlightStep:
     """A plan that runs on the device now."""
 
@@ -73,7 +83,7 @@ class InFlightStep:
     host_rows: list[int]  # rows that the host samples
     host_logits: Tensor | None  # of these rows
     has_mask: Bools | None  # by row: the device applies its masks; None: no row has one
-    prompt_logprobs: CopiedLogprobs | None  # None: the step scores no prompt
+    prompt_logprobs: Sequence[ScoredRows]  # in host memory once the step is done
 
 
 class DeviceLoop:
@@ -148,96 +158,81 @@ class DeviceLoop:
         self.steps.slots.apply(plan, self._batch.slots)
 
     @property
+    def capacity(self) -> int:
+        return self.steps.capacity
+
+    @property
+    def num_slots(self) -> int:
+        return self.steps.slots.num_slots
+
+    @property
     def in_flight(self) -> int:
         return len(self._in_flight_steps)
 
     def can_launch(self) -> bool:
         return len(self._in_flight_steps) < len(self.steps.ring)
 
-    def runs_ahead(self, slots: Ints, counts: Ints) -> bool:
-        """Whether no slot of this step needs logits or hidden states on the host before the next step.
-
-        Slots that the host samples from logits wait on the device, if it copies logits. Log-probabilities of prompts
-        are the device's unless a request asks for more of the top tokens than the kernel finds.
-        """
-        state = self.steps.slots
-        return (
-            len(slots) > 0
-            and self.supports(slots, counts)
-            and (state.logits_edits.enabled or bool(state.samples_on_device[slots].all()))
-            and not state.scores_on_host(slots, counts, self._batch.slots)
-        )
-
-    def supports(self, slots: Ints, counts: Ints) -> bool:
-        """Whether a step of these slots can be computed on the device's state."""
-        return len(slots) <= self.steps.capacity and int(slots.max()) < self.steps.slots.num_slots
-
     def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> Sequence[StoredLayers]:
         """Launches the next `counts` tokens of each slot, decodes first. `results` are returned with the step's.
 
         If the plan sends blocks and the step tells which layers are stored, returns them: an eager step with prefills
-        does, and so does a CUDA graph of prefills with `records_layers`.
+        does, and so does a CUDA graph of prefills with `records_layers`. A plan without slots completes in its turn.
         """
         began_s = time.perf_counter()
-        table, logits_edits = self._batch.slots, self.steps.slots.logits_edits
+        table, state = self._batch.slots, self.steps.slots
         host_rows = self._host_sampling.choose(slots, counts)
-        needs_processing = bool(host_rows) or logits_edits.needs_processing(slots)
-        wanted = self.steps.slots.num_prompt_logprobs
+        needs_processing = bool(host_rows) or state.logits_edits.needs_processing(slots)
+        wanted = state.num_prompt_logprobs
         scored = self._prompt_logprobs.choose(wanted, slots, counts, table) if wanted else []
-        stored: Sequence[StoredLayers] = ()
-        words: Tensor | None = None
-        if counts[-1] == 1:
-            size = self._size(slots)
-            buffers = self._begin(slots, counts, size.rows)
-            output = self.steps.forward(size)
-            self.steps.sample(size, output, needs_processing)
-            if scored:
-                words = self._prompt_logprobs.compute_logits(scored, output.logits)
-        else:
-            buffers, stored, words = self._launch_prefill(slots, counts, needs_processing, bool(plan.sends), scored)
-        if logits_edits.num_logprobs:
-            buffers.copy_logprobs(logits_edits.buffer)
+        launched = self._launch_step(slots, counts, needs_processing, bool(plan.sends), scored)
+        buffers, num_logprobs = launched.buffers, state.logits_edits.num_logprobs
+        if num_logprobs:
+            buffers.copy_logprobs(state.logits_edits.buffer)
         host_logits = self._host_sampling.copied_logits(host_rows)
-        prompt_logprobs = None
-        if words is None:
-            buffers.done.record()
-        else:
-            prompt_logprobs = self._prompt_logprobs.copy(scored, words, buffers.done)
-        table.advance_ahead(slots, counts, ~self.steps.slots.samples_on_device[slots])
-        num_logprobs = (
-            {s: logits_edits.num_logprobs[s] for s in slots.tolist() if s in logits_edits.num_logprobs}
-            if logits_edits.num_logprobs
-            else {}
-        )
-        has_mask = self.steps.slots.has_mask[slots] if needs_processing else None
+        prompt_logprobs = self._prompt_logprobs.copy(launched.scores, buffers.done)
+        table.advance_ahead(slots, counts, ~state.samples_on_device[slots])
+        has_mask = state.has_mask[slots] if needs_processing else None
         if has_mask is not None and not has_mask.any():
             has_mask = None
-        owners, num_decodes = table.owners[slots], int((counts == 1).sum())
-        launch_s = time.perf_counter() - began_s
         self._in_flight_steps.append(
             InFlightStep(
-                plan,
-                results,
-                slots,
-                owners,
-                buffers,
-                began_s,
-                launch_s,
-                num_logprobs,
-                num_decodes,
-                host_rows,
-                host_logits,
-                has_mask,
-                prompt_logprobs,
+                plan=plan,
+                results=results,
+                slots=slots,
+                owners=table.owners[slots],
+                buffers=buffers,
+                began_s=began_s,
+                launch_s=time.perf_counter() - began_s,
+                num_logprobs={s: num_logprobs[s] for s in slots.tolist() if s in num_logprobs} if num_logprobs else {},
+                num_decodes=int((counts == 1).sum()),
+                host_rows=host_rows,
+                host_logits=host_logits,
+                has_mask=has_mask,
+                prompt_logprobs=prompt_logprobs,
             )
         )
-        return stored
+        return launched.stored
+
+    def _launch_step(
+        self, slots: Ints, counts: Ints, needs_processing: bool, sends: bool, scored: list[ScoredPrompt]
+    ) -> LaunchedStep:
+        if not len(slots):
+            buffers = self.steps.ring.take()
+            self.steps.slots.count_step(self.steps.ring.step)
+            return LaunchedStep(buffers)
+        if counts[-1] > 1:
+            return self._launch_prefill(slots, counts, needs_processing, sends, scored)
+        size = self._size(slots)
+        buffers = self._begin(slots, counts, size.rows)
+        output = self.steps.forward(size)
+        self.steps.sample(size, output, needs_processing)
+        scores = self._prompt_logprobs.compute_logits(scored, output.logits) if scored else []
+        return LaunchedStep(buffers, scores=scores)
 
     def _launch_prefill(
         self, slots: Ints, counts: Ints, needs_processing: bool, sends: bool, scored: list[ScoredPrompt]
-    ) -> tuple[StepBuffers, Sequence[StoredLayers], Tensor | None]:
-        """Launches a step with prefill, as a CUDA graph if one fits. Returns its layers if it `sends`, and the words of
-        `scored`, if there are any."""
+    ) -> LaunchedStep:
+        """Launches a step with prefill, as a CUDA graph if one fits. The result has its layers if it `sends`."""
         table, descriptor = self._batch.slots, self._prefill_steps.descriptor(counts, keeps_hidden=bool(scored))
         num_decodes, stored = descriptor.num_decodes, list[StoredLayers]()
         # latent layers decompress cached tokens in pieces, whose number a graph cannot follow; none measures scales
@@ -261,9 +256,10 @@ class DeviceLoop:
             if events is not None:
                 stored = events.stored
         if hidden is None:
-            return buffers, stored, None
+            return LaunchedStep(buffers, stored)
         padding = descriptor.num_decodes - num_decodes
-        return buffers, stored, self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
+        scores = self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
+        return LaunchedStep(buffers, stored, scores)
 
     def collect(self) -> CompletedPlan | None:
         """The oldest plan in flight, if it is done."""
@@ -280,35 +276,6 @@ class DeviceLoop:
     def sample_rows(self) -> None:
         """Samples rows of collected plans that wait for the host. Later plans have the results."""
         self._host_sampling.sample()
-
-    def take_results(self, plan: StepPlan) -> list[SlotResult]:
-        """Results of `sample_rows` for slots of a plan that is not launched here."""
-        return self._host_sampling.take_results(plan, [])
-
-    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]:
-        """Hidden rows of a step that the host samples; logits too, where every count is one.
-
-        No step may be in flight, and `sync_from_host` has to follow.
-        """
-        self._host_sampling.finish_stream()
-        for slot in slots[self.steps.slots.samples_on_device[slots]].tolist():
-            self._batch.sampler.end(slot)  # tokens of steps that ran ahead were counted on the device alone
-        if counts[-1] == 1:
-            size = self._size(slots)
-            buffers = self._begin(slots, counts, size.rows)
-            output = self.steps.forward(size).first(len(slots))
-            buffers.done.record()
-            return output.hidden, output.logits
-        descriptor = self._prefill_steps.descriptor(counts)
-        buffers = self._begin(slots, counts, descriptor.num_decodes)
-        hidden = self._prefill_steps.prepare(buffers, descriptor, slots, counts, self._batch.slots).forward_all()
-        buffers.done.record()
-        return hidden, None
-
-    def sync_from_host(self, slots: Ints) -> None:
-        """Sends the state of slots that the host has sampled."""
-        self._host_sampling.finish_stream()
-        self.steps.slots.sync_from_host(slots, self._batch.slots)
 
     def _size(self, slots: Ints) -> DecodeSize:
         return self.steps.padded(len(slots), int(self._batch.slots.num_computed[slots].max()) + 1)
@@ -358,8 +325,8 @@ class DeviceLoop:
             self._take_waiting(flight, np.flatnonzero(waiting), held)
         if flight.num_logprobs:
             self._add_logprobs(flight)
-        if flight.prompt_logprobs is not None:
-            self._add_prompt_logprobs(flight.results, flight.prompt_logprobs)
+        if flight.prompt_logprobs:
+            self._add_prompt_logprobs(flight)
         results += self._host_sampling.take_results(flight.plan, results)
         if flight.has_mask is not None and self._batch.matchers is not None:
             self._batch.matchers.num_masks += int((flight.has_mask & np.isin(outcomes, WITH_TOKEN)).sum())
@@ -425,12 +392,12 @@ class DeviceLoop:
                 logprobs = self.steps.slots.logits_edits.read_logprobs(words, place, token, num_top)
                 flight.results[i] = msgspec.structs.replace(result, logprobs=[logprobs])
 
-    def _add_prompt_logprobs(self, results: list[SlotResult], copied: CopiedLogprobs) -> None:
-        by_slot = copied.by_slot()
-        for i, result in enumerate(results):
+    def _add_prompt_logprobs(self, flight: InFlightStep) -> None:
+        by_slot = entries_by_slot(flight.prompt_logprobs)
+        for i, result in enumerate(flight.results):
             if result.slot in by_slot:
                 first, entries = by_slot[result.slot]
-                results[i] = msgspec.structs.replace(result, first_prompt=first, prompt_logprobs=entries)
+                flight.results[i] = msgspec.structs.replace(result, first_prompt=first, prompt_logprobs=entries)
 
     def _finished_result(self, slot: int, owner: int, outcome: SlotOutcome, token: int, length: int) -> SlotResult:
         problem = PROBLEMS.get(outcome)
@@ -445,12 +412,16 @@ def _failed(slot: int, length: int, problem: Problem) -> SlotResult:
     return SlotResult(slot, [], length, FinishReason.FAILED, detail=problem.cause, status=problem.status)
 
 
-def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> tuple[int, int]:
+def graph_bytes(
+    model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool, captures: bool
+) -> tuple[int, int]:
     """Bytes that buffers and graphs of all steps will need, and bytes that edits of logits need besides; cuda only.
 
-    Measured on the largest decode step.
+    Measured on the largest decode step. captures: False: there will be no graphs, and other buffers are small.
     """
     edits = edits_bytes(need.max_num_seqs, model.shape.vocab_size) if logits_edits else 0
+    if not captures:
+        return 0, edits
     return decode_graphs.graph_bytes(model, need, dtype, logits_edits) - edits + MOST_BYTES, edits
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-from blockyard.kernels.sampling.logprobs import MAX_LOGPROBS
 from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.sampling.sample_tokens import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
@@ -52,7 +51,6 @@ class DeviceSlots:
         self._logits_rows: dict[int, int] = {}  # by slot whose logits the next step copies for the host
         # by slot whose prompt is to get log-probabilities in the next steps: how many of the top tokens
         self.num_prompt_logprobs: dict[int, int] = {}
-        self._scored_by_host: set[int] = set()  # slots that report more of the top tokens than the kernel finds
         self._sent = np.zeros(num_slots, np.int64)  # number of blocks
         self._writes = DeviceWrites()
 
@@ -63,7 +61,6 @@ class DeviceSlots:
         self.samples_on_device[:] = self.has_mask[:] = False
         self._logits_rows.clear()
         self.num_prompt_logprobs.clear()
-        self._scored_by_host.clear()
         self._sent[:] = 0
         self._rows[:] = -1
         state = self.state
@@ -104,20 +101,12 @@ class DeviceSlots:
 
     def sync_from_host(self, slots: Ints, table: Slots) -> None:
         """Collects the state of slots that the host has sampled."""
-        slots = slots[slots < self.num_slots]
         self.send_next_tokens(slots, table)
         for slot in slots.tolist():
             self.logits_edits.recount(slot, table)
         self._set(Field.POSITION, slots, table.num_computed[slots])
         self._set(Field.KNOWN, slots, table.num_tokens[slots])
         self._set(Field.LIVE, slots, table.live[slots])
-
-    def scores_on_host(self, slots: Ints, counts: Ints, table: Slots) -> bool:
-        """Whether the host computes log-probabilities of a prompt in a step: `counts` tokens of each slot."""
-        if not self._scored_by_host:
-            return False
-        begins = zip(slots.tolist(), table.num_computed[slots].tolist(), counts.tolist(), strict=True)
-        return any(slot in self._scored_by_host and table.scored(slot, begin, count) for slot, begin, count in begins)
 
     def copy_logits_of(self, slots: list[int]) -> None:
         """The next step copies the logits of these slots to rows of `DeviceLogitsEdits.host_logits`, in this order."""
@@ -158,11 +147,8 @@ class DeviceSlots:
         self.samples_on_device[slot] = edits is not None
         self.has_mask[slot] = edits is not None and mask_owner != 0
         words[Field.AWAITS_HOST] = edits is None
-        if (num_prompt_logprobs := sampling.num_prompt_logprobs) is not None:
-            if num_prompt_logprobs > MAX_LOGPROBS:
-                self._scored_by_host.add(slot)
-            else:
-                self.num_prompt_logprobs[slot] = min(num_prompt_logprobs, self._vocab_size)
+        if sampling.num_prompt_logprobs is not None:
+            self.num_prompt_logprobs[slot] = min(sampling.num_prompt_logprobs, self._vocab_size)
         if edits:
             self._writes.add(*self.logits_edits.edit_words(slot, edits))
         stops = [i for i in state.stop_ids if 0 <= i < self._vocab_size][:MAX_STOP_IDS]
@@ -181,7 +167,6 @@ class DeviceSlots:
         self.logits_edits.end(slot)
         self.samples_on_device[slot] = self.has_mask[slot] = False
         self.num_prompt_logprobs.pop(slot, None)
-        self._scored_by_host.discard(slot)
         if self._logits_rows.pop(slot, None) is not None:
             self._writes.put(self._field_offsets[Field.LOGITS_ROW] + slot, -1)
 

@@ -1,6 +1,4 @@
-"""Synchronous steps: the host prepares a step, waits for its logits and samples. On CPU all steps are synchronous."""
-
-from typing import Protocol
+"""Steps on the CPU: the host prepares a step, computes it and samples."""
 
 import numpy as np
 import torch
@@ -19,42 +17,22 @@ from blockyard.shared.messages import FinishReason, SlotResult
 MOST_SAMPLED = 256  # rows at once: each needs several rows of the vocabulary in float32
 
 
-class DeviceSteps(Protocol):
-    """Computes steps on a GPU: `device_loop.DeviceLoop`."""
-
-    def reset(self) -> None: ...
-    def supports(self, slots: Ints, counts: Ints) -> bool: ...
-    def run(self, slots: Ints, counts: Ints) -> tuple[Tensor, Tensor | None]: ...
-
-
 class HostSteps:
     def __init__(self, model: Model, pool: KVPool, batch: Batch) -> None:
         self.metadata_builder = CpuMetadataBuilder(pool)
-        self.device: DeviceSteps | None = None
         self._model, self._pool, self._batch = model, pool, batch
         self._prompt_logprobs = PromptLogprobs(model)
-
-    def use_device(self, device: DeviceSteps | None) -> None:
-        """Steps that `device` supports are computed there from now on; None: none are."""
-        self.device = device
 
     def reset(self) -> None:
         """Drops all state of slots."""
         self.metadata_builder.clear()
-        if self.device is not None:
-            self.device.reset()
 
     def run(self, slots: Ints, counts: Ints) -> list[SlotResult]:
         """Computes `counts` tokens of each slot, decodes first. Logits that are not finite fail their slot alone."""
         table = self._batch.slots
-        logits: Tensor | None = None
-        if self.device is not None and self.device.supports(slots, counts):
-            begin = table.num_computed[slots]
-            hidden, logits = self.device.run(slots, counts)
-        else:
-            slots, begin, hidden = self.forward(slots, counts)
+        slots, begin, hidden = self.forward(slots, counts)
         table.advance(slots, counts)
-        results = self._sample(slots, np.cumsum(counts) - 1, hidden, logits)
+        results = self._sample(slots, np.cumsum(counts) - 1, hidden)
         return self._prompt_logprobs.add(table, slots, counts, begin, hidden, results)
 
     def forward(self, slots: Ints, counts: Ints) -> tuple[Ints, Ints, Tensor]:
@@ -81,11 +59,8 @@ class HostSteps:
         step = Step(self._tensor(table.token_ids[rows, positions]), self._tensor(positions), attend)
         return slots, begin, self._model.forward(step)
 
-    def _sample(self, slots: Ints, last: Ints, hidden: Tensor, logits: Tensor | None) -> list[SlotResult]:
-        """Samples slots that have computed all their tokens. last: each slot's last row of `hidden`.
-
-        logits: of all rows, if the step has computed them.
-        """
+    def _sample(self, slots: Ints, last: Ints, hidden: Tensor) -> list[SlotResult]:
+        """Samples slots that have computed all their tokens. last: each slot's last row of `hidden`."""
         batch, table = self._batch, self._batch.slots
         lengths = table.num_computed[slots].tolist()
         at_end = (table.num_computed[slots] == table.num_tokens[slots]).tolist()
@@ -102,10 +77,10 @@ class HostSteps:
             results.append(SlotResult(slot, [], lengths[place], finish))
         for i in range(0, len(ready), MOST_SAMPLED):
             part = ready[i : i + MOST_SAMPLED]
-            chosen, rows = slots[part], hidden if logits is None else logits
+            chosen, rows = slots[part], hidden
             if len(part) < len(rows):
                 rows = rows.index_select(0, self._tensor(last[part]))
-            sampled = batch.sampler.sample(self._model.logits(rows) if logits is None else rows, chosen, table)
+            sampled = batch.sampler.sample(self._model.logits(rows), chosen, table)
             results += batch.append_sampled(sampled, chosen)
         return results
 

@@ -123,11 +123,5 @@ class HostSampling:
         self._slots.sync_from_host(slots, table)
         return results
 
-    def finish_stream(self) -> None:
-        """Waits for both streams, before the sampler is used on the other one."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            torch.cuda.current_stream(self._stream.device).synchronize()
-
     def _on_stream(self) -> "contextlib.AbstractContextManager[object]":
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockyard.kernels.int_math import wrap_int32
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
+from blockyard.services.gpu_worker.execution.decode_graphs import SAMPLE_VARIANTS, DecodeSteps
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost, PrefillGraphSizes
 from blockyard.services.gpu_worker.execution.prefill_steps import (
@@ -49,7 +49,7 @@ class PrefillGraph:
     descriptor: BatchDescriptor
     words: Tensor  # input of the graphs
     forward: Replay
-    samples: tuple[Replay, ...]  # without and, where the device supports it, with processing of logits
+    samples: tuple[Replay, ...]  # by the order of SAMPLE_VARIANTS
     hidden: Tensor | None = None  # output of `forward`: `SamplerInput.hidden`
 
     def run(self, buffers: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
@@ -155,22 +155,21 @@ class CudaGraphRecorder:
         write_trial(host, descriptor, self._steps.pool.shape.vocab_size)
         words = host.to(self._device)
         step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
-        variants = self._steps.slots.logits_edits.sample_variants
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._begin(descriptor)
         sampler_input = step.forward()
-        for needs_processing in variants:
+        for needs_processing in SAMPLE_VARIANTS:
             step.sample(sampler_input, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self._device)
         peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
         before = torch.cuda.memory_reserved(self._device)
-        forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in variants)
+        forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS)
         start = time.perf_counter()
         with self._recorded(forward):
             sampler_input = step.forward()
             launch_s = time.perf_counter() - start
-        for needs_processing, sample in zip(variants, samples, strict=True):
+        for needs_processing, sample in zip(SAMPLE_VARIANTS, samples, strict=True):
             with self._recorded(sample):
                 step.sample(sampler_input, needs_processing)
         num_bytes = torch.cuda.memory_reserved(self._device) - before

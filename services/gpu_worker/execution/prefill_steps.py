@@ -194,11 +194,6 @@ class PrefillStep:
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
 
-    def forward_all(self) -> Tensor:
-        """Hidden rows of all tokens, [tokens, hidden]."""
-        self._gather()
-        return self._forward(None)
-
     def forward(self) -> SamplerInput:
         seqs, has_samples = self._descriptor.num_seqs, self._has_samples
         self._gather()

@@ -1,12 +1,13 @@
 """Log-probabilities of prompts in steps that run ahead: the device computes them, and their plan's result has them.
 
 A step that computes tokens of such a prompt keeps the hidden rows of all its tokens. Behind sampling, the logits of the
-scored rows are computed a few rows at a time, and `gather_logprobs` reduces them to a few words a row. These are copied
-to the host on a stream of their own, so the next step does not wait for the copy.
+scored rows are computed a few rows at a time and reduced to a few words a row: by `gather_logprobs`, or by torch where
+a request asks for more of the likeliest tokens than that kernel finds. The words are copied to the host on a stream of
+their own, so the next step does not wait for the copy.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.sampling.device_steps import LOGPROB_WORDS
 from blockyard.services.gpu_worker.sampling.logprobs import ROWS_AT_ONCE
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import TokenLogprobs
 
 ALIGNED = 16  # rows: kernels are compiled again for tensors at other alignments
+MANY_ROWS_AT_ONCE = 64  # with more top tokens than the kernel finds: torch needs several copies of the logits
+
+LogitsOf = Callable[[Tensor], Tensor]  # rows of the step -> logits
+Score = Callable[[Tensor, Tensor, Tensor, LogprobsTensors], None]  # of logits, tokens, number of top tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,17 @@ class ScoredPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedLogprobs:
-    """The words of a step in host memory; they are there when the step is done."""
+class ScoredRows:
+    """Log-probabilities of some prompts of a step, on the device or in host memory."""
 
     prompts: list[ScoredPrompt]
+    width: int  # likeliest tokens of each row
     words: Tensor  # int32, see `_split`
 
-    def by_slot(self) -> dict[int, tuple[int, list[TokenLogprobs]]]:
-        """Position of the first token, and an entry for each token."""
-        logprobs, ranks, top_ids, top_logprobs = (part.numpy() for part in _split(self.words))
-        found, end = dict[int, tuple[int, list[TokenLogprobs]]](), 0
+    def entries(self) -> Iterator[tuple[ScoredPrompt, list[TokenLogprobs]]]:
+        """An entry for each token, from words in host memory."""
+        logprobs, ranks, top_ids, top_logprobs = (part.numpy() for part in _split(self.words, self.width))
+        end = 0
         for prompt in self.prompts:
             rows = slice(end, end := end + len(prompt.token_ids))
             columns = (
@@ -56,8 +61,12 @@ class CopiedLogprobs:
                 top_ids[rows, : prompt.num_top].tolist(),
                 top_logprobs[rows, : prompt.num_top].tolist(),
             )
-            found[prompt.slot] = prompt.position, [TokenLogprobs(*one) for one in zip(*columns, strict=True)]
-        return found
+            yield prompt, [TokenLogprobs(*one) for one in zip(*columns, strict=True)]
+
+
+def entries_by_slot(scored: Sequence[ScoredRows]) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+    """Position of the first token, and an entry for each token."""
+    return {prompt.slot: (prompt.position, entries) for rows in scored for prompt, entries in rows.entries()}
 
 
 class DevicePromptLogprobs:
@@ -85,31 +94,50 @@ class DevicePromptLogprobs:
                 del num_top[slot]
         return prompts
 
-    def compute_rows(self, prompts: list[ScoredPrompt], hidden: Tensor, num_decodes: int, padding: int) -> Tensor:
-        """Words of the scored rows on the device. hidden: of all tokens of the step, [tokens, hidden], where so many
-        rows of padding follow those of decodes."""
-        rows = _rows_of(prompts)
-        rows[rows >= num_decodes] += padding
-        return self._compute(prompts, rows, lambda some: self._model.logits(hidden.index_select(0, some)))
+    def compute_rows(
+        self, prompts: list[ScoredPrompt], hidden: Tensor, num_decodes: int, padding: int
+    ) -> list[ScoredRows]:
+        """The scored rows on the device. hidden: of all tokens of the step, [tokens, hidden], where so many rows of
+        padding follow those of decodes."""
 
-    def compute_logits(self, prompts: list[ScoredPrompt], logits: Tensor) -> Tensor:
+        def logits_of(rows: Tensor) -> Tensor:
+            return self._model.logits(hidden.index_select(0, rows))
+
+        return self._compute(prompts, logits_of, num_decodes, padding)
+
+    def compute_logits(self, prompts: list[ScoredPrompt], logits: Tensor) -> list[ScoredRows]:
         """Computes the rows of a step that has the logits [rows, vocab_size] of all its rows: see `compute_rows`."""
-        return self._compute(prompts, _rows_of(prompts), lambda some: logits.index_select(0, some))
+        return self._compute(prompts, lambda rows: logits.index_select(0, rows))
 
-    def copy(self, prompts: list[ScoredPrompt], words: Tensor, done: DeviceEvent) -> CopiedLogprobs:
-        """Copies the results to the host. Records `done` behind the copy and the work before it."""
-        if self._stream is None:
+    def copy(self, scored: Sequence[ScoredRows], done: DeviceEvent) -> Sequence[ScoredRows]:
+        """Copies rows to the host. Records `done` behind the copy and the work before it."""
+        if self._stream is None or not scored:
             done.record()
-            return CopiedLogprobs(prompts, words)
-        copied = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+            return scored
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            copied.copy_(words, non_blocking=True)
+            copied = [replace(rows, words=_to_host(rows.words)) for rows in scored]
             done.record()
-        words.record_stream(self._stream)
-        return CopiedLogprobs(prompts, copied)
+        for rows in scored:
+            rows.words.record_stream(self._stream)
+        return copied
 
-    def _compute(self, prompts: list[ScoredPrompt], places: Ints, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
+    def _compute(
+        self, prompts: list[ScoredPrompt], logits_of: LogitsOf, num_decodes: int = 0, padding: int = 0
+    ) -> list[ScoredRows]:
+        few = [prompt for prompt in prompts if prompt.num_top <= MAX_LOGPROBS]
+        many = [prompt for prompt in prompts if prompt.num_top > MAX_LOGPROBS]
+        scored = []
+        for some, score, width in ((few, self._score_few, MAX_LOGPROBS), (many, _score_many, _most_top(many))):
+            if some:
+                rows = _rows_of(some)
+                rows[rows >= num_decodes] += padding
+                scored.append(ScoredRows(some, width, self._compute_words(some, rows, width, logits_of, score)))
+        return scored
+
+    def _compute_words(
+        self, prompts: list[ScoredPrompt], places: Ints, width: int, logits_of: LogitsOf, score: Score
+    ) -> Tensor:
         num = len(places)
         aligned = -(-num // ALIGNED) * ALIGNED
         host = np.zeros((3, aligned), np.int64)
@@ -117,12 +145,16 @@ class DevicePromptLogprobs:
         host[1, :num] = np.concatenate([prompt.token_ids for prompt in prompts])
         host[2, :num] = np.repeat([prompt.num_top for prompt in prompts], [len(one.token_ids) for one in prompts])
         rows, targets, num_top = self._to_device(torch.from_numpy(host))
-        words = torch.empty(LOGPROB_WORDS * aligned, dtype=torch.int32, device=self._device)
-        for start in range(0, num, ROWS_AT_ONCE):
-            some = slice(start, min(start + ROWS_AT_ONCE, num))
-            out = LogprobsTensors(*(part[some] for part in _split(words)))
-            self._ops.gather_logprobs(logits_of(rows[some]), num_top[some], targets[some], self._num_top, out)
+        words = torch.empty((2 + 2 * width) * aligned, dtype=torch.int32, device=self._device)
+        at_once = ROWS_AT_ONCE if width <= MAX_LOGPROBS else MANY_ROWS_AT_ONCE
+        for start in range(0, num, at_once):
+            part = slice(start, min(start + at_once, num))
+            out = LogprobsTensors(*(field[part] for field in _split(words, width)))
+            score(logits_of(rows[part]), targets[part], num_top[part], out)
         return words
+
+    def _score_few(self, logits: Tensor, targets: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
+        self._ops.gather_logprobs(logits, num_top, targets, self._num_top, out)
 
     def _to_device(self, values: Tensor) -> Tensor:
         if self._stream is None:
@@ -134,13 +166,33 @@ def _rows_of(prompts: list[ScoredPrompt]) -> Ints:
     return np.concatenate([prompt.row + np.arange(len(prompt.token_ids)) for prompt in prompts])
 
 
-def _split(words: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `LogprobsTensors` in [LOGPROB_WORDS * rows] words, for all rows."""
-    rows = len(words) // LOGPROB_WORDS
-    logprobs, ranks, top_ids, top_logprobs = torch.split(words, [rows, rows, MAX_LOGPROBS * rows, MAX_LOGPROBS * rows])
+def _most_top(prompts: list[ScoredPrompt]) -> int:
+    return max((prompt.num_top for prompt in prompts), default=0)
+
+
+def _score_many(logits: Tensor, targets: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
+    """As `gather_logprobs`, by torch: for more of the likeliest tokens than the kernel finds."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, targets[:, None])
+    out.logprob.copy_(chosen[:, 0])
+    out.rank.copy_((logprobs > chosen).sum(-1).add_(1))
+    top = logprobs.topk(out.top_ids.shape[1], dim=-1)
+    out.top_ids.copy_(top.indices)
+    out.top_logprobs.copy_(top.values)
+
+
+def _to_host(words: Tensor) -> Tensor:
+    copied = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+    return copied.copy_(words, non_blocking=True)
+
+
+def _split(words: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `LogprobsTensors` in [(2 + 2 * width) * rows] words, for all rows."""
+    rows = len(words) // (2 + 2 * width)
+    logprobs, ranks, top_ids, top_logprobs = torch.split(words, [rows, rows, width * rows, width * rows])
     return (
         logprobs.view(torch.float32),
         ranks,
-        top_ids.view(rows, MAX_LOGPROBS),
-        top_logprobs.view(torch.float32).view(rows, MAX_LOGPROBS),
+        top_ids.view(rows, width),
+        top_logprobs.view(torch.float32).view(rows, width),
     )

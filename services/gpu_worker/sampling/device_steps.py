@@ -19,10 +19,10 @@ from blockyard.kernels.sampling.sample_tokens import AdjustedLogits
 from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS
+from blockyard.services.gpu_worker.sampling.sampler import MOST_HOST_ROWS
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
-MOST_HOST_ROWS = 32  # slots whose logits the host reads in one step
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
 
@@ -136,8 +136,8 @@ _IN_ORDER = tuple(DEVICE_STEPS[step.name] for step in LOGITS_STEPS)
 
 
 def edits_bytes(capacity: int, vocab_size: int) -> int:
-    """Bytes of the rows of `DeviceLogitsEdits`: they grow with the vocabulary."""
-    return vocab_size * (8 * capacity + 4 * min(capacity, MOST_HOST_ROWS))
+    """Bytes of the rows of enabled `DeviceLogitsEdits`: they grow with the vocabulary."""
+    return 8 * capacity * vocab_size
 
 
 class DeviceLogitsEdits:
@@ -164,16 +164,10 @@ class DeviceLogitsEdits:
         self.adjusted = AdjustedLogits(self.tensors.row, self.tensors.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self.host_row = state.fields[Field.LOGITS_ROW]
-        host_rows = min(capacity, MOST_HOST_ROWS) if enabled else 0
-        self.host_logits = torch.zeros((host_rows, vocab_size), dtype=torch.float32, device=device)
+        self.host_logits = torch.zeros((min(capacity, MOST_HOST_ROWS), vocab_size), dtype=torch.float32, device=device)
         self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
-
-    @property
-    def sample_variants(self) -> tuple[bool, ...]:
-        """The values of `needs_processing` that a step of sampling may have; each has kernels and a graph."""
-        return (False, True) if self.enabled else (False,)
 
     def reset(self) -> None:
         self._rows: dict[int, int] = {}  # by slot

@@ -22,6 +22,8 @@ from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Proble
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.messages import SlotStart, TokenLogprobs
 
+MOST_HOST_ROWS = 32  # slots of a GPU whose logits the host reads in one step
+
 
 @dataclass(slots=True)
 class Sampled:

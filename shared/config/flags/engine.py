@@ -202,7 +202,7 @@ SCHEDULER = (
         "run-ahead-penalties",
         FlagKind.BOOL,
         True,
-        "On a GPU, also plan steps with penalties, token lists or log-probabilities ahead; off: synchronous.",
+        "On a GPU, apply penalties, token lists and log-probabilities there; off: the host samples these, more slowly.",
         ("worker.run_ahead_penalties",),
     ),
     Flag(

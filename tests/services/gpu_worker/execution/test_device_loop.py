@@ -6,14 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_driver import Driver, Stream
 from reference_ops import run_ahead
-from slot_plans import collected, completed, greedy, plan, prompt_of, started
+from slot_plans import collected, greedy, plan, prompt_of, started
 from ties import Score, Ties
 from tiny_models import start
 
@@ -82,7 +81,7 @@ def alone(plain: Runner) -> list[Stream]:
 @given(
     depth=st.sampled_from([0, 1, 3, 9]),
     chunk=st.sampled_from([1, 5, 1000]),
-    num_slots=st.integers(2, 12),
+    num_slots=st.integers(2, 6),
     picked=st.lists(st.integers(0, len(STREAMS) - 1), min_size=1, max_size=7),
     preempt=st.lists(st.integers(1, 25), max_size=2),
     seed=st.integers(0, 99),
@@ -276,42 +275,61 @@ def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
     assert collected(ahead) == {1: {}}, "its slots are gone"
 
 
-def test_steps_ahead_are_collected_before_a_step_in_lockstep(ahead: Runner) -> None:
+def test_a_plan_without_rows_completes_in_its_turn(ahead: Runner) -> None:
     ahead.reset(4)
     loop = ahead.ahead
     assert loop is not None
-    ahead.launch(StepPlan(1, 1, [], [started(0, prompt_of(2), greedy(), [3])], [], [SlotRun(0, 2)]))
-    ahead.launch(plan(2, 0))
-    asked = started(1, prompt_of(4, 3), greedy(num_prompt_logprobs=21), [4])
-    ahead.launch(StepPlan(1, 3, [], [asked], [], [SlotRun(0, 1), SlotRun(1, 4)]))
-    assert loop.in_flight == 0, "the kernel finds 20 of the likeliest tokens"
-    ahead.launch(plan(4, 0, 1))
-    assert loop.in_flight == 1, "and none of later tokens"
-    done = completed(ahead)
-    assert [one.has_prefill for one in done] == [True, False, True, False]
-    results = {one.plan.number: {r.slot: r for r in one.all_results} for one in done}
-    assert list(results) == [1, 2, 3, 4]
-    assert [results[n][0].num_computed for n in results] == [2, 3, 4, 5]
-    assert [results[n][1].num_computed for n in (3, 4)] == [4, 5]
-    assert [entry.token_id for entry in results[3][1].prompt_logprobs] == prompt_of(4, 3)[1:]
+    starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(2, 3), greedy(), [4])]
+    ahead.launch(plan(1, 0, starts=starts))
+    ahead.launch(plan(2, ends=[1], starts=[started(1, prompt_of(1, 4), greedy(), [5])]))
+    ahead.launch(plan(3, 0, 1))
+    ahead.launch(plan(4, ends=[0, 1]))
+    ahead.launch(plan(5, 0))
+    assert loop.in_flight == 5
+    results = collected(ahead)
+    assert list(results) == [1, 2, 3, 4, 5]
+    assert [sorted(results[n]) for n in results] == [[0], [], [0, 1], [], []]
+    assert (results[3][0].num_computed, results[3][1].num_computed) == (2, 1)
+
+
+def test_more_sequences_than_a_step_has_rows_fail(ahead: Runner) -> None:
+    ahead.reset(100)
+    starts = [started(slot, prompt_of(1, slot), greedy(), [3 + i]) for i, slot in enumerate((*range(7), 12))]
+    ahead.launch(plan(1, *range(7), 12, starts=starts))
+    results = collected(ahead)[1]
+    assert [results[slot].detail for slot in (6, 12)] == [
+        "more than 6 sequences in a step",
+        "slot 12 is outside of 0 to 11",
+    ]
+    assert all(results[slot].token_ids for slot in range(6))
+    ahead.launch(plan(2, *range(7)))
+    assert sorted(collected(ahead)[2]) == [*range(6)]
 
 
 @pytest.mark.parametrize("logits_edits", [True, False])
-def test_which_slots_can_run_ahead(folder: Path, logits_of: Score, logits_edits: bool) -> None:
+def test_which_slots_the_device_samples(folder: Path, logits_of: Score, logits_edits: bool) -> None:
+    """The others wait for the host, and no step does."""
     ahead = start(folder, max_model_len=64)
-    run_ahead(ahead, capacity=6, logits_edits=logits_edits)
+    loop = run_ahead(ahead, capacity=6, logits_edits=logits_edits)
     ahead.reset(6)
     asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]  # the third one is sampled by the host
     starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(i, 3) for i in range(len(asked))]))
-    collected(ahead)
-    loop = ahead.ahead
-    assert loop is not None
-    alone = [loop.runs_ahead(np.array([i]), np.array([1])) for i in range(len(asked))]
-    assert alone == ([True] * 5 if logits_edits else [True, False, False, False, True])
-    assert list(loop.steps.slots.samples_on_device[:5]) == (
-        [True, True, True, False, True] if logits_edits else [True, False, False, False, True]
-    )
+    ahead.launch(plan(2, *range(len(asked))))
+    assert loop.in_flight == 2
+    on_device = [True, True, True, False, True] if logits_edits else [True, False, False, False, True]
+    assert list(loop.steps.slots.samples_on_device[:5]) == on_device
+    assert [bool(collected_one.token_ids) for collected_one in collected(ahead)[1].values()] == on_device
+
+
+def test_the_same_tokens_without_logits_edits_on_the_device(
+    folder: Path, alone: list[Stream], logits_of: Score
+) -> None:
+    """Penalties, edits of tokens and log-probabilities are those of rows that wait for the host."""
+    ahead = start(folder, max_model_len=64)
+    run_ahead(ahead, capacity=6, logits_edits=False)
+    driver = check_streams(ahead, alone, logits_of, 1, 5, 6, [0, 2, 6, 7, 10, 11], [], 3)
+    assert driver.num_waits > 0
 
 
 def test_slots_with_logits_edits_sample_on_the_device_while_edit_rows_are_free(ahead: Runner) -> None:

@@ -255,25 +255,25 @@ def test_a_mask_that_is_overdue_fails_its_choice(
     assert ahead.count(Stats()).mask_waits_total > 0
 
 
-def test_steps_in_lockstep_between_steps_ahead(ahead: Runner, alone: list[Stream]) -> None:
-    """So many log-probabilities of a prompt need the host: it takes and gives tokens of the other rows meanwhile."""
+def test_beside_a_prompt_with_many_log_probabilities(ahead: Runner, alone: list[Stream]) -> None:
     driver = Driver(ahead, depth=1, chunk=3)
     streams = [driver.add(*STREAMS[i]) for i in (0, 1, 5)]
     while len(streams[0].output) < 3:
         driver.queued.append(driver.plan())
         driver.step()
     ScriptedMatcher.works_at_once = True
-    driver.add(prompt_of(20), Sampling(3, 0.0, ignore_eos=True, num_prompt_logprobs=21))
+    scored = driver.add(prompt_of(20), Sampling(3, 0.0, ignore_eos=True, num_prompt_logprobs=21))
     driver.run()
+    assert [len(entry.top_ids) for entry in scored.prompt_logprobs.values()] == [21] * 19
     assert [s.output for s in streams] == [alone[i].output for i in (0, 1, 5)]
 
 
-def test_a_slot_beyond_the_memory_of_the_device_is_told_why(ahead: Runner) -> None:
+def test_a_slot_beyond_those_of_the_device_is_told_why(ahead: Runner) -> None:
     driver = Driver(ahead, num_slots=40)
     driver.free_slots = [33]
     beyond = driver.add([5], Sampling(4, 0.0, constraint=LIST))
     driver.run()
-    assert beyond.detail == "slot 33 has no mask: this worker has masks for 32 slots"
+    assert beyond.detail == "slot 33 is outside of 0 to 31"
 
 
 def test_without_masks_on_the_device_the_host_samples(folder: Path, alone: list[Stream]) -> None:
