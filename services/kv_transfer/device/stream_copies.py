@@ -45,7 +45,7 @@ class CudaStream:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _StreamCopy:
     state: StreamEvent | Exception  # the error of its launch
     launch: Callable[[], object]  # keeps the memory that the copy uses
     done: Callable[[], None]
@@ -61,7 +61,7 @@ class StreamCopies:
 
     def __init__(self, stream: SideStream) -> None:
         self._stream = stream
-        self._open: deque[_Copy] = deque()
+        self._open: deque[_StreamCopy] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -82,9 +82,9 @@ class StreamCopies:
             result = self.run(launch)
             event = self._stream.record()
         except Exception as e:  # noqa: BLE001 - `failed` gets it
-            self._open.append(_Copy(e, launch, _nothing, failed))
+            self._open.append(_StreamCopy(e, launch, _nothing, failed))
             return
-        self._open.append(_Copy(event, launch, lambda: done(result), failed))
+        self._open.append(_StreamCopy(event, launch, lambda: done(result), failed))
 
     def poll(self) -> None:
         """Reports complete copies. Does not wait."""

@@ -59,7 +59,7 @@ class ToolRequest(Protocol):
     def parallel_tool_calls(self) -> bool | None: ...
 
 
-class _Named(msgspec.Struct):
+class _NamedFunction(msgspec.Struct):
     name: str
 
 
@@ -77,8 +77,8 @@ class _Choice(msgspec.Struct):
     """`tool_choice` as an object, and an entry of its `allowed_tools`."""
 
     type: Literal["function", "custom", "allowed_tools"]
-    function: _Named | None = None
-    custom: _Named | None = None
+    function: _NamedFunction | None = None
+    custom: _NamedFunction | None = None
     allowed_tools: "_Allowed | None" = None
 
 

@@ -89,6 +89,7 @@ async def test_other_encodings_are_a_415_with_our_error_body(rig, monkeypatch: p
         ("deflate", b"\xff" * 20),
         ("deflate", zlib.compress(BODY) + b"rest"),
     ],
+    ids=["no gzip", "cut", "rest behind gzip", "many members", "no deflate", "rest behind deflate"],
 )
 async def test_a_damaged_body_is_a_400(rig, name: str, data: bytes) -> None:
     async with rig() as r:
