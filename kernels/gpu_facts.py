@@ -3,6 +3,10 @@
 import functools
 
 import torch
+from triton.experimental.gluon import language as gl
+
+# Gluon is experimental: Triton 3.9 has neither name any more, and the kernels in it were measured with 3.6.
+_GLUON_HAS_NAMES = hasattr(gl, "thread_barrier") and hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 
 @functools.cache
@@ -15,3 +19,8 @@ def num_multiprocessors(device: torch.device) -> int:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
+
+
+def runs_hopper_kernels(device: torch.device) -> bool:
+    """Whether kernels in Gluon for compute capability 9.0 run: the installed Triton has to compile them."""
+    return _GLUON_HAS_NAMES and device.type == "cuda" and compute_capability(device) == (9, 0)

@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.int_math import next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-
-LOG2E = 1.4426950408889634
 
 
 def launch_arguments(
@@ -18,31 +17,27 @@ def launch_arguments(
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
-    window: int | None,
-    chunked: bool,
-    soft_cap: float | None,
-    scales: Tensor | None,
+    rules: ScoreRules,
     out: Tensor,
     sums: Tensor,
-    sinks: Tensor | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of the prefill and batch-invariant kernels by position, and others that both have by name.
 
     sums: where log-sum-exps, or maxima and sums, of splits are stored.
     """
-    check_sinks(q, sinks)
-    head_dim = q.shape[2]
+    head_dim, scales = q.shape[2], rules.kv_scales
+    check_sinks(q, rules.sinks)
     arguments = (
         q, layer, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, sums,
         q if scales is None else scales, q.stride(0), metadata.tables.stride(0), len(query_start_loc) - 1,
-        scale if soft_cap is not None else scale * LOG2E,
+        rules.power_scale,
     )  # fmt: skip
     constants = {
-        "SCALED": scales is not None, "WINDOW": window or 0, "CHUNKED": chunked, "CAP": soft_cap or 0.0,
+        "SCALED": scales is not None, "WINDOW": rules.window or 0, "CHUNKED": rules.chunked,
+        "CAP": rules.soft_cap or 0.0,
         "GROUP": q.shape[1] // layer.shape[2], "KV_HEADS": layer.shape[2], "HEAD_DIM": head_dim,
         "DIM": max(next_power_of_2(head_dim), 16), "BLOCK_SIZE": layer.shape[3],
-        "sinks_ptr": sinks,
+        "sinks_ptr": rules.sinks,
     }  # fmt: skip
     return arguments, constants
 

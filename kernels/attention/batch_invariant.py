@@ -22,6 +22,7 @@ from blockyard.kernels.attention.attention_tiles import (
     oldest_key,
     query_positions,
 )
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
@@ -47,13 +48,34 @@ def choose_config(head_dim: int, dtype: torch.dtype) -> InvariantConfig:
     return InvariantConfig(64, 64, 4, 3) if wide <= 256 else InvariantConfig(64, 32, 4, 2)
 
 
-def split_len(max_seq_len: int) -> int:
+def split_len(max_seq_len: int, max_splits: int) -> int:
     """Keys of a split where positions are at most `max_seq_len`, which must be the same in all steps."""
-    return max(_MIN_SPLIT_LEN, next_power_of_2(ceil_div(max_seq_len, _MAX_SPLITS)))
+    return max(_MIN_SPLIT_LEN, next_power_of_2(ceil_div(max_seq_len, max_splits)))
 
 
 @triton.jit
-def rescale(m_i, other_m):
+def add_split(acc, l_i, m_i, split_acc, split_l, split_m):
+    """Adds a split to the sums of rows, acc [rows, dims]: always by the same operations."""
+    alpha, split_alpha, m_i = _rescale(m_i, split_m)
+    l_i = tl.fma(split_l, split_alpha, l_i * alpha)
+    factors = tl.zeros_like(split_acc) + split_alpha[:, None]
+    return tl.fma(split_acc, factors, acc * alpha[:, None]), l_i, m_i
+
+
+@triton.jit
+def store_split(
+    acc, l_i, m_i, out_row, split, dims, inside, exists, out_ptr, ml_ptr, HEAD_DIM: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Stores a split of rows for `combine_in_order`. inside: elements of acc that exist, exists: rows."""
+    split_row = out_row * MAX_SPLITS + split
+    tl.store(out_ptr + split_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+    tl.store(ml_ptr + 2 * split_row, l_i, mask=exists)
+    tl.store(ml_ptr + 2 * split_row + 1, m_i, mask=exists)
+
+
+@triton.jit
+def _rescale(m_i, other_m):
     """The factors of two parts of an online softmax in their sum, and the new maximum."""
     m_new = tl.maximum(m_i, other_m)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -106,15 +128,12 @@ def _batch_invariant_kernel(
             BLOCK_N,
         )  # fmt: skip
         if SPLIT_KV:
-            split_row = out_row * MAX_SPLITS + split
-            tl.store(out_ptr + split_row[:, None] * HEAD_DIM + dims[None, :], split_acc, mask=inside)
-            tl.store(ml_ptr + 2 * split_row, split_l, mask=offs_m < num_m)
-            tl.store(ml_ptr + 2 * split_row + 1, split_m, mask=offs_m < num_m)
+            store_split(
+                split_acc, split_l, split_m, out_row, split, dims, inside, offs_m < num_m, out_ptr, ml_ptr, HEAD_DIM,
+                MAX_SPLITS,
+            )  # fmt: skip
         else:
-            alpha, split_alpha, m_i = rescale(m_i, split_m)
-            l_i = tl.fma(split_l, split_alpha, l_i * alpha)
-            split_scale = tl.zeros_like(split_acc) + split_alpha[:, None]
-            acc = tl.fma(split_acc, split_scale, acc * alpha[:, None])
+            acc, l_i, m_i = add_split(acc, l_i, m_i, split_acc, split_l, split_m)
     if not SPLIT_KV:
         l_i = add_sinks(l_i, m_i, sinks_ptr, heads, 1, KV_HEADS * GROUP)
         acc = acc * (v_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]
@@ -122,7 +141,7 @@ def _batch_invariant_kernel(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "out_ptr"])
-def combine_in_order_kernel(
+def _combine_in_order_kernel(
     slots_ptr, positions_ptr, partial_out_ptr, ml_ptr, scales_ptr, out_ptr,
     SCALED: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr, SPLIT_LEN: tl.constexpr, MAX_SPLITS: tl.constexpr, sinks_ptr=None,
@@ -146,7 +165,7 @@ def combine_in_order_kernel(
         split_row = out_row * MAX_SPLITS + split
         split_acc = tl.load(partial_out_ptr + split_row * HEAD_DIM + dims, mask=in_head, other=0.0)
         split_l = tl.load(ml_ptr + 2 * split_row + tl.arange(0, 1))
-        alpha, split_alpha, m_i = rescale(m_i, tl.load(ml_ptr + 2 * split_row + 1 + tl.arange(0, 1)))
+        alpha, split_alpha, m_i = _rescale(m_i, tl.load(ml_ptr + 2 * split_row + 1 + tl.arange(0, 1)))
         l_i = tl.fma(split_l, split_alpha, l_i * alpha)
         acc = tl.fma(split_acc, tl.zeros_like(acc) + split_alpha, acc * alpha)
     l_i = add_sinks(l_i, m_i, sinks_ptr, tl.program_id(1), 1, HEADS)
@@ -154,41 +173,50 @@ def combine_in_order_kernel(
     tl.store(out_ptr + out_row * HEAD_DIM + dims, acc, mask=in_head)
 
 
+def split_buffers(q: Tensor, size: int, max_splits: int) -> tuple[Tensor, Tensor]:
+    """Where splits of heads of `size` numbers are stored: outputs, and sums of exponentials and maxima."""
+    partial_out = torch.empty((*q.shape[:2], max_splits, size), dtype=torch.float32, device=q.device)
+    return partial_out, torch.empty((*q.shape[:2], max_splits, 2), dtype=torch.float32, device=q.device)
+
+
+def combine_in_order(
+    partial_out: Tensor, ml: Tensor, metadata: PagedKVMetadata, rules: ScoreRules, split: int, out: Tensor,
+    num_warps: int,
+) -> None:  # fmt: skip
+    """Adds the splits of `split` keys of each row up to `out`."""
+    (rows, heads, max_splits, size), scales = partial_out.shape, rules.kv_scales
+    _combine_in_order_kernel[(rows, heads)](
+        metadata.slots, metadata.positions, partial_out, ml, partial_out if scales is None else scales, out,
+        SCALED=scales is not None, WINDOW=rules.window or 0, CHUNKED=rules.chunked, HEADS=heads, HEAD_DIM=size,
+        DIM=max(next_power_of_2(size), 16), SPLIT_LEN=split, MAX_SPLITS=max_splits, sinks_ptr=rules.sinks,
+        num_warps=num_warps,
+    )  # fmt: skip
+
+
 def batch_invariant_attention(
     q: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
-    window: int | None,
+    rules: ScoreRules,
     max_seq_len: int,
     out: Tensor,
     is_decode: bool,
-    soft_cap: float | None = None,
-    scales: Tensor | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
 ) -> None:
     """Computes `paged_prefill`, except that `max_seq_len` must be the same in all steps.
 
     is_decode: each sequence has one row, and query_start_loc is 0, 1, ..., rows. Raises ValueError for other shapes and
     dtypes.
     """
-    rows, heads, head_dim = q.shape
-    kv_heads = layer.shape[2]
-    check_attention_inputs(q, layer, metadata, scales)
+    (_, heads, head_dim), kv_heads = q.shape, layer.shape[2]
+    check_attention_inputs(q, layer, metadata, rules.kv_scales)
     check_query_ranges(q, query_start_loc, out)
-    num_seqs, split = len(query_start_loc) - 1, split_len(max_seq_len)
+    num_seqs, split = len(query_start_loc) - 1, split_len(max_seq_len, _MAX_SPLITS)
     if num_seqs < 1 or not len(out):
         return
     max_splits = ceil_div(max_seq_len, split)
-    partial_out, ml = out, out
-    if is_decode:
-        partial_out = torch.empty((rows, heads, max_splits, head_dim), dtype=torch.float32, device=q.device)
-        ml = torch.empty((rows, heads, max_splits, 2), dtype=torch.float32, device=q.device)
-    arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, ml, sinks
-    )
+    partial_out, ml = split_buffers(q, head_dim, max_splits) if is_decode else (out, out)
+    arguments, constants = launch_arguments(q, layer, metadata, query_start_loc, rules, partial_out, ml)
     config = choose_config(head_dim, q.dtype)
     num_tiles = len(out) * (heads // kv_heads) // config.block_m + num_seqs
     _batch_invariant_kernel[(kv_heads, num_tiles, max_splits if is_decode else 1)](
@@ -196,8 +224,4 @@ def batch_invariant_attention(
         MAX_SPLITS=max_splits, num_warps=config.warps, num_stages=config.stages, **constants,
     )  # fmt: skip
     if is_decode:
-        combine_in_order_kernel[(rows, heads)](
-            metadata.slots, metadata.positions, partial_out, ml, q if scales is None else scales, out,
-            SCALED=scales is not None, WINDOW=window or 0, CHUNKED=chunked, HEADS=heads, HEAD_DIM=head_dim,
-            DIM=constants["DIM"], SPLIT_LEN=split, MAX_SPLITS=max_splits, sinks_ptr=sinks, num_warps=1,
-        )  # fmt: skip
+        combine_in_order(partial_out, ml, metadata, rules, split, out, num_warps=1)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E, apply_soft_cap, check_sinks
+from blockyard.kernels.attention.attention_tiles import apply_soft_cap, check_sinks
 from blockyard.kernels.attention.fused_decode_lanes import (
     load_head,
     load_kv_tile,
@@ -28,6 +28,7 @@ from blockyard.kernels.attention.fused_decode_lanes import (
     write_kv,
 )
 from blockyard.kernels.attention.paged_decode import paged_decode_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs
@@ -45,17 +46,11 @@ def fused_decode_reference(
     metadata: PagedKVMetadata,
     rotation: Tensor | None,
     norm: RMSNorm | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
+    rules: ScoreRules,
 ) -> Tensor:
     weight, eps = (None, 0.0) if norm is None else (norm.weight.to(qkv.dtype), norm.eps)
-    rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps)
-    return paged_decode_reference(
-        qkv[:, : -2 * layer.shape[2]], layer, metadata, scale, window, soft_cap, chunked, sinks
-    )
+    rope_write_kv_reference(qkv, layer, metadata, rotation, weight, eps, rules.kv_scales)
+    return paged_decode_reference(qkv[:, : -2 * layer.shape[2]], layer, metadata, rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,35 +173,30 @@ def fused_decode(
     metadata: PagedKVMetadata,
     rotation: Tensor | None,
     norm: RMSNorm | None,
-    scale: float,
-    window: int | None,
+    rules: ScoreRules,
     max_seq_len: int,
     semaphores: SplitSemaphores,
-    soft_cap: float | None = None,
-    scales: Tensor | None = None,
     config: FusedDecodeConfig | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes `rope_write_kv` and then `paged_decode`, one row a sequence -> [rows, heads * head_dim].
 
     qkv is not changed. Positions are at most `max_seq_len`, which only sizes buffers. `semaphores` has a counter for
-    each head of each row. sinks: see `paged_decode`. Raises ValueError for other shapes.
+    each head of each row. Raises ValueError for other shapes.
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads, block_size = layer.shape[2], layer.shape[3]
-    heads = all_heads - 2 * kv_heads
+    heads, scales = all_heads - 2 * kv_heads, rules.kv_scales
     arguments = qkv_arguments(qkv, layer, metadata, rotation, None if norm is None else norm.weight, scales)
     check_attention_inputs(qkv[:, :heads], layer, metadata, scales)
-    check_sinks(qkv[:, :heads], sinks)
+    check_sinks(qkv[:, :heads], rules.sinks)
     if len(semaphores.counts) < rows * heads:
         raise ValueError(f"{len(semaphores.counts)} counts for {rows} rows of {heads} heads")
     config = config or choose_config(head_dim)
     most_programs = config.programs * _MULTIPROCESSORS
     group, dim = heads // kv_heads, max(next_power_of_2(head_dim), 16)
     lanes = max(config.warps * 512 // (dim * qkv.element_size()), config.warps if head_dim > 256 else 1)
-    num_keys = max_seq_len if window is None else min(window, max_seq_len)
-    max_splits = max(min(most_programs // max(rows * heads, 1), ceil_div(num_keys, config.min_keys)), 1)
+    most_splits = ceil_div(rules.num_keys(max_seq_len), config.min_keys)
+    max_splits = max(min(most_programs // max(rows * heads, 1), most_splits), 1)
     num_partials = rows * heads * max_splits
     partial_out = torch.empty((num_partials, head_dim), dtype=torch.float32, device=qkv.device)
     lse = torch.empty(num_partials, dtype=torch.float32, device=qkv.device)
@@ -216,14 +206,14 @@ def fused_decode(
     pdl = supports_pdl(qkv.device)
     _fused_decode_kernel[(heads, max_splits, rows)](
         *arguments, partial_out, lse, semaphores.counts, out, qkv.stride(0), metadata.tables.stride(0),
-        scale if soft_cap is not None else scale * LOG2E,
-        0.0 if norm is None else norm.eps,
-        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=soft_cap or 0.0, WINDOW=window or 0, CHUNKED=chunked, GROUP=group,
+        rules.power_scale, 0.0 if norm is None else norm.eps,
+        FP8_MAX=FP8_MAX.get(layer.dtype, 0.0), CAP=rules.soft_cap or 0.0, WINDOW=rules.window or 0,
+        CHUNKED=rules.chunked, GROUP=group,
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, ROTATE=rotation is not None,
         NORM=norm is not None, NORM_VALUES=norm is not None and len(norm.weight) == all_heads,
         MIN_KEYS=config.min_keys, KEYS=config.keys, LANES=lanes,
         SPLITS_AT_ONCE=min(max(_COMBINED_ELEMENTS // dim, 1), next_power_of_2(max_splits)),
         AHEAD=config.ahead, PDL=pdl,
-        sinks_ptr=sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),
+        sinks_ptr=rules.sinks, num_warps=config.warps, num_stages=2, **pdl_options(pdl),
     )  # fmt: skip
     return out

@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E, add_sinks, apply_soft_cap, check_sinks
+from blockyard.kernels.attention.attention_tiles import add_sinks, apply_soft_cap, check_sinks
 from blockyard.kernels.attention.combine import combine_if_last, combine_splits_kernel, splits_at_once
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import BLOCK_N, SplitKVSchedule, schedule_split_kv
 from blockyard.kernels.gpu_facts import num_multiprocessors
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
@@ -33,18 +34,9 @@ _SPLITS_AT_ONCE = 32
 _COMBINE_IN_KERNEL_PAIRS = 384
 
 
-def paged_decode_reference(
-    q: Tensor,
-    layer: Tensor,
-    metadata: PagedKVMetadata,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def paged_decode_reference(q: Tensor, layer: Tensor, metadata: PagedKVMetadata, rules: ScoreRules) -> Tensor:
     starts = torch.arange(len(q) + 1, device=q.device)  # each row is a prefill of one token
-    return paged_prefill_reference(q, layer, metadata, starts, scale, window, soft_cap, chunked, sinks)
+    return paged_prefill_reference(q, layer, metadata, starts, rules)
 
 
 @triton.jit
@@ -133,42 +125,32 @@ def _paged_decode_kernel(
 
 
 def schedule_decode(
-    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, window: int | None, max_seq_len: int, chunked: bool = False
+    q: Tensor, layer: Tensor, metadata: PagedKVMetadata, rules: ScoreRules, max_seq_len: int
 ) -> SplitKVSchedule:
     """The schedule of a step for `paged_decode`, for all layers of this shape and window."""
     _, heads, head_dim = q.shape
-    return schedule_split_kv(
-        metadata, heads, layer.shape[2], head_dim, window, max_seq_len, _num_programs(layer), chunked
-    )
+    return schedule_split_kv(metadata, heads, layer.shape[2], head_dim, rules, max_seq_len, _num_programs(layer))
 
 
 def paged_decode(
     q: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
-    scale: float,
-    window: int | None,
+    rules: ScoreRules,
     max_seq_len: int,
     out: Tensor | None = None,
-    soft_cap: float | None = None,
     schedule: SplitKVSchedule | None = None,
-    scales: Tensor | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim] -> out
     [rows, heads * head_dim], contiguous, allocated if None; zeros in padding rows.
 
-    window: a row sees this many of its last keys, None all; chunked: of its chunk of `window` positions.
-    max_seq_len: a bound of positions, which only sizes buffers. soft_cap: scores become soft_cap * tanh(score /
-    soft_cap). schedule: of `schedule_decode`, made here if None. scales: of an 8-bit cache, see `check_kv_dtype`.
-    sinks [heads] float32: scores that are in the sum of the softmax of a head and have no value.
+    max_seq_len: a bound of positions, which only sizes buffers. schedule: of `schedule_decode`, made here if None.
     Blocks and positions are not checked on device. Raises ValueError for other shapes and dtypes.
     """
     rows, heads, head_dim = q.shape
-    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    kv_heads, block_size, scales = layer.shape[2], layer.shape[3], rules.kv_scales
     check_attention_inputs(q, layer, metadata, scales)
-    check_sinks(q, sinks)
+    check_sinks(q, rules.sinks)
     if out is None:
         out = torch.empty((rows, heads * head_dim), dtype=q.dtype, device=q.device)
     if out.shape != (rows, heads * head_dim) or out.dtype != q.dtype or not out.is_contiguous():
@@ -176,7 +158,7 @@ def paged_decode(
     if rows == 0:
         return out
     if schedule is None:
-        schedule = schedule_decode(q, layer, metadata, window, max_seq_len, chunked)
+        schedule = schedule_decode(q, layer, metadata, rules, max_seq_len)
     if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, head_dim):
         raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
     dim, group, pdl = max(next_power_of_2(head_dim), 16), heads // kv_heads, supports_pdl(q.device)
@@ -185,18 +167,18 @@ def paged_decode(
     _paged_decode_kernel[(schedule.programs * kv_heads,)](
         q, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         schedule.row_splits, schedule.semaphores, out, q if scales is None else scales, q.stride(0),
-        metadata.tables.stride(0), schedule.work.shape[1], rows, scale if soft_cap is not None else scale * LOG2E,
-        SCALED=scales is not None, CAP=soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
+        metadata.tables.stride(0), schedule.work.shape[1], rows, rules.power_scale,
+        SCALED=scales is not None, CAP=rules.soft_cap or 0.0, GROUP=group, BLOCK_M=max(next_power_of_2(group), 16),
         KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIM=dim, BLOCK_SIZE=block_size, BLOCK_N=_tile(dim, q.element_size()),
         num_warps=warps, PDL=pdl, COMBINE_AT_ONCE=splits_at_once(group, dim) if in_kernel else 0,
-        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1, sinks_ptr=sinks,
-        **pdl_options(pdl),
+        maxnreg=min(_REGISTERS // warps, 255), num_stages=_STAGES if q.element_size() <= 2 else 1,
+        sinks_ptr=rules.sinks, **pdl_options(pdl),
     )  # fmt: skip
     if not in_kernel and len(schedule.lse) > rows:
         splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
         combine_splits_kernel[(rows, heads, ceil_div(head_dim, dims))](
             schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, 1,
-            HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=sinks, num_warps=4,
+            HEADS=heads, HEAD_DIM=head_dim, DIM=dims, SPLITS=splits, sinks_ptr=rules.sinks, num_warps=4,
         )  # fmt: skip
     return out
 

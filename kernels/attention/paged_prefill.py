@@ -3,7 +3,7 @@
 After FlashAttention-2 (https://arxiv.org/abs/2307.08691): a tile of queries passes over its keys once, with an online
 softmax. Tokens and the query heads that share a K/V head are the rows of one tile. Key tiles are masked only where
 some row does not see all of it. Where there are few query tiles with many keys, several programs share each
-(split-KV).
+(`prefill_splits`).
 """
 
 import itertools
@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.attention import prefill_hopper
 from blockyard.kernels.attention.attention_tiles import (
     add_sinks,
     attention_inner_loop,
@@ -24,21 +23,16 @@ from blockyard.kernels.attention.attention_tiles import (
     oldest_key,
     query_positions,
 )
-from blockyard.kernels.attention.combine import combine_prefill_kernel
+from blockyard.kernels.attention.prefill_splits import split_prefill
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.torch_sdpa import softmax_with_sinks
-from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.kv_cache.kv_types import dequantized_reference
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
-
-_PROGRAMS = 132  # multiprocessors: with fewer programs, keys are split
-_MAX_SPLITS = 16
-_SPLIT_MIN_LEN = 1024  # shorter sequences are not worth a combine kernel
-_COMBINE_US = 3.0  # the combine kernel's launch
-_SPLIT_US = 3.2e-6  # an element of a split, written and read: 8 bytes at 2.5 TB/s
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Tile sizes and launch options of the Triton kernel."""
+    """Tile sizes and launch options of the kernel."""
 
     block_m: int  # rows of a query tile, each a token and head
     block_n: int  # keys of a tile
@@ -63,13 +57,10 @@ def paged_prefill_reference(
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
+    rules: ScoreRules,
 ) -> Tensor:
-    kv_heads, block_size, head_dim = layer.shape[2:]
+    (kv_heads, block_size, head_dim), window = layer.shape[2:], rules.window
+    layer = dequantized_reference(layer, rules.kv_scales, q.dtype)
     out = torch.zeros_like(q)
     bounds = query_start_loc.tolist()
     for start, end in itertools.pairwise(bounds):
@@ -80,15 +71,15 @@ def paged_prefill_reference(
         blocks = metadata.tables[slot, : (length - 1) // block_size + 1].long()
         keys, values = layer[blocks].permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :length]
         grouped = q[start:end].view(end - start, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        scores = grouped @ keys.mT[:, None] * scale
-        if soft_cap is not None:
-            scores = soft_cap * (scores / soft_cap).tanh()
+        scores = grouped @ keys.mT[:, None] * rules.scale
+        if rules.soft_cap is not None:
+            scores = rules.soft_cap * (scores / rules.soft_cap).tanh()
         position = torch.arange(first, length, device=q.device)[:, None]
         key = torch.arange(length, device=q.device)
         visible = key <= position
         if window is not None:
-            visible &= key >= (position // window * window if chunked else position - window + 1)
-        of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+            visible &= key >= (position // window * window if rules.chunked else position - window + 1)
+        of_heads = None if rules.sinks is None else rules.sinks.view(kv_heads, -1, 1, 1)
         p = softmax_with_sinks(scores.masked_fill(~visible, float("-inf")), of_heads)
         hidden = torch.where(visible.any(0)[:, None], values, 0)  # values that no row sees may be NaN
         out[start:end] = (p @ hidden[:, None]).permute(2, 0, 1, 3).reshape(end - start, -1, head_dim)
@@ -168,95 +159,30 @@ def paged_prefill(
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
-    window: int | None,
+    rules: ScoreRules,
     max_seq_len: int,
     out: Tensor,
-    soft_cap: float | None = None,
-    scales: Tensor | None = None,
-    chunked: bool = False,
-    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of the rows from query_start_loc[0] on, whose K and V are all in the cache already.
 
     q [rows, heads, head_dim], rows may be strided; layer [num_blocks, 2, kv_heads, block_size, head_dim].
     query_start_loc [num_seqs + 1] int32: first row of each sequence, then `rows`; rows of a sequence are adjacent, in
-    the order of their positions. window: a token sees this many of its last keys, None all; chunked: positions are
-    in chunks of `window`, and a token sees its own. soft_cap: scores become soft_cap * tanh(score / soft_cap).
-    max_seq_len: a bound of positions, which only decides how work is shared. scales: of an 8-bit cache, see
-    `check_kv_dtype`. out [rows - query_start_loc[0], heads * head_dim], contiguous, is written whole, with zeros for
-    padding sequences. sinks: see `paged_decode`. Blocks, positions and query_start_loc are not checked on device.
-    Raises ValueError for other shapes and dtypes.
+    the order of their positions. max_seq_len: a bound of positions, which only decides how work is shared. out [rows -
+    query_start_loc[0], heads * head_dim], contiguous, is written whole, with zeros for padding sequences. Blocks,
+    positions and query_start_loc are not checked on device. Raises ValueError for other shapes and dtypes.
     """
-    _, heads, head_dim = q.shape
-    kv_heads = layer.shape[2]
-    check_attention_inputs(q, layer, metadata, scales)
+    (_, heads, head_dim), kv_heads = q.shape, layer.shape[2]
+    check_attention_inputs(q, layer, metadata, rules.kv_scales)
     check_query_ranges(q, query_start_loc, out)
-    num_seqs = len(query_start_loc) - 1
+    num_seqs, config = len(query_start_loc) - 1, choose_config(head_dim, q.dtype)
     if num_seqs < 1 or not len(out):
         return
-    seen = max_seq_len if window is None else min(window, max_seq_len)
-    hopper = scales is None and not (window and chunked) and prefill_hopper.fits(q, layer, seen)
-    config, group = choose_config(head_dim, q.dtype), heads // kv_heads
-    block_m = prefill_hopper.BLOCK_M if hopper else config.block_m
-    tiles = len(out) * group // block_m + num_seqs
-    num_keys = max_seq_len if window is None else min(window + len(out), max_seq_len)
-    work = ceil_div(len(out) * group, block_m) * kv_heads  # for one sequence; with several, some tiles are not full
-    if hopper:
-        num_splits = _num_splits(work, num_keys, _PROGRAMS, prefill_hopper.key_us(head_dim), out.numel())
-    else:
-        num_splits = _num_splits(work, num_keys, config.programs * _PROGRAMS, config.key_us, out.numel())
-    partial_out, lse = out, out
-    if num_splits > 1:
-        partial_out = torch.empty((len(out), heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((len(out), heads, num_splits), dtype=torch.float32, device=q.device)
-    arguments, constants = launch_arguments(
-        q, layer, metadata, query_start_loc, scale, window, chunked, soft_cap, scales, partial_out, lse, sinks
-    )
-    if hopper:
-        prefill_hopper.prefill_hopper(
-            q, layer, metadata, query_start_loc, scale, window, partial_out, lse, num_splits, soft_cap, sinks
-        )
-    else:
-        _paged_prefill_kernel[(kv_heads, tiles, num_splits)](
-            *arguments,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_KV=num_splits > 1, num_warps=config.warps,
-            num_stages=config.stages, **constants,
-        )  # fmt: skip
-    if num_splits > 1:
-        combine_prefill_kernel[(len(out) * heads,)](
-            partial_out,
-            lse,
-            out,
-            num_splits,
-            HEADS=heads,
-            HEAD_DIM=head_dim,
-            DIM=constants["DIM"],
-            MAX_SPLITS=_MAX_SPLITS,
-            sinks_ptr=sinks,
-            num_warps=1,
-        )
-
-
-def kernel_lengths(head_dim: int) -> tuple[int, ...]:
-    """Values of `max_seq_len` with which `paged_prefill` takes each of its kernels for a head size, without and with
-    split keys.
-    """
-    few = (1,) if prefill_hopper.min_keys(head_dim) else ()
-    return (*few, _SPLIT_MIN_LEN - 1, 1 << 20)
-
-
-def _num_splits(programs: int, max_seq_len: int, max_programs: int, key_us: float, elements: int) -> int:
-    """The number of splits of each query tile's keys that ends soonest, the combine kernel included.
-
-    max_programs run at a time, each takes key_us for a key, and the output has this many elements.
-    """
-    if max_seq_len < _SPLIT_MIN_LEN:
-        return 1
-
-    def time_us(num_splits: int) -> float:
-        rounds = ceil_div(programs * num_splits, max_programs)
-        combined = _COMBINE_US + num_splits * elements * _SPLIT_US if num_splits > 1 else 0.0
-        return rounds * max_seq_len / num_splits * key_us + combined
-
-    return min(range(1, _MAX_SPLITS + 1), key=time_us)
+    splits = split_prefill(q, kv_heads, rules, max_seq_len, out, config.block_m, config.programs, config.key_us)
+    arguments, constants = launch_arguments(q, layer, metadata, query_start_loc, rules, splits.out, splits.lse)
+    tiles = len(out) * (heads // kv_heads) // config.block_m + num_seqs
+    _paged_prefill_kernel[(kv_heads, tiles, splits.num)](
+        *arguments,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, SPLIT_KV=splits.num > 1, num_warps=config.warps,
+        num_stages=config.stages, **constants,
+    )  # fmt: skip
+    splits.combine(out, rules)

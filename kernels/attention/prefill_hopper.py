@@ -8,18 +8,19 @@ block is, and is multiplied by 0: it must be finite.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from blockyard.kernels.attention.attention_tiles import LOG2E
+from blockyard.kernels.attention.attention_tiles import check_sinks
 from blockyard.kernels.attention.hopper_consumer import add_sinks, attend_item
 from blockyard.kernels.attention.hopper_producer import count_tiles, next_item, produce, warp_uniform
+from blockyard.kernels.attention.prefill_splits import split_prefill
+from blockyard.kernels.attention.score_rules import LOG2E, ScoreRules
 from blockyard.kernels.gpu_facts import num_multiprocessors
-from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_attention_inputs, check_query_ranges
 
 BLOCK_M = 128  # rows of a query tile, half of them for each warpgroup
 
@@ -29,16 +30,13 @@ class Tiles(NamedTuple):
 
     block_n: int  # keys of a tile
     stages: int  # tiles of keys, and of values, in shared memory
-    key_us: float  # of `key_us`
-    min_keys: int = 0  # a token has to attend to so many, or the Triton kernel is quicker: an item takes 3 us more
+    key_us: float  # us a key of a program, one of which runs at a time on a multiprocessor
 
 
-_TILES = {64: Tiles(128, 4, 0.009, 512), 128: Tiles(128, 2, 0.0125), 256: Tiles(64, 2, 0.024)}
+_TILES = {64: Tiles(128, 4, 0.009), 128: Tiles(128, 2, 0.0125), 256: Tiles(64, 2, 0.024)}
 _SEQS = 16  # sequences that are searched at a time
 _ROUNDS = 3  # rounds of persistent programs; with fewer each item has a program, because padding items end soon
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # constructing it takes 5 us
-# Gluon is experimental: Triton 3.9 has neither name any more, and this kernel was measured with 3.6.
-_GLUON_HAS_NAMES = hasattr(gl, "thread_barrier") and hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 
 @gluon.jit
@@ -196,62 +194,37 @@ def _prefill_hopper_kernel(
     )  # fmt: skip
 
 
-def fits(q: Tensor, layer: Tensor, num_keys: int) -> bool:
-    """Whether `prefill_hopper` supports these tensors on this GPU, compiles with the installed Triton, and is the
-    quicker kernel for tokens that attend to `num_keys` keys at most.
-    """
-    head_dim, block_size = layer.shape[4], layer.shape[3]
-    return (
-        _GLUON_HAS_NAMES
-        and q.device.type == "cuda"
-        and torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype == layer.dtype
-        and q.dtype == torch.bfloat16  # float16 compiles but has not run
-        and head_dim in _TILES
-        and num_keys >= _TILES[head_dim].min_keys
-        and block_size in (16, 32, 64)
-    )
-
-
-def min_keys(head_dim: int) -> int:
-    """The fewest keys of a token for which `fits` may hold; 0 if it does not depend on them."""
-    return _TILES[head_dim].min_keys if head_dim in _TILES else 0
-
-
-def key_us(head_dim: int) -> float:
-    """us a key of a program, one of which runs at a time on a multiprocessor."""
-    return _TILES[head_dim].key_us
-
-
 def prefill_hopper(
     q: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
-    window: int | None,
+    rules: ScoreRules,
+    max_seq_len: int,
     out: Tensor,
-    lse: Tensor,
-    num_splits: int,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> None:
-    """Computes `paged_prefill`, which has checked the inputs. A window slides: chunks are not supported.
+    """Computes `paged_prefill` for bfloat16, blocks of 16, 32 or 64 tokens, and heads of 64, 128 or 256 numbers.
 
-    With several splits out is [rows, heads, num_splits, head_dim] float32, lse [rows, heads, num_splits] float32, and a
-    split that has no keys writes only its lse.
+    A window slides: chunks are not supported. Runs if `gpu_facts.runs_hopper_kernels`.
     """
-    heads, head_dim = q.shape[1:]
-    kv_heads, block_size = layer.shape[2], layer.shape[3]
+    (_, heads, head_dim), (kv_heads, block_size) = q.shape, layer.shape[2:4]
+    check_attention_inputs(q, layer, metadata, None)
+    check_query_ranges(q, query_start_loc, out)
+    check_sinks(q, rules.sinks)
     group, num_seqs, tiles = heads // kv_heads, len(query_start_loc) - 1, _TILES[head_dim]
+    if num_seqs < 1 or not len(out):
+        return
+    splits = split_prefill(q, kv_heads, rules, max_seq_len, out, BLOCK_M, 1, tiles.key_us)
     blocks = TensorDescriptor.from_tensor(layer.view(-1, head_dim), [block_size, 64], _BLOCK_LAYOUT)
     # further sequences add tiles too, but in a padded graph most of these are empty
-    items = (len(out) * group // BLOCK_M + min(num_seqs, 2)) * kv_heads * num_splits
+    items = (len(out) * group // BLOCK_M + min(num_seqs, 2)) * kv_heads * splits.num
     programs = num_multiprocessors(q.device)
     _prefill_hopper_kernel[(items if items < _ROUNDS * programs else programs,)](
-        blocks, q, metadata.slots, metadata.positions, metadata.tables, query_start_loc, out, lse, q.stride(0),
-        metadata.tables.stride(0), num_seqs, num_splits, scale * LOG2E, lse if sinks is None else sinks,
-        WINDOW=window or 0, CAP=soft_cap or 0.0, SINKS=sinks is not None, GROUP=group, KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M, BLOCK_N=tiles.block_n, STAGES=tiles.stages,
-        SPLIT_KV=num_splits > 1, SEQS=_SEQS, num_warps=4,
+        blocks, q, metadata.slots, metadata.positions, metadata.tables, query_start_loc, splits.out, splits.lse,
+        q.stride(0), metadata.tables.stride(0), num_seqs, splits.num, rules.scale * LOG2E,
+        splits.lse if rules.sinks is None else rules.sinks,
+        WINDOW=rules.window or 0, CAP=rules.soft_cap or 0.0, SINKS=rules.sinks is not None, GROUP=group,
+        KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M, BLOCK_N=tiles.block_n,
+        STAGES=tiles.stages, SPLIT_KV=splits.num > 1, SEQS=_SEQS, num_warps=4,
     )  # fmt: skip
+    splits.combine(out, rules)

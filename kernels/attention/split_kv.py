@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.attention.attention_tiles import oldest_key
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
@@ -109,19 +110,17 @@ def schedule_split_kv(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    window: int | None,
+    rules: ScoreRules,
     max_seq_len: int,
     programs: int,
-    chunked: bool = False,
 ) -> SplitKVSchedule:
-    """Schedules attention to the last `window` keys, None all, for `programs` programs of all K/V heads together.
+    """Schedules attention to the keys that `rules` let a row see, for `programs` programs of all K/V heads together.
 
-    chunked: to the keys of the row's chunk of `window` positions instead. `max_seq_len` bounds the rows'
-    positions and only sizes buffers. Raises ValueError for other shapes and dtypes.
+    `max_seq_len` bounds the rows' positions and only sizes buffers. Raises ValueError for other shapes and dtypes.
     """
     rows, device = len(metadata.slots), metadata.slots.device
     metadata.check(rows)
-    num_keys = max_seq_len if window is None else min(window, max_seq_len)
+    num_keys = rules.num_keys(max_seq_len)
     of_head = max(programs // kv_heads, 1)
     max_splits = max(min(rows + of_head, rows * ceil_div(num_keys, BLOCK_N)), 1)
     of_head = min(of_head, max_splits)
@@ -137,7 +136,7 @@ def schedule_split_kv(
     _split_kv_kernel[(ceil_div(max(max_splits, of_head + 1), _ITEMS),)](
         metadata.slots, metadata.positions, schedule.work, schedule.starts, schedule.row_splits, schedule.semaphores,
         rows, max_splits, of_head,
-        WINDOW=window or 0, CHUNKED=chunked, KV_HEADS=kv_heads, ROWS=width, ITEMS=_ITEMS, BLOCK_N=BLOCK_N,
+        WINDOW=rules.window or 0, CHUNKED=rules.chunked, KV_HEADS=kv_heads, ROWS=width, ITEMS=_ITEMS, BLOCK_N=BLOCK_N,
         SLACK=SLACK, num_warps=8 if width <= 256 else 16,
     )  # fmt: skip
     return schedule

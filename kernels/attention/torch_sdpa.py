@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -65,17 +67,15 @@ def attention_by_scores(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    scale: float,
-    soft_cap: float | None,
+    rules: ScoreRules,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention that stores all scores, which torch's own does not, for what torch's own lacks.
 
-    q [..., rows, head_dim]; keys and values [..., tokens, head_dim]; mask fits [..., rows, tokens]. With soft_cap,
-    scores are soft_cap * tanh(scale * q @ k / soft_cap), before the mask is added to them. sinks fit [..., rows, 1]:
-    see `softmax_with_sinks`.
+    q [..., rows, head_dim]; keys and values [..., tokens, head_dim]; mask fits [..., rows, tokens], and is added
+    to scores with their cap. sinks: those of `rules` as [..., rows, 1]. The window is in the mask.
     """
-    scores = q @ keys.mT
+    scores, scale, soft_cap = q @ keys.mT, rules.scale, rules.soft_cap
     scores = scores.mul_(scale) if soft_cap is None else scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
         scores = scores + mask
@@ -83,59 +83,48 @@ def attention_by_scores(
 
 
 def decode_attention_reference(
-    q: Tensor,
-    kv: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    soft_cap: float | None = None,
-    latent_dim: int | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, kv: Tensor, mask: Tensor | None, rules: ScoreRules, latent_dim: int | None = None
 ) -> Tensor:
     """One query token a sequence, all sequences in one call.
 
     q [seqs, heads, head_dim]; kv [seqs, planes, kv_heads, tokens, head_dim]; mask [seqs, 1, 1, tokens] is added to the
-    scores, None where all keys are visible; soft_cap and sinks [heads]: see `attention_by_scores`; latent_dim: see
-    `split_kv`. Returns [seqs, heads * size of a V head].
+    scores, None where all keys are visible; the window of `rules` is in it; latent_dim: see `split_kv`. Returns [seqs,
+    heads * size of a V head].
     """
     num_seqs, num_heads, head_dim = q.shape
     keys, values = split_kv(kv, latent_dim)
     grouped = q.view(num_seqs, kv.shape[2], -1, head_dim)  # heads that share a K/V head are its rows
-    if soft_cap is not None or sinks is not None:
-        of_rows = None if sinks is None else sinks.view(kv.shape[2], -1, 1)
-        out = attention_by_scores(grouped, keys, values, mask, scale, soft_cap, of_rows)
+    if rules.soft_cap is not None or rules.sinks is not None:
+        of_rows = None if rules.sinks is None else rules.sinks.view(kv.shape[2], -1, 1)
+        out = attention_by_scores(grouped, keys, values, mask, rules, of_rows)
     else:
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=rules.scale)
     return out.reshape(num_seqs, num_heads * values.shape[-1])
 
 
 def prefill_attention_reference(
-    q: Tensor,
-    kv: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    soft_cap: float | None = None,
-    latent_dim: int | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, kv: Tensor, mask: Tensor | None, rules: ScoreRules, latent_dim: int | None = None
 ) -> Tensor:
     """The last tokens of one sequence against all of its tokens.
 
     q [tokens, heads, head_dim]; kv [1, planes, kv_heads, known, head_dim]; mask [tokens, known] is added to the scores,
-    None for causal attention with tokens == known; soft_cap and sinks [heads]: see `attention_by_scores`; latent_dim:
-    see `split_kv`. Returns [tokens, heads * size of a V head].
+    None for causal attention with tokens == known; the window of `rules` is in it; latent_dim: see `split_kv`. Returns
+    [tokens, heads * size of a V head].
     """
     keys, values = split_kv(kv, latent_dim)
-    if soft_cap is not None or sinks is not None:
+    if rules.soft_cap is not None or rules.sinks is not None:
         if mask is None:
             mask = torch.full((len(q), len(q)), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
         grouped = q.view(len(q), keys.shape[1], -1, q.shape[2]).permute(1, 2, 0, 3)[None]  # heads of a K/V head
-        of_rows = None if sinks is None else sinks.view(keys.shape[1], -1, 1, 1)
-        out = attention_by_scores(grouped, keys[:, :, None], values[:, :, None], mask, scale, soft_cap, of_rows)
+        of_rows = None if rules.sinks is None else rules.sinks.view(keys.shape[1], -1, 1, 1)
+        out = attention_by_scores(grouped, keys[:, :, None], values[:, :, None], mask, rules, of_rows)
         return out[0].flatten(0, 1).transpose(0, 1).reshape(q.shape[0], -1)
     if mask is not None and q.device.type == "cuda":
         # with a mask and grouped heads torch falls back to a kernel that stores all scores: gigabytes
         groups = q.shape[1] // keys.shape[1]
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
+        q.transpose(0, 1)[None], keys, values, attn_mask=mask, is_causal=mask is None, scale=rules.scale,
+        enable_gqa=True,
+    )  # fmt: skip
     return out[0].transpose(0, 1).reshape(q.shape[0], -1)

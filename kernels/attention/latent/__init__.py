@@ -5,8 +5,8 @@ its V of the latent. Decodes move them to the query and behind the attention (ab
 
 - `write_latent`: norm and rotation of a step's rows, their write to the cache, and the rotation of queries.
 - `head_products`: products with a matrix for each head, for absorption.
-- `latent_decode`: one new token a sequence; all heads read the same rows. Split-KV as in `paged_decode`. Its kernel for
-  Hopper GPUs and DeepSeek's sizes is in `decode_hopper`.
+- `latent_decode`: one new token a sequence; all heads read the same rows. Split-KV as in `paged_decode`.
+- `decode_hopper`: the same for Hopper GPUs and DeepSeek's sizes.
 - `latent_prefill`: several new tokens a sequence, over K and V of one piece of its keys; pieces are joined by their
   log-sum-exps.
 - `prefill_in_pieces`: the whole attention of prefills: gathers cached rows and decompresses them piece by piece.

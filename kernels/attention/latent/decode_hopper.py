@@ -8,7 +8,6 @@ numbers, and the two halves of the latent. The rest of a sequence's last block i
 finite.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,25 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E
-from blockyard.kernels.attention.split_kv import SplitKVSchedule
-from blockyard.kernels.gpu_facts import compute_capability
+from blockyard.kernels.attention.latent.latent_decode import (
+    check_latent_inputs,
+    check_latent_output,
+    check_latent_schedule,
+    combine_latent,
+)
+from blockyard.kernels.attention.score_rules import LOG2E, ScoreRules
+from blockyard.kernels.attention.split_kv import SplitKVSchedule, schedule_split_kv
+from blockyard.kernels.gpu_facts import num_multiprocessors
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
-HEADS_OF_TILE = 64
+_HEADS_OF_TILE = 64
 _BLOCK_N = 64
 _STAGES = 2
-_LATENT, _ROTATED = 512, 64  # what the tiles and registers are for
 _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)  # constructing it takes 5 us
-# Gluon is experimental: Triton 3.9 has neither name any more, and this kernel was measured with 3.6.
-_GLUON_HAS_NAMES = hasattr(gl, "thread_barrier") and hasattr(gl.shared_memory_descriptor, "_reinterpret")
 
 
 @gluon.jit
 def _load_item(work_ptr, split, max_splits):
-    """Loads a split of the schedule: row, slot, first key, end of keys, splits of the row."""
+    """Of a split of the schedule: row, slot, first key, end of keys, splits of the row."""
     item_ptr = work_ptr + split
     return (
         gl.load(item_ptr).to(gl.int64), gl.load(item_ptr + max_splits).to(gl.int64),
@@ -369,17 +371,13 @@ def _latent_hopper_kernel(
     )  # fmt: skip
 
 
-def fits(q_latent: Tensor, layer: Tensor) -> bool:
-    """Whether `latent_decode_hopper` supports these tensors on this GPU, and compiles with the installed Triton."""
-    return (
-        _GLUON_HAS_NAMES
-        and q_latent.device.type == "cuda"
-        and compute_capability(q_latent.device) == (9, 0)
-        and q_latent.dtype == layer.dtype == torch.bfloat16
-        and q_latent.shape[2] == _LATENT
-        and layer.shape[4] == _LATENT + _ROTATED
-        and layer.shape[3] in (16, 32, 64)
-    )
+def schedule_latent_hopper(
+    q_latent: Tensor, metadata: PagedKVMetadata, rules: ScoreRules, max_seq_len: int
+) -> SplitKVSchedule:
+    """The schedule of a step for `latent_decode_hopper`, for all layers with as many heads."""
+    _, heads, latent_dim = q_latent.shape
+    tiles, programs = ceil_div(heads, _HEADS_OF_TILE), num_multiprocessors(q_latent.device)
+    return schedule_split_kv(metadata, heads, tiles, latent_dim, rules, max_seq_len, programs)
 
 
 def latent_decode_hopper(
@@ -387,19 +385,31 @@ def latent_decode_hopper(
     q_rotated: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
-    scale: float,
-    out: Tensor,
-    schedule: SplitKVSchedule,
-    pdl: bool,
-) -> None:
-    """Computes `latent_decode`, which has checked the inputs and combines the splits."""
+    rules: ScoreRules,
+    max_seq_len: int,
+    out: Tensor | None = None,
+    schedule: SplitKVSchedule | None = None,
+) -> Tensor:
+    """Computes `latent_decode` for bfloat16, blocks of 16, 32 or 64 tokens, and rows of 512 and 64 numbers.
+
+    schedule: of `schedule_latent_hopper`, made here if None. Runs if `gpu_facts.runs_hopper_kernels`.
+    """
     heads, block_size = q_latent.shape[1], layer.shape[3]
-    tiles = ceil_div(heads, HEADS_OF_TILE)
+    check_latent_inputs(q_latent, q_rotated, layer, metadata, None)
+    out = check_latent_output(q_latent, out)
+    if not len(out):
+        return out
+    if schedule is None:
+        schedule = schedule_latent_hopper(q_latent, metadata, rules, max_seq_len)
+    check_latent_schedule(schedule, out)
+    tiles, pdl = ceil_div(heads, _HEADS_OF_TILE), supports_pdl(q_latent.device)
     blocks = TensorDescriptor.from_tensor(layer.view(-1, layer.shape[4]), [block_size, 64], _BLOCK_LAYOUT)
     _latent_hopper_kernel[(schedule.programs * tiles,)](
         blocks, q_latent, q_rotated, metadata.tables, schedule.work, schedule.starts, schedule.partial_out,
         schedule.lse, out, *q_latent.stride()[:2], *q_rotated.stride()[:2], metadata.tables.stride(0),
-        schedule.work.shape[1], scale * LOG2E,
+        schedule.work.shape[1], rules.scale * LOG2E,
         HEADS=heads, TILES=tiles, BLOCK_SIZE=block_size, BLOCK_N=_BLOCK_N, STAGES=_STAGES, PDL=pdl, num_warps=4,
         **pdl_options(pdl),
     )  # fmt: skip
+    combine_latent(schedule, out, pdl)
+    return out

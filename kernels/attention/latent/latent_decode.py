@@ -2,8 +2,7 @@
 
 Split-KV as in `paged_decode`. A tile of rows is loaded once: its first numbers are K and V, the rest belongs to K
 alone. Query heads are the rows of a product; more than fit in a tile are several programs, which find the rows in the
-L2 cache. The query already has the up-projection of K in it (https://arxiv.org/abs/2405.04434). On Hopper GPUs
-`decode_hopper` does the same for the sizes of DeepSeek's models, except for the combination of splits.
+L2 cache. The query already has the up-projection of K in it (https://arxiv.org/abs/2405.04434).
 """
 
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from blockyard.kernels.attention.attention_tiles import LOG2E
 from blockyard.kernels.attention.combine import combine_splits_kernel
-from blockyard.kernels.attention.latent.decode_hopper import HEADS_OF_TILE, fits, latent_decode_hopper
+from blockyard.kernels.attention.score_rules import LOG2E, ScoreRules
 from blockyard.kernels.attention.split_kv import SplitKVSchedule, schedule_split_kv
 from blockyard.kernels.gpu_facts import num_multiprocessors
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
@@ -54,16 +52,17 @@ def choose_config(heads: int, dtype: torch.dtype) -> LatentDecodeConfig:
 
 
 def latent_decode_reference(
-    q_latent: Tensor, q_rotated: Tensor, layer: Tensor, metadata: PagedKVMetadata, scale: float
+    q_latent: Tensor, q_rotated: Tensor, layer: Tensor, metadata: PagedKVMetadata, rules: ScoreRules
 ) -> Tensor:
     rows, heads, latent_dim = q_latent.shape
+    row_scale = 1.0 if rules.kv_scales is None else rules.kv_scales[0].to(q_latent.dtype)
     q, out = torch.cat((q_latent, q_rotated), 2), q_latent.new_zeros((rows, heads, latent_dim))
     for row, (slot, position) in enumerate(zip(metadata.slots.tolist(), metadata.positions.tolist(), strict=True)):
         if slot >= 0:
             keys = torch.arange(position + 1, device=q.device)
             blocks = metadata.tables[slot, keys // layer.shape[3]].long()
-            known = layer[blocks, 0, 0, keys % layer.shape[3]].to(q.dtype)
-            out[row] = torch.softmax(q[row] @ known.T * scale, -1) @ known[:, :latent_dim]
+            known = layer[blocks, 0, 0, keys % layer.shape[3]].to(q.dtype) * row_scale
+            out[row] = torch.softmax(q[row] @ known.T * rules.scale, -1) @ known[:, :latent_dim]
     return out
 
 
@@ -171,15 +170,13 @@ def _latent_decode_kernel(
 
 
 def schedule_latent_decode(
-    q_latent: Tensor, layer: Tensor, metadata: PagedKVMetadata, max_seq_len: int
+    q_latent: Tensor, metadata: PagedKVMetadata, rules: ScoreRules, max_seq_len: int
 ) -> SplitKVSchedule:
     """The schedule of a step for `latent_decode`, for all layers of this shape and dtype."""
     _, heads, latent_dim = q_latent.shape
-    programs, of_tile = num_multiprocessors(q_latent.device), HEADS_OF_TILE
-    if not fits(q_latent, layer):
-        config = choose_config(heads, q_latent.dtype)
-        programs, of_tile = programs * config.programs, config.heads
-    return schedule_split_kv(metadata, heads, ceil_div(heads, of_tile), latent_dim, None, max_seq_len, programs)
+    config = choose_config(heads, q_latent.dtype)
+    programs = num_multiprocessors(q_latent.device) * config.programs
+    return schedule_split_kv(metadata, heads, ceil_div(heads, config.heads), latent_dim, rules, max_seq_len, programs)
 
 
 def latent_decode(
@@ -187,72 +184,54 @@ def latent_decode(
     q_rotated: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
-    scale: float,
+    rules: ScoreRules,
     max_seq_len: int,
     out: Tensor | None = None,
     schedule: SplitKVSchedule | None = None,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """q_latent [rows, heads, latent], q_rotated [rows, heads, rotated], rows and heads may be strided; layer
     [num_blocks, 1, 1, block_size, latent + rotated] -> out [rows, heads, latent], contiguous, allocated if None; zeros
     in padding rows.
 
-    The latent of a cached row is also its value. max_seq_len: a bound of positions, which only sizes buffers. schedule:
-    of `schedule_latent_decode`, made here if None. scales: of an 8-bit cache, the first for the whole row. Blocks and
+    The latent of a cached row is also its value. Of `rules` only the scale and `kv_scales` are supported. max_seq_len:
+    a bound of positions, which only sizes buffers. schedule: of `schedule_latent_decode`, made here if None. Blocks and
     positions are not checked on device. Raises ValueError for other shapes and dtypes.
     """
-    rows, heads, latent_dim = q_latent.shape
+    (rows, heads, latent_dim), rotated, scales = q_latent.shape, q_rotated.shape[2], rules.kv_scales
     check_latent_inputs(q_latent, q_rotated, layer, metadata, scales)
-    if out is None:
-        out = q_latent.new_empty((rows, heads, latent_dim))
-    if out.shape != q_latent.shape or out.dtype != q_latent.dtype or not out.is_contiguous():
-        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit {list(q_latent.shape)}, or is not contiguous")
+    out = check_latent_output(q_latent, out)
     if rows == 0:
         return out
     if schedule is None:
-        schedule = schedule_latent_decode(q_latent, layer, metadata, max_seq_len)
-    if schedule.row_splits.shape != (2, rows) or schedule.partial_out.shape[1:] != (heads, latent_dim):
-        raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")
-    pdl = supports_pdl(q_latent.device)
-    if fits(q_latent, layer):
-        latent_decode_hopper(q_latent, q_rotated, layer, metadata, scale, out, schedule, pdl)
-    else:
-        _latent_decode(q_latent, q_rotated, layer, metadata, scale, out, schedule, scales, pdl)
-    if len(schedule.lse) > rows:
-        dim = max(next_power_of_2(latent_dim), 16)
-        splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
-        of_program = min(max(rows * heads // _COMBINE_PROGRAMS, 1), _MOST_HEADS)
-        combine_splits_kernel[(rows, ceil_div(heads, of_program), ceil_div(latent_dim, dims))](
-            schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, of_program,
-            HEADS=heads, HEAD_DIM=latent_dim, DIM=dims, SPLITS=splits, PDL=pdl, num_warps=4, **pdl_options(pdl),
-        )  # fmt: skip
-    return out
-
-
-def _latent_decode(
-    q_latent: Tensor,
-    q_rotated: Tensor,
-    layer: Tensor,
-    metadata: PagedKVMetadata,
-    scale: float,
-    out: Tensor,
-    schedule: SplitKVSchedule,
-    scales: Tensor | None,
-    pdl: bool,
-) -> None:
-    """Computes `latent_decode`, which has checked the inputs and combines the splits."""
-    (_, heads, latent_dim), rotated = q_latent.shape, q_rotated.shape[2]
-    config = choose_config(heads, q_latent.dtype)
+        schedule = schedule_latent_decode(q_latent, metadata, rules, max_seq_len)
+    check_latent_schedule(schedule, out)
+    config, pdl = choose_config(heads, q_latent.dtype), supports_pdl(q_latent.device)
     tiles = ceil_div(heads, config.heads)
     _latent_decode_kernel[(schedule.programs * tiles,)](
         q_latent, q_rotated, layer, metadata.tables, schedule.work, schedule.starts, schedule.partial_out, schedule.lse,
         out, q_latent if scales is None else scales, *q_latent.stride()[:2], *q_rotated.stride()[:2],
-        metadata.tables.stride(0), schedule.work.shape[1], scale * LOG2E,
+        metadata.tables.stride(0), schedule.work.shape[1], rules.scale * LOG2E,
         SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, TILES=tiles, LATENT=latent_dim,
         DIM=max(next_power_of_2(latent_dim), 16), ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
         BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, CONVERT_ONCE=_converts_once(q_latent, scales),
         PDL=pdl, num_warps=config.warps, num_stages=config.stages,
         **pdl_options(pdl),
+    )  # fmt: skip
+    combine_latent(schedule, out, pdl)
+    return out
+
+
+def combine_latent(schedule: SplitKVSchedule, out: Tensor, pdl: bool) -> None:
+    """Adds the splits up to out [rows, heads, latent], of the rows that have several."""
+    rows, heads, latent_dim = out.shape
+    if len(schedule.lse) <= rows:
+        return
+    dim = max(next_power_of_2(latent_dim), 16)
+    splits, dims = (_FEW_ROWS_SPLITS, min(_FEW_ROWS_DIMS, dim)) if rows <= _FEW_ROWS else (_SPLITS_AT_ONCE, dim)
+    of_program = min(max(rows * heads // _COMBINE_PROGRAMS, 1), _MOST_HEADS)
+    combine_splits_kernel[(rows, ceil_div(heads, of_program), ceil_div(latent_dim, dims))](
+        schedule.row_splits, schedule.partial_out, schedule.lse, out, rows, of_program,
+        HEADS=heads, HEAD_DIM=latent_dim, DIM=dims, SPLITS=splits, PDL=pdl, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
 
 
@@ -275,3 +254,18 @@ def check_latent_inputs(
     check_kv_dtype(q_latent, layer, scales)
     if q_latent.stride(2) != 1 or q_rotated.stride(2) != 1:
         raise ValueError(f"a head must be contiguous, got strides {q_latent.stride()}, {q_rotated.stride()}")
+
+
+def check_latent_output(q_latent: Tensor, out: Tensor | None) -> Tensor:
+    """Returns out, or a new tensor if None. Raises ValueError if it does not fit."""
+    if out is None:
+        return q_latent.new_empty(q_latent.shape)
+    if out.shape != q_latent.shape or out.dtype != q_latent.dtype or not out.is_contiguous():
+        raise ValueError(f"out {list(out.shape)} {out.dtype} does not fit {list(q_latent.shape)}, or is not contiguous")
+    return out
+
+
+def check_latent_schedule(schedule: SplitKVSchedule, out: Tensor) -> None:
+    """Raises ValueError if the schedule is for other rows or heads than out [rows, heads, latent] has."""
+    if schedule.row_splits.shape != (2, len(out)) or schedule.partial_out.shape[1:] != out.shape[1:]:
+        raise ValueError(f"the schedule is for {schedule.row_splits.shape[1]} rows, {list(schedule.partial_out.shape)}")

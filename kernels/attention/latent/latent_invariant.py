@@ -4,29 +4,28 @@ Decodes and prefills take the same inner loop as `latent_decode`, one new token 
 two tokens. Keys are divided at multiples of a fixed length and combined in order, as in `batch_invariant`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.attention.attention_tiles import LOG2E
-from blockyard.kernels.attention.batch_invariant import combine_in_order_kernel, rescale
+from blockyard.kernels.attention.batch_invariant import (
+    add_split,
+    combine_in_order,
+    split_buffers,
+    split_len,
+    store_split,
+)
 from blockyard.kernels.attention.latent.latent_decode import (
     attend_rows,
     check_latent_inputs,
     choose_config,
     load_query,
 )
+from blockyard.kernels.attention.score_rules import LOG2E, ScoreRules
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 _MAX_SPLITS = 16  # of the longest sequence: a split of a head has 2 KiB of sums
-_MIN_SPLIT_LEN = 512  # keys
-
-
-def split_len(max_seq_len: int) -> int:
-    """Keys of a split where positions are at most `max_seq_len`, which must be the same in all steps."""
-    return max(_MIN_SPLIT_LEN, next_power_of_2(ceil_div(max_seq_len, _MAX_SPLITS)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "positions_ptr", "out_ptr"])
@@ -62,15 +61,12 @@ def _latent_invariant_kernel(
             BLOCK_N,
         )  # fmt: skip
         if SPLIT_KV:
-            split_row = out_row * MAX_SPLITS + split
-            tl.store(out_ptr + split_row[:, None] * LATENT + dims[None, :], split_acc, mask=inside)
-            tl.store(ml_ptr + 2 * split_row, split_l, mask=heads < HEADS)
-            tl.store(ml_ptr + 2 * split_row + 1, split_m, mask=heads < HEADS)
+            store_split(
+                split_acc, split_l, split_m, out_row, split, dims, inside, heads < HEADS, out_ptr, ml_ptr, LATENT,
+                MAX_SPLITS,
+            )  # fmt: skip
         else:
-            alpha, split_alpha, m_i = rescale(m_i, split_m)
-            l_i = tl.fma(split_l, split_alpha, l_i * alpha)
-            factors = tl.zeros_like(split_acc) + split_alpha[:, None]
-            acc = tl.fma(split_acc, factors, acc * alpha[:, None])
+            acc, l_i, m_i = add_split(acc, l_i, m_i, split_acc, split_l, split_m)
     if not SPLIT_KV:
         acc = acc * (row_scale / tl.where(l_i > 0, l_i, 1.0))[:, None]
         tl.store(out_ptr + out_row[:, None] * LATENT + dims[None, :], acc, mask=inside)
@@ -81,40 +77,33 @@ def latent_invariant(
     q_rotated: Tensor,
     layer: Tensor,
     metadata: PagedKVMetadata,
-    scale: float,
+    rules: ScoreRules,
     max_seq_len: int,
     is_decode: bool,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """Computes `latent_decode`, except that `max_seq_len` must be the same in all steps.
 
     Rows may be of decodes or of prefills, whose rows are all in the cache. is_decode: splits of a row are programs of
     their own, which takes memory for their sums. Raises ValueError for other shapes and dtypes.
     """
-    rows, heads, latent_dim = q_latent.shape
-    rotated, split = q_rotated.shape[2], split_len(max_seq_len)
+    (rows, heads, latent_dim), rotated, scales = q_latent.shape, q_rotated.shape[2], rules.kv_scales
+    split = split_len(max_seq_len, _MAX_SPLITS)
     check_latent_inputs(q_latent, q_rotated, layer, metadata, scales)
     out = q_latent.new_empty((rows, heads, latent_dim))
     if not rows:
         return out
-    config, max_splits = choose_config(heads, q_latent.dtype), ceil_div(max_seq_len, split)
-    dim, target, ml = max(next_power_of_2(latent_dim), 16), out, out
-    if is_decode:
-        target = torch.empty((rows, heads, max_splits, latent_dim), dtype=torch.float32, device=out.device)
-        ml = torch.empty((rows, heads, max_splits, 2), dtype=torch.float32, device=out.device)
+    config = choose_config(heads, q_latent.dtype)
+    max_splits = ceil_div(max_seq_len, split)
+    partial_out, ml = split_buffers(q_latent, latent_dim, max_splits) if is_decode else (out, out)
     _latent_invariant_kernel[(rows, ceil_div(heads, config.heads), max_splits if is_decode else 1)](
-        q_latent, q_rotated, layer, metadata.slots, metadata.positions, metadata.tables, target, ml,
+        q_latent, q_rotated, layer, metadata.slots, metadata.positions, metadata.tables, partial_out, ml,
         q_latent if scales is None else scales, *q_latent.stride()[:2], *q_rotated.stride()[:2],
-        metadata.tables.stride(0), scale * LOG2E,
-        SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, LATENT=latent_dim, DIM=dim, ROTATED=rotated,
-        ROTATED_DIM=max(next_power_of_2(rotated), 16), BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys,
-        SPLIT_LEN=split, SPLIT_KV=is_decode, MAX_SPLITS=max_splits, num_warps=config.warps, num_stages=config.stages,
+        metadata.tables.stride(0), rules.scale * LOG2E,
+        SCALED=scales is not None, HEADS=heads, BLOCK_M=config.heads, LATENT=latent_dim,
+        DIM=max(next_power_of_2(latent_dim), 16), ROTATED=rotated, ROTATED_DIM=max(next_power_of_2(rotated), 16),
+        BLOCK_SIZE=layer.shape[3], BLOCK_N=config.keys, SPLIT_LEN=split, SPLIT_KV=is_decode,
+        MAX_SPLITS=max_splits, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    if is_decode:
-        # it reads the scale of V behind that of K: both are the row's
-        combine_in_order_kernel[(rows, heads)](
-            metadata.slots, metadata.positions, target, ml, q_latent if scales is None else scales, out,
-            SCALED=scales is not None, WINDOW=0, CHUNKED=False, HEADS=heads, HEAD_DIM=latent_dim, DIM=dim,
-            SPLIT_LEN=split, MAX_SPLITS=max_splits, num_warps=4,
-        )  # fmt: skip
+    if is_decode:  # the scale of V is that of K: the row's
+        combine_in_order(partial_out, ml, metadata, rules, split, out, num_warps=4)
     return out

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockyard.kernels.attention.attention_tiles import LOG2E, find_query_tile
+from blockyard.kernels.attention.attention_tiles import find_query_tile
+from blockyard.kernels.attention.score_rules import LOG2E, ScoreRules
 from blockyard.kernels.int_math import next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata, check_query_ranges
 
@@ -167,7 +168,7 @@ def latent_prefill(
     k_rotated: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
+    rules: ScoreRules,
     out: Tensor,
     piece: KeyPiece | None = None,
     state: PrefillState | None = None,
@@ -206,7 +207,7 @@ def latent_prefill(
     _latent_prefill_kernel[(len(out) // config.block_m + num_seqs, heads)](
         query, kv, k_rotated, metadata.slots, metadata.positions, query_start_loc, out, *sums, query.stride(0),
         kv.stride(0), k_rotated.stride(0), num_seqs, 0 if piece is None else piece.first,
-        0 if piece is None else piece.tokens, scale * LOG2E,
+        0 if piece is None else piece.tokens, rules.scale * LOG2E,
         CAUSAL=piece is None, RESUME=resume, FINISH=piece is None, HEADS=heads, PLAIN=plain, PLAIN_DIM=plain_dim,
         ROTATED=rotated, ROTATED_DIM=rotated_dim, VALUE=value, VALUE_DIM=value_dim, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, num_warps=config.warps, num_stages=config.stages,

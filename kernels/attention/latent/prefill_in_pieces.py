@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.attention.latent.latent_prefill import KeyPiece, PrefillState, latent_prefill
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
@@ -26,7 +27,7 @@ def prefill_in_pieces_reference(
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
+    rules: ScoreRules,
     up: Tensor,
 ) -> Tensor:
     """In one piece, in the dtype of its inputs; cached tokens are read from the cache, new ones from `rows`."""
@@ -44,7 +45,7 @@ def prefill_in_pieces_reference(
         known = torch.cat((before, rows[start - bounds[0] : end - bounds[0]]))
         both = torch.einsum("kl,hnl->hkn", known[:, :latent], up)
         keys = torch.cat((both[..., :plain], known[:, latent:].expand(heads, -1, -1)), 2)
-        scores = query[start:end].transpose(0, 1) @ keys.mT * scale
+        scores = query[start:end].transpose(0, 1) @ keys.mT * rules.scale
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=query.device).triu_(len(cached) + 1)
         p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out[start:end] = (p @ both[..., plain:]).transpose(0, 1)
@@ -125,11 +126,10 @@ def prefill_in_pieces(
     layer: Tensor,
     metadata: PagedKVMetadata,
     query_start_loc: Tensor,
-    scale: float,
+    rules: ScoreRules,
     up: Tensor,
     max_context_len: int,
     out: Tensor,
-    scales: Tensor | None = None,
 ) -> None:
     """Causal attention of the rows from query_start_loc[0] on, whose latent rows are `rows`, before 8-bit rounding.
 
@@ -151,14 +151,14 @@ def prefill_in_pieces(
         state = PrefillState.make(len(out), heads, width + rotated - query.shape[2], query.device)
         for first in range(0, max_context_len, tokens):
             piece = KeyPiece(first, tokens)
-            known = gather_rows(layer, metadata, query_start_loc, piece, query.dtype, scales)
+            known = gather_rows(layer, metadata, query_start_loc, piece, query.dtype, rules.kv_scales)
             kv = F.linear(known[:, :latent], matrix).view(-1, heads, width)
             latent_prefill(
-                query, kv, known[:, latent:], metadata, query_start_loc, scale, out, piece, state, resume=first > 0
+                query, kv, known[:, latent:], metadata, query_start_loc, rules, out, piece, state, resume=first > 0
             )
     kv = F.linear(rows[:, :latent], matrix).view(-1, heads, width)
     resume = state is not None
-    latent_prefill(query, kv, rows[:, latent:], metadata, query_start_loc, scale, out, None, state, resume)
+    latent_prefill(query, kv, rows[:, latent:], metadata, query_start_loc, rules, out, None, state, resume)
 
 
 def piece_tokens(num_seqs: int, token_bytes: int, max_context_len: int) -> int:

@@ -52,8 +52,8 @@ class BatchInvariantCpuAttention:
         rows = self._rows[kind.kept_heads]
         write_kv_reference(self._pool.rows[layer], rows, torch.cat((qk[:, heads:], values), 1))
         out = qkv.new_empty((len(qkv), heads, attention.latent_dim or attention.head_dim))
-        row, sinks = 0, attention.sinks
-        of_heads = None if sinks is None else sinks.view(attention.kv_heads, -1, 1)
+        row, rules = 0, attention.rules
+        of_heads = None if rules.sinks is None else rules.sinks.view(attention.kv_heads, -1, 1)
         for table, count, length in self._seqs:
             blocks = torch.from_numpy(table[: -(-length // self._pool.block_size)])
             # [planes, kv_heads, tokens, dim]
@@ -63,9 +63,9 @@ class BatchInvariantCpuAttention:
                 both = split_kv(known[None, :, :, first:end].contiguous(), attention.latent_dim)
                 keys, values = both[0][0], both[1][0]
                 q = qk[row, :heads].reshape(attention.kv_heads, -1, attention.head_dim)
-                scores = q @ keys.mT * attention.scale
-                if attention.soft_cap is not None:
-                    scores = scores.div_(attention.soft_cap).tanh_().mul_(attention.soft_cap)
+                scores = q @ keys.mT * rules.scale
+                if rules.soft_cap is not None:
+                    scores = scores.div_(rules.soft_cap).tanh_().mul_(rules.soft_cap)
                 out[row] = (softmax_with_sinks(scores, of_heads) @ values).view(heads, -1)
                 row += 1
         return out.flatten(1)

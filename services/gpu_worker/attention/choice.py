@@ -1,4 +1,4 @@
-"""The table of attention kernels. `choose` picks one by device, kind of row, KV dtype and batch."""
+"""The table of attention kernels. `choose` picks one by device, kind of row, KV dtype, layer and batch."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from enum import Enum
 
 import torch
 
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.shared.errors import LoadError
 
@@ -13,8 +14,13 @@ FUSED_DECODE_MAX_ROWS = 1  # larger batches were not measured
 FUSED_DECODE_MAX_LEN = 8192  # keys; at 16,384 separate kernels for rotation, attention and combining are faster
 TRITON_MAX_HEAD_DIM = 512
 TRITON_MAX_LATENT = 512
+HOPPER_BLOCK_SIZES = frozenset({16, 32, 64})
+HOPPER_ROW = (512, 64)  # latent and rotated numbers of a row: DeepSeek's
+# by head size, the keys that a token has to attend to, or PAGED_PREFILL is quicker: an item takes 3 us more
+HOPPER_PREFILL_MIN_KEYS = {64: 512, 128: 0, 256: 0}
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 FLOATS_AND_FP8 = FLOATS | {torch.float8_e4m3fn, torch.float8_e5m2}
+BFLOAT16 = frozenset({torch.bfloat16})  # float16 compiles in the Hopper kernels but has not run
 
 
 class RowKind(Enum):
@@ -28,24 +34,32 @@ class AttentionKernel(Enum):
     FUSED_DECODE = "fused_decode"  # rotation, KV write and attention in one kernel
     TRITON_BATCH_INVARIANT = "triton_batch_invariant"
     SPLIT_KV_DECODE = "split_kv_decode"
-    PAGED_PREFILL = "paged_prefill"  # on compute capability 9.0 the Hopper version runs if it supports the case
-    LATENT_DECODE = "latent_decode"  # latent layers: absorbed up-projections, split-KV
+    PAGED_PREFILL_HOPPER = "paged_prefill_hopper"
+    PAGED_PREFILL = "paged_prefill"
+    LATENT_DECODE_HOPPER = "latent_decode_hopper"  # latent layers: absorbed up-projections, split-KV
+    LATENT_DECODE = "latent_decode"  # the same
     LATENT_PREFILL = "latent_prefill"  # latent layers: decompressed K and V, piece by piece
     LATENT_BATCH_INVARIANT = "latent_batch_invariant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCase:
-    """The rows of one kind in a step, as arguments of `choose`."""
+    """The rows of one kind in a step, in layers of one kind, as arguments of `choose`."""
 
     device: str  # "cpu" or "cuda"
     kind: RowKind
     kv_dtype: torch.dtype
-    batch_invariant: bool
-    is_latent: bool = False  # of latent layers
+    layer: AttentionShape
+    batch_invariant: bool = False
+    block_size: int = 0  # of the cache on a GPU
+    runs_hopper: bool = False  # see `gpu_facts.runs_hopper_kernels`
     decodes_only: bool = False  # all rows of the step are decodes and need logits
     num_rows: int = 0
     max_seq_len: int = 0
+
+    @property
+    def is_latent(self) -> bool:
+        return self.layer.latent_dim is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +94,19 @@ def _is_latent_and_invariant(case: AttentionCase) -> bool:
     return case.is_latent and case.batch_invariant
 
 
+def _fits_hopper_prefill(case: AttentionCase) -> bool:
+    rules, min_keys = case.layer.rules, HOPPER_PREFILL_MIN_KEYS.get(case.layer.head_dim)
+    slides = rules.window is None or not rules.chunked
+    is_known = case.runs_hopper and min_keys is not None and case.block_size in HOPPER_BLOCK_SIZES
+    return is_known and slides and rules.num_keys(case.max_seq_len) >= (min_keys or 0)
+
+
+def _fits_hopper_latent(case: AttentionCase) -> bool:
+    layer = case.layer
+    is_row = layer.latent_dim is not None and (layer.latent_dim, layer.head_dim - layer.latent_dim) == HOPPER_ROW
+    return case.runs_hopper and is_row and case.block_size in HOPPER_BLOCK_SIZES
+
+
 def _always(case: AttentionCase) -> bool:
     return True
 
@@ -90,10 +117,12 @@ TABLE = (
     Entry(AttentionKernel.TORCH, "cpu", BOTH, FLOATS, _always),
     Entry(AttentionKernel.FUSED_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _fits_fused_decode),
     Entry(AttentionKernel.LATENT_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_latent_and_invariant),
+    Entry(AttentionKernel.LATENT_DECODE_HOPPER, "cuda", DECODE, BFLOAT16, _fits_hopper_latent),
     Entry(AttentionKernel.LATENT_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _is_latent),
     Entry(AttentionKernel.LATENT_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _is_latent),
     Entry(AttentionKernel.TRITON_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_batch_invariant),
     Entry(AttentionKernel.SPLIT_KV_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _always),
+    Entry(AttentionKernel.PAGED_PREFILL_HOPPER, "cuda", PREFILL, BFLOAT16, _fits_hopper_prefill),
     Entry(AttentionKernel.PAGED_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _always),
 )
 
@@ -105,6 +134,20 @@ def choose(case: AttentionCase) -> AttentionKernel:
         if is_for and entry.fits(case):
             return entry.kernel
     raise LoadError(f"no attention kernel for {case.kind.value} on {case.device} with a KV cache of {case.kv_dtype}")
+
+
+def gpu_decodes(pool: KVPool, layer: AttentionShape, max_seq_len: int, runs_hopper: bool) -> AttentionCase:
+    """The decodes of any step over a pool on a GPU, in layers of one kind. runs_hopper: see `AttentionCase`."""
+    return AttentionCase(
+        device="cuda",
+        kind=RowKind.DECODE,
+        kv_dtype=pool.dtype,
+        batch_invariant=pool.batch_invariant,
+        layer=layer,
+        block_size=pool.block_size,
+        runs_hopper=runs_hopper,
+        max_seq_len=max_seq_len,
+    )
 
 
 def check_head_sizes(device: str, layers: Iterable[AttentionShape]) -> None:

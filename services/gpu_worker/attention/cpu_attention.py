@@ -111,13 +111,13 @@ class LayerKind(NamedTuple):
     """Layers whose attention metadata are equal."""
 
     window: int | None
-    chunked: bool  # see `AttentionShape`
+    chunked: bool  # see `ScoreRules`
     kept_heads: int  # of K and of V together
 
     @staticmethod
     def of(shape: AttentionShape) -> "LayerKind":
         planes, heads, _ = shape.kept
-        return LayerKind(shape.window, shape.chunked, planes * heads)
+        return LayerKind(shape.rules.window, shape.rules.chunked, planes * heads)
 
     def oldest_keys(self, positions: Positions) -> Positions:
         """The first key that each of these positions attends to; negative or 0: all, as where there is no window."""
@@ -161,8 +161,7 @@ class CpuAttention:
         for prefill in metadata.prefills:
             known = self._gather(layer, prefill.chunks, 1)[:, :, :, : prefill.length]
             rows = q[prefill.start : prefill.start + prefill.count]
-            options = (shape.scale, shape.soft_cap, shape.latent_dim, shape.sinks)
-            parts.append(prefill_attention_reference(rows, known, prefill.mask, *options))
+            parts.append(prefill_attention_reference(rows, known, prefill.mask, shape.rules, shape.latent_dim))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, layer: int, decodes: Decodes, q: Tensor, kv: Tensor) -> Tensor:
@@ -176,8 +175,7 @@ class CpuAttention:
             known = gathered.add(layer, kv)
         known = known.narrow(3, 0, decodes.length)
         shape = self._shapes[layer]
-        options = (shape.scale, shape.soft_cap, shape.latent_dim, shape.sinks)
-        return decode_attention_reference(q, known, decodes.mask, *options)
+        return decode_attention_reference(q, known, decodes.mask, shape.rules, shape.latent_dim)
 
     def _gather(self, layer: int, chunks: Tensor, num_seqs: int) -> Tensor:
         planes, heads, size = self._shapes[layer].kept

@@ -74,6 +74,7 @@ class CpuMetadataBuilder:
             kind=RowKind.DECODE if num_decodes else RowKind.PREFILL,
             kv_dtype=pool.dtype,
             batch_invariant=pool.batch_invariant,
+            layer=pool.shape.attention[0],
         )
         if choose(case) is AttentionKernel.TORCH_BATCH_INVARIANT:
             return BatchInvariantCpuAttention(pool, blocks, offsets, tables, counts, lengths)

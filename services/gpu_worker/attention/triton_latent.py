@@ -5,21 +5,50 @@ reads each cached row once for all heads. Prefills decompress rows, which takes 
 queries. Batch-invariant steps absorb in prefills too, so that both have the same bits.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.latent.decode_hopper import latent_decode_hopper, schedule_latent_hopper
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode, schedule_latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
 from blockyard.kernels.attention.latent.prefill_in_pieces import prefill_in_pieces
 from blockyard.kernels.attention.latent.write_latent import write_latent
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
-from blockyard.services.gpu_worker.attention.choice import AttentionCase, AttentionKernel, RowKind, choose
+from blockyard.services.gpu_worker.attention.choice import AttentionKernel, RowKind, choose, gpu_decodes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
+
+
+class LatentDecode(NamedTuple):
+    """A decode kernel of latent layers, and what builds its metadata once for each step and kind of layer."""
+
+    schedule: Callable[[Tensor, PagedKVMetadata, ScoreRules, int], SplitKVSchedule]
+    attend: Callable[..., Tensor]  # see `latent_decode`
+
+
+LATENT_DECODES = {
+    AttentionKernel.LATENT_DECODE: LatentDecode(schedule_latent_decode, latent_decode),
+    AttentionKernel.LATENT_DECODE_HOPPER: LatentDecode(schedule_latent_hopper, latent_decode_hopper),
+}
+
+
+@dataclass(slots=True)
+class LatentGroup:
+    """The kernels of layers with the same heads in a step, and the schedule that they share."""
+
+    decode: LatentDecode | None  # None: `latent_invariant`
+    absorbs_prefills: bool
+    schedule: SplitKVSchedule | None = None
 
 
 class LatentLayers:
@@ -33,15 +62,7 @@ class LatentLayers:
         self._decodes = _first(metadata.rows, metadata.num_decodes)
         # sets the split length of batch-invariant attention, so it must not depend on the step
         self._table_len = metadata.rows.tables.shape[1] * pool.block_size
-        case = AttentionCase(
-            device="cuda",
-            kind=RowKind.PREFILL,
-            kv_dtype=pool.dtype,
-            batch_invariant=pool.batch_invariant,
-            is_latent=True,
-        )
-        self._absorbs_prefills = choose(case) is AttentionKernel.LATENT_BATCH_INVARIANT
-        self._schedules: dict[tuple[int, int], SplitKVSchedule] = {}  # by heads and size of the latent
+        self._groups: dict[tuple[int, int], LatentGroup] = {}  # by heads and size of the latent
 
     def __call__(
         self,
@@ -53,29 +74,30 @@ class LatentLayers:
     ) -> Tensor:
         """indices: computes only these rows, each as a decode."""
         metadata, num_decodes = self._metadata, self._num_decodes
-        scales, starts = self._scales(layer, rotation, latent), metadata.query_start_loc
-        memory, scale = self._pool.layers[layer], self._pool.shape.attention[layer].scale
+        memory, rules, starts = self._pool.layers[layer], self._pool.rules[layer], metadata.query_start_loc
+        if self._pool.scales is not None and self._pool.scales_pending and starts is not None:
+            self._measure_scale(layer, rotation, latent)
         norm, rows = latent.norm, latent.rows
-        write_latent(query, rows, memory, self._rows, rotation, norm.weight, norm.eps, scales)
+        write_latent(query, rows, memory, self._rows, rotation, norm.weight, norm.eps, rules.kv_scales)
         if indices is not None:
             needed = PagedKVMetadata(indices.slots, indices.positions, self._rows.tables)
-            return self._absorbed(layer, query.index_select(0, indices.rows), latent, needed, scales)
+            return self._absorbed(layer, query.index_select(0, indices.rows), latent, needed)
         if starts is None:
-            return self._absorbed(layer, query, latent, self._decodes, scales)
-        if self._absorbs_prefills:
+            return self._absorbed(layer, query, latent, self._decodes)
+        if self._group(layer).absorbs_prefills:
             prefills = PagedKVMetadata(
                 self._rows.slots[num_decodes:], self._rows.positions[num_decodes:], self._rows.tables
             )
-            after = self._absorbed(layer, query[num_decodes:], latent, prefills, scales, is_decode=False)
-            return torch.cat((self._absorbed(layer, query[:num_decodes], latent, self._decodes, scales), after))
+            after = self._absorbed(layer, query[num_decodes:], latent, prefills, is_decode=False)
+            return torch.cat((self._absorbed(layer, query[:num_decodes], latent, self._decodes), after))
         value_dim = latent.up.shape[1] - latent.plain_dim
         out = query.new_empty((len(query), query.shape[1] * value_dim))
         prefill_in_pieces(
-            query, rows[num_decodes:], memory, self._rows, starts, scale, latent.up, metadata.max_context_len,
-            out[num_decodes:], scales,
+            query, rows[num_decodes:], memory, self._rows, starts, rules, latent.up, metadata.max_context_len,
+            out[num_decodes:],
         )  # fmt: skip
         if num_decodes:
-            self._absorbed(layer, query[:num_decodes], latent, self._decodes, scales, out=out[:num_decodes])
+            self._absorbed(layer, query[:num_decodes], latent, self._decodes, out=out[:num_decodes])
         return out
 
     def _absorbed(
@@ -84,42 +106,46 @@ class LatentLayers:
         query: Tensor,
         latent: LatentRows,
         rows: PagedKVMetadata,
-        scales: Tensor | None,
         is_decode: bool = True,
         out: Tensor | None = None,
     ) -> Tensor:
         """Computes rows whose keys are all in the cache, each on its own: -> [rows, heads * value]."""
-        memory, scale = self._pool.layers[layer], self._pool.shape.attention[layer].scale
-        invariant = self._absorbs_prefills
+        memory, rules, group = self._pool.layers[layer], self._pool.rules[layer], self._group(layer)
+        decode, invariant = group.decode, group.decode is None
         q_latent = head_products(query[..., : latent.plain_dim], latent.to_keys, invariant)
         q_rotated = query[..., latent.plain_dim :]
-        if invariant:
-            attended = latent_invariant(q_latent, q_rotated, memory, rows, scale, self._table_len, is_decode, scales)
+        if decode is None:
+            attended = latent_invariant(q_latent, q_rotated, memory, rows, rules, self._table_len, is_decode)
         else:
-            key, schedule = (query.shape[1], latent.up.shape[2]), None
+            schedule, most = None, self._max_seq_len
             if rows is self._decodes:
-                if key not in self._schedules:  # all layers with this key share one schedule
-                    self._schedules[key] = schedule_latent_decode(q_latent, memory, rows, self._max_seq_len)
-                schedule = self._schedules[key]
-            attended = latent_decode(
-                q_latent, q_rotated, memory, rows, scale, self._max_seq_len, schedule=schedule, scales=scales
-            )
+                schedule = group.schedule = group.schedule or decode.schedule(q_latent, rows, rules, most)
+            attended = decode.attend(q_latent, q_rotated, memory, rows, rules, most, schedule=schedule)
         if out is not None:
             out = out.view(len(query), query.shape[1], -1)
         return head_products(attended, latent.to_values, invariant, out).flatten(1)
 
-    def _scales(self, layer: int, rotation: Tensor | None, latent: LatentRows) -> Tensor | None:
-        """Returns the scales of an 8-bit cache, both that of the whole row. The first step with a prefill measures."""
-        pool = self._pool
-        if pool.scales is None:
-            return None
-        if pool.scales_pending and self._metadata.query_start_loc is not None:
-            size, rows = latent.up.shape[2], latent.rows
-            shared = rows[:, None, size:].clone()
-            if rotation is not None:
-                apply_rope_reference(shared, rotation)
-            pool.measure_row_scale(layer, torch.cat((latent.norm(rows[:, :size].contiguous()), shared[:, 0]), 1))
-        return pool.scales[layer]
+    def _group(self, layer: int) -> LatentGroup:
+        """The kernels of a layer, chosen once for all that are alike."""
+        shape = self._pool.shape.attention[layer]
+        assert shape.latent_dim is not None
+        key = (shape.num_heads, shape.latent_dim)
+        group = self._groups.get(key)
+        if group is None:
+            decodes = gpu_decodes(self._pool, shape, self._max_seq_len, runs_hopper_kernels(self._pool.device))
+            prefill = choose(replace(decodes, kind=RowKind.PREFILL))
+            absorbs_prefills = prefill is AttentionKernel.LATENT_BATCH_INVARIANT
+            group = self._groups[key] = LatentGroup(LATENT_DECODES.get(choose(decodes)), absorbs_prefills)
+        return group
+
+    def _measure_scale(self, layer: int, rotation: Tensor | None, latent: LatentRows) -> None:
+        """Sets the scale of rows in 8 bits by the first step with a prefill."""
+        size, rows = latent.up.shape[2], latent.rows
+        shared = rows[:, None, size:].clone()
+        if rotation is not None:
+            apply_rope_reference(shared, rotation)
+        normed = latent.norm(rows[:, :size].contiguous())
+        self._pool.measure_row_scale(layer, torch.cat((normed, shared[:, 0]), 1))
 
 
 def _first(rows: PagedKVMetadata, count: int) -> PagedKVMetadata:

@@ -14,10 +14,14 @@ from torch import Tensor
 
 from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
 from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
-from blockyard.kernels.attention.paged_prefill import paged_prefill
+from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+from blockyard.services.gpu_worker.attention.choice import AttentionCase, RowKind, choose
+from blockyard.services.gpu_worker.attention.triton_attention import KERNELS, KernelRows
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
 
 
 class HeadShape(NamedTuple):
@@ -32,9 +36,8 @@ class HeadShape(NamedTuple):
         window = "" if self.window is None else f", window {self.window:,}"
         return "" if self == LLAMA else f", {self.heads} heads of {self.head_dim} on {self.kv_heads}{window}"
 
-    @property
-    def scale(self) -> float:
-        return float(self.head_dim**-0.5)
+    def rules(self, kv_scales: Tensor | None = None) -> ScoreRules:
+        return ScoreRules(scale=self.head_dim**-0.5, window=self.window, kv_scales=kv_scales)
 
 
 LLAMA = HeadShape(32, 8, 128)
@@ -118,11 +121,12 @@ def _of_lengths(lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: 
 
 
 def decode_row(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat16, shape: HeadShape = LLAMA) -> Row:
-    case, scale, window = _of_lengths(lengths, dtype, shape), shape.scale, shape.window
-    schedule = schedule_decode(case.q, case.layers[0], case.seqs, window, LONGEST)  # not timed: runs once a step
+    case = _of_lengths(lengths, dtype, shape)
+    rules = shape.rules(case.scales)
+    schedule = schedule_decode(case.q, case.layers[0], case.seqs, rules, LONGEST)  # not timed: runs once a step
 
     def attend(layer: Tensor) -> None:
-        paged_decode(case.q, layer, case.seqs, scale, window, LONGEST, case.out, schedule=schedule, scales=case.scales)
+        paged_decode(case.q, layer, case.seqs, rules, LONGEST, case.out, schedule)
 
     kind = "" if dtype == torch.bfloat16 else ", KV in 8 bits"
     return row(f"decode attention{kind}", f"{name}{shape}", _seconds(case, attend), case.num_bytes)
@@ -130,9 +134,15 @@ def decode_row(name: str, lengths: list[int], dtype: torch.dtype = torch.bfloat1
 
 def prefill_row(name: str, spans: list[tuple[int, int]], shape: HeadShape = LLAMA) -> Row:
     case, longest = Case(spans, shape=shape), max(before + new for before, new in spans)
+    rules, rows = shape.rules(), KernelRows(case.seqs, case.starts, longest)
+    layer = AttentionShape(num_heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, rules=rules)
+    kernel = KERNELS[choose(AttentionCase(
+        device="cuda", kind=RowKind.PREFILL, kv_dtype=torch.bfloat16, layer=layer, block_size=BLOCK_SIZE,
+        runs_hopper=runs_hopper_kernels(case.q.device), max_seq_len=longest,
+    ))]  # fmt: skip
 
-    def attend(layer: Tensor) -> None:
-        paged_prefill(case.q, layer, case.seqs, case.starts, shape.scale, shape.window, longest, case.out)
+    def attend(memory: Tensor) -> None:
+        kernel.attend(case.q, memory, rules, rows, case.out, None)
 
     return row("prefill attention", f"{name}{shape}", _seconds(case, attend), case.num_bytes, case.operations)
 
@@ -147,7 +157,7 @@ def _invariant_decode(name: str) -> Row:
     case = _of_lengths(DECODES[name])
 
     def attend(layer: Tensor) -> None:
-        batch_invariant_attention(case.q, layer, case.seqs, case.starts, LLAMA.scale, None, LONGEST, case.out, True)
+        batch_invariant_attention(case.q, layer, case.seqs, case.starts, LLAMA.rules(), LONGEST, case.out, True)
 
     return row("decode attention, batch-invariant", name, _seconds(case, attend), case.num_bytes)
 
@@ -156,7 +166,7 @@ def _invariant_prefill(name: str, spans: list[tuple[int, int]]) -> Row:
     case = Case(spans)
 
     def attend(layer: Tensor) -> None:
-        batch_invariant_attention(case.q, layer, case.seqs, case.starts, LLAMA.scale, None, LONGEST, case.out, False)
+        batch_invariant_attention(case.q, layer, case.seqs, case.starts, LLAMA.rules(), LONGEST, case.out, False)
 
     return row("prefill attention, batch-invariant", name, _seconds(case, attend), case.num_bytes, case.operations)
 

@@ -10,18 +10,23 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.attention.latent.head_products import head_products
-from blockyard.kernels.attention.latent.latent_decode import latent_decode, schedule_latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
 from blockyard.kernels.attention.latent.latent_prefill import latent_prefill
 from blockyard.kernels.attention.latent.prefill_in_pieces import prefill_in_pieces
 from blockyard.kernels.attention.latent.write_latent import write_latent
+from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+from blockyard.services.gpu_worker.attention.choice import AttentionCase, RowKind, choose
+from blockyard.services.gpu_worker.attention.triton_latent import LATENT_DECODES
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
 
 LATENT, ROTATED, PLAIN, VALUE = 512, 64, 128, 128
 BLOCK_SIZE = 16
 DTYPE, SCALE = torch.bfloat16, (PLAIN + ROTATED) ** -0.5
+RULES = ScoreRules(scale=SCALE)
 LONGEST = 131072
 DECODES = (
     (64, 4096, 16), (64, 4096, 128), (1, 32768, 16), (64, 1024, 16), (1, 1024, 16), (1, 200, 16), (256, 1024, 128),
@@ -62,10 +67,15 @@ def _query(rows: int, heads: int) -> tuple[Tensor, Tensor]:
 def _decode(num_seqs: int, length: int, heads: int, dtype: torch.dtype | None = None) -> Row:
     kind, seqs, q = dtype or DTYPE, sequences(num_seqs, length - 1, 1), _query(num_seqs, heads)
     num_bytes = num_seqs * length * (LATENT + ROTATED) * kind.itemsize
-    scales = torch.ones(2) if dtype is not None else None
+    rules = ScoreRules(scale=SCALE, kv_scales=torch.ones(2) if dtype is not None else None)
     layers, out = _layers(seqs, num_bytes, kind), torch.empty_like(q[0])
-    schedule = schedule_latent_decode(q[0], layers[0], seqs, LONGEST)  # not timed: runs once a step
-    calls = [partial(latent_decode, *q, layer, seqs, SCALE, LONGEST, out, schedule, scales) for layer in layers]
+    shape = AttentionShape(num_heads=heads, kv_heads=1, head_dim=LATENT + ROTATED, rules=rules, latent_dim=LATENT)
+    kernel = LATENT_DECODES[choose(AttentionCase(
+        device="cuda", kind=RowKind.DECODE, kv_dtype=kind, layer=shape, block_size=BLOCK_SIZE,
+        runs_hopper=runs_hopper_kernels(q[0].device),
+    ))]  # fmt: skip
+    schedule = kernel.schedule(q[0], seqs, rules, LONGEST)  # not timed: runs once a step
+    calls = [partial(kernel.attend, *q, layer, seqs, rules, LONGEST, out, schedule) for layer in layers]
     name = "latent decode" + (", KV in 8 bits" if dtype is not None else "")
     operations = 2.0 * num_seqs * heads * length * (2 * LATENT + ROTATED)
     return row(name, f"{num_seqs} x {length:,}, {heads} heads", graph_seconds(calls), num_bytes, operations)
@@ -75,7 +85,7 @@ def _invariant(num_seqs: int, length: int, heads: int) -> Row:
     seqs, q = sequences(num_seqs, length - 1, 1), _query(num_seqs, heads)
     num_bytes = num_seqs * length * (LATENT + ROTATED) * DTYPE.itemsize
     calls = [
-        partial(latent_invariant, *q, layer, seqs, SCALE, LONGEST, True) for layer in _layers(seqs, num_bytes, DTYPE)
+        partial(latent_invariant, *q, layer, seqs, RULES, LONGEST, True) for layer in _layers(seqs, num_bytes, DTYPE)
     ]
     shape = f"{num_seqs} x {length:,}, {heads} heads"
     return row("latent decode, batch-invariant", shape, graph_seconds(calls), num_bytes)
@@ -86,7 +96,7 @@ def _prefill(before: int, new: int, heads: int) -> Row:
     seqs, starts = sequences(1, before, new), torch.tensor([0, new], dtype=torch.int32)
     query, kv = torch.randn(new, heads, PLAIN + ROTATED).to(DTYPE), torch.randn(new, heads, PLAIN + VALUE).to(DTYPE)
     shared, out = torch.randn(new, ROTATED).to(DTYPE), torch.empty(new, heads * VALUE, dtype=DTYPE)
-    seconds = graph_seconds([partial(latent_prefill, query, kv, shared, seqs, starts, SCALE, out)] * 2)
+    seconds = graph_seconds([partial(latent_prefill, query, kv, shared, seqs, starts, RULES, out)] * 2)
     return row("latent prefill attention", f"{new:,}, {heads} heads", seconds, kv.nbytes, _causal(before, new, heads))
 
 
@@ -100,7 +110,7 @@ def _pieces(before: int, new: int, heads: int) -> Row:
     query, rows = torch.randn(new, heads, PLAIN + ROTATED).to(DTYPE), torch.randn(new, LATENT + ROTATED).to(DTYPE)
     up, out = torch.randn(heads, PLAIN + VALUE, LATENT).to(DTYPE), torch.empty(new, heads * VALUE, dtype=DTYPE)
     (layer,) = _layers(seqs, 1 << 40, DTYPE)[:1]
-    call = partial(prefill_in_pieces, query, rows, layer, seqs, starts, SCALE, up, before, out)
+    call = partial(prefill_in_pieces, query, rows, layer, seqs, starts, RULES, up, before, out)
     operations = _causal(before, new, heads) + 2.0 * (before + new) * up.numel()
     shape = f"{new:,} after {before:,}, {heads} heads"
     return row("latent prefill in pieces", shape, graph_seconds([call]), layer.nbytes, operations)

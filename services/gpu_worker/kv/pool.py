@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ class KVPool:
     `runs` has a tensor for successive layers that are alike: [layers, num_blocks, planes, kv_heads, block_size,
     head_dim]; planes are K and V, or K alone in latent attention. `layers` has that of each layer. Memory starts at
     zero and stays finite: kernels read values behind a sequence's end and multiply them by 0. In 8 bits there are
-    `scales` [layers, 2] float32, which multiply stored K and V; while `scales_pending`, the next prefill sets them,
-    unless it is one of `trial_steps`.
+    `scales` [layers, 2] float32, which multiply stored K and V; `rules` has those of a layer. While `scales_pending`,
+    the next prefill sets them, unless it is one of `trial_steps`.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class KVPool:
         self.dtype = dtype
         self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
         self.scales_pending = False
+        scales = [None] * shape.num_layers if self.scales is None else self.scales.unbind()
+        self.rules = [replace(it.rules, kv_scales=own) for it, own in zip(shape.attention, scales, strict=True)]
         self.batch_invariant = batch_invariant
         self.arena = make_arena(num_blocks * block_bytes(shape, block_size, dtype), device)
         values, start = self.arena.bytes.view(dtype), 0

@@ -1,14 +1,15 @@
 """The attention sublayer: QKV projection, attention over the paged KV cache, output projection."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.fused_ops import find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, find_ops
 from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import MakeQKNorm, Norm, SeparateQKNorm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
@@ -23,15 +24,10 @@ class AttentionShape:
     num_heads: int
     kv_heads: int
     head_dim: int  # of q and K
-    scale: float  # factor of q @ k before the softmax
-    window: int | None = None  # number of last keys, its own included, that a token attends to; None: all
-    chunked: bool = False  # positions are in chunks of `window`, and a token attends to its own; otherwise it slides
-    soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap); None: not
+    rules: ScoreRules  # without `kv_scales`, which the cache has: see `KVPool.rules`
     latent_dim: int | None = None  # V is the first so many numbers of K, and is not stored; None: V is as large as K
     plain_dim: int | None = None  # of a latent layer, in a head of q and K before absorption: numbers not rotated
     value_dim: int | None = None  # of a latent layer: a head of V that is made of a latent
-    sinks: Tensor | None = field(default=None, compare=False)  # [num_heads] float32, a weight: a score for each head
-    # that is in the sum of the softmax and has no value; None: no sinks
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -40,7 +36,10 @@ class AttentionShape:
 
 
 class AttentionSublayer(Protocol):
-    """An attention sublayer behind a norm, whose output is added to the residual."""
+    """An attention sublayer behind a norm. The layer multiplies its output by `out`, and adds it to the residual."""
+
+    ops: FusedOps
+    out: Linear
 
     def linears(self) -> list[Linear]: ...
 
@@ -48,14 +47,10 @@ class AttentionSublayer(Protocol):
         """Prepares norms, once the weights are loaded. The model prepares the linear layers."""
 
     def attend(self, residual: Tensor, delta: Tensor | None, norm: Norm, rotation: Rotation, backend: Attend) -> Tensor:
-        """Adds delta to residual in place, and computes attention of its norm: -> the input of the last product.
+        """Adds delta to residual in place, and computes attention of its norm: -> the input of `out`.
 
         It has the rows of residual, or fewer if `backend` computes fewer.
         """
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
-        """Multiplies what `attend` has returned. Returns the new delta, which the caller adds to residual; None: it is
-        already added."""
 
 
 class QKVProjection(Protocol):
@@ -170,8 +165,8 @@ class Attention:
         self.out = layers.make(
             out, heads * head_dim, bias=options.out_bias, fusion=Fusion.ADD, transposed=options.out_transposed
         )
-        if shape.sinks is not None:
-            layers.table.place(f"{prefix}.{options.sinks_name}", shape.sinks, (heads,))
+        if shape.rules.sinks is not None:
+            layers.table.place(f"{prefix}.{options.sinks_name}", shape.rules.sinks, (heads,))
         self._fused_norm: RMSNorm | None = None
         self._separate_norm: SeparateQKNorm | None = None
         if options.qk_norm is not None:
@@ -206,7 +201,3 @@ class Attention:
         if rotation.query_scale is not None:
             heads[:, : self._heads].mul_(rotation.query_scale)
         return backend(self._layer, heads, rotation.angles, self._fused_norm)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
-        """Implements `AttentionSublayer`."""
-        return self.ops.linear_then_add(self.out, attended, residual)

@@ -4,7 +4,7 @@ All have the methods of `DecoderLayer`. The output of a sublayer is passed on as
 the residual, so that one kernel does both.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,12 +17,9 @@ from blockyard.services.gpu_worker.layers.norm import NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
 from blockyard.services.gpu_worker.step import Attend
 
-
-class Attended(NamedTuple):
-    """What the second part of a layer reads of the first, beside the residual."""
-
-    heads: Tensor  # [rows, heads * head_dim], the output of the attention backend
-    normed: Tensor | None = None  # [rows, hidden], the input of a feed-forward that shares it with the attention
+# what the second part of a layer reads of the first, beside the residual: the output of the attention backend [rows,
+# heads * head_dim], and the input [rows, hidden] that a feed-forward shares with the attention; None: it has its own
+Attended = tuple[Tensor, Tensor | None]
 
 
 class DecoderLayer(Protocol):
@@ -70,11 +67,11 @@ class PreNormLayer:
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        return Attended(self._attention.attend(residual, delta, self._norm1, rotation, backend))
+        return self._attention.attend(residual, delta, self._norm1, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
-        delta = self._attention.finish(residual, attended.heads)
+        delta = self._attention.ops.linear_then_add(self._attention.out, attended[0], residual)
         del attended
         return residual, self._mlp.forward(residual, delta, self._norm2)
 
@@ -111,12 +108,12 @@ class PostNormLayer:
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        return Attended(self._attention.attend(residual, delta, self._before[0], rotation, backend))
+        return self._attention.attend(residual, delta, self._before[0], rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
         attention, ops = self._attention, self._attention.ops
-        [x] = ops.add_normed(residual, attention.out(attended.heads), self._after[0], self._before[1:])
+        [x] = ops.add_normed(residual, attention.out(attended[0]), self._after[0], self._before[1:])
         del attended
         ops.add_normed(residual, self._mlp.apply(x), self._after[1])
         return residual, None
@@ -145,11 +142,11 @@ class ParallelLayer:
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
         x = self._attention.ops.add_norm(residual, delta, self._norm)
-        return Attended(self._attention.attend_normed(x, rotation, backend), x if self._mlp_norm is None else None)
+        return self._attention.attend_normed(x, rotation, backend), x if self._mlp_norm is None else None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
-        out, x = self._attention.out(attended.heads), attended.normed
+        out, x = self._attention.out(attended[0]), attended[1]
         del attended
         if self._mlp_norm is not None:
             x = self._attention.ops.add_norm(residual, None, self._mlp_norm)

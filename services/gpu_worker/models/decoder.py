@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.decoder_layers import Attended, DecoderLayer
+from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
 from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
@@ -71,8 +71,8 @@ class Decoder:
             if layer is last and needed is not None:  # behind its attention no other row is read
                 heads, normed = layer.attend(residual, delta, rotation, backend.of_rows(needed))
                 residual = residual.index_select(0, needed.rows)
-                attended = Attended(heads, None if normed is None else normed.index_select(0, needed.rows))
-                residual, delta = layer.finish(residual, attended)
+                normed = None if normed is None else normed.index_select(0, needed.rows)
+                residual, delta = layer.finish(residual, (heads, normed))
             else:
                 residual, delta = layer.finish(residual, layer.attend(residual, delta, rotation, backend))
         return self._ops.add_norm(residual, delta, self._norm)

@@ -54,7 +54,7 @@ class ModelShape:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer: the number of last keys that a token attends to; None: all."""
-        return tuple(layer.window for layer in self.attention)
+        return tuple(layer.rules.window for layer in self.attention)
 
 
 class Model(Protocol):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
@@ -182,8 +183,9 @@ class _Trace:
             num_heads=query.shape[1],
             kv_heads=key.shape[1],
             head_dim=head_dim,
-            scale=head_dim**-0.5 if scaling is None else scaling,
-            window=options.get("sliding_window") or None,
+            rules=ScoreRules(
+                scale=head_dim**-0.5 if scaling is None else scaling, window=options.get("sliding_window") or None
+            ),
         )
         return query[..., : value.shape[3]].transpose(1, 2)
 

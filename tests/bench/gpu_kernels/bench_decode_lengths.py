@@ -12,9 +12,11 @@ import random
 import torch
 
 from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 HEADS, DIM, BLOCK = 32, 128, 16
+RULES = ScoreRules(scale=DIM**-0.5)
 LAYERS, IN_TURN, REPLAYS = 30, 3, 10
 LONGEST = 16384
 RANDOM = random.Random(0)
@@ -60,9 +62,9 @@ def layer_us(lengths: list[int], kv_heads: int) -> float:
     out = torch.empty(rows, HEADS * DIM, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
-        schedule = schedule_decode(q, layers[0], seqs, None, LONGEST)
+        schedule = schedule_decode(q, layers[0], seqs, RULES, LONGEST)
         for i in range(LAYERS):
-            paged_decode(q, layers[i % IN_TURN], seqs, DIM**-0.5, None, LONGEST, out=out, schedule=schedule)
+            paged_decode(q, layers[i % IN_TURN], seqs, RULES, LONGEST, out, schedule)
 
     step()
     torch.cuda.synchronize()

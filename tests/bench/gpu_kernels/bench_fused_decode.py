@@ -14,6 +14,7 @@ from torch import Tensor
 
 from blockyard.kernels.attention.fused_decode import SplitSemaphores, fused_decode
 from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.linear_skinny import linear_skinny
@@ -68,23 +69,22 @@ class Chain:
         angles = torch.rand(1, 1, head_dim // 2, device=DEVICE) * 6
         self.rotation = torch.polar(torch.ones_like(angles), angles)
         self.norm = RMSNorm(_random(heads + kv_heads, head_dim).abs() + 0.5, 1e-6) if shape.has_norm else None
-        self.sinks = torch.randn(heads, device=DEVICE) if shape.has_sinks else None
+        sinks = torch.randn(heads, device=DEVICE) if shape.has_sinks else None
+        self.rules = ScoreRules(scale=head_dim**-0.5, window=shape.window, sinks=sinks)
         self.x, self.mixed = _random(1, hidden), _random(1, heads * head_dim)
         self.semaphores = SplitSemaphores(heads, torch.device(DEVICE))
         qkv = _random(1, heads + 2 * kv_heads, head_dim)
-        self.schedule = schedule_decode(qkv[:, :heads], self.layers[0], self.seqs, shape.window, LONGEST)
+        self.schedule = schedule_decode(qkv[:, :heads], self.layers[0], self.seqs, self.rules, LONGEST)
 
     def attend(self, way: str, qkv: Tensor, layer: Tensor) -> Tensor:
-        shape, norm = self.shape, self.norm
-        scale, window, heads = shape.head_dim**-0.5, shape.window, shape.heads
+        norm = self.norm
         if way == "none":
             return self.mixed
         if way == "fused":
-            options = (scale, window, LONGEST, self.semaphores)
-            return fused_decode(qkv, layer, self.seqs, self.rotation, norm, *options, sinks=self.sinks)
+            return fused_decode(qkv, layer, self.seqs, self.rotation, norm, self.rules, LONGEST, self.semaphores)
         rope_write_kv(qkv, layer, self.seqs, self.rotation, None if norm is None else norm.weight, 1e-6)
-        q, schedule = qkv[:, :heads], self.schedule
-        return paged_decode(q, layer, self.seqs, scale, window, LONGEST, schedule=schedule, sinks=self.sinks)
+        q = qkv[:, : self.shape.heads]
+        return paged_decode(q, layer, self.seqs, self.rules, LONGEST, schedule=self.schedule)
 
     def run(self, way: str) -> Tensor:
         x = self.x

@@ -56,7 +56,7 @@ def try_all(title: str, configs: Sequence[Any], use: Callable[[Any], None], meas
 
 def use_prefill(config: PrefillConfig) -> None:
     """For the Triton kernel, also where the one for Hopper GPUs supports the head size."""
-    vars(paged_prefill.prefill_hopper)["fits"] = lambda *_: False
+    vars(attention)["runs_hopper_kernels"] = lambda *_: False
     vars(paged_prefill)["choose_config"] = lambda *_: config
 
 

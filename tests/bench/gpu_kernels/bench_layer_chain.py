@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference, schedule_decode
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
@@ -26,7 +27,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
 SIZES = {"qkv": (6144, HIDDEN), "out": (HIDDEN, HIDDEN), "gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
 LAYERS = 6
-SCALE = DIM**-0.5
+RULES = ScoreRules(scale=DIM**-0.5)
 DEVICE = torch.device("cuda")
 
 Tile = tuple[int, int, int, int, int, int, int]  # out_tile, row_tile, in_tile, stages, warps, split, fetch
@@ -59,7 +60,9 @@ class Chain:
 
     def run(self, way: Way) -> Tensor:
         residual, delta = self.start.clone(), None
-        schedule = schedule_decode(residual.view(self.rows, HEADS, DIM), self.kv[0], self.seqs, None, self.context + 64)
+        schedule = schedule_decode(
+            residual.view(self.rows, HEADS, DIM), self.kv[0], self.seqs, RULES, self.context + 64
+        )
         for weights, norms, kv in zip(self.weights, self.norms, self.kv, strict=True):
             qkv = self._product(way, "qkv", weights, add_rms_norm(residual, delta, norms[0].weight, norms[0].eps))
             mixed = self._attend(qkv.view(self.rows, -1, DIM), kv, schedule)
@@ -80,7 +83,7 @@ class Chain:
 
     def _attend(self, qkv: Tensor, kv: Tensor, schedule: SplitKVSchedule) -> Tensor:
         rope_write_kv(qkv, kv, self.seqs, self.rotation, None, 0.0)
-        return paged_decode(qkv[:, :HEADS], kv, self.seqs, SCALE, None, self.context + 64, schedule=schedule)
+        return paged_decode(qkv[:, :HEADS], kv, self.seqs, RULES, self.context + 64, schedule=schedule)
 
     def reference(self) -> Tensor:
         residual = self.start.double()
@@ -89,7 +92,7 @@ class Chain:
             qkv = (x @ weights["qkv"].double().T).view(self.rows, -1, DIM)
             known = kv.double()
             rope_write_kv_reference(qkv, known, self.seqs, self.rotation, None, 0.0)
-            mixed = paged_decode_reference(qkv[:, :HEADS], known, self.seqs, SCALE, None)
+            mixed = paged_decode_reference(qkv[:, :HEADS], known, self.seqs, RULES)
             residual = residual + mixed @ weights["out"].double().T
             gate, up = (_normed(norms[1], residual) @ weights["gate_up"].double().T).chunk(2, -1)
             residual = residual + (F.silu(gate) * up) @ weights["down"].double().T

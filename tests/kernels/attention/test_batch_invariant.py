@@ -11,6 +11,7 @@ from torch import Tensor
 from blockyard.kernels.attention import batch_invariant as file
 from blockyard.kernels.attention.batch_invariant import batch_invariant_attention
 from blockyard.kernels.attention.paged_prefill import paged_prefill_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,8 +53,8 @@ class Sequence:
         self.q = torch.randn(LENGTH, HEADS, head_dim, device=DEVICE).to(dtype) * (DIM / head_dim) ** 0.5
         self.layer = torch.randn(24, 2, 1, SIZE, head_dim, device=DEVICE).to(dtype)
         self.tables = torch.randperm(24).int().view(2, 12).to(DEVICE)
-        self.window, self.soft_cap, self.chunked = window, soft_cap, chunked
-        self.sinks = torch.tensor([-1.0, 2.0, 4.0], device=DEVICE) if has_sinks else None
+        sinks = torch.tensor([-1.0, 2.0, 4.0], device=DEVICE) if has_sinks else None
+        self.rules = ScoreRules(scale=0.3, window=window, soft_cap=soft_cap, chunked=chunked, sinks=sinks)
 
     def rows(self, counts: list[tuple[int, int]], are_decodes: bool = False) -> Tensor:
         """Outputs for (first position, rows) pairs, in the two slots alternately; slot 0 is the sequence under test."""
@@ -63,11 +64,8 @@ class Sequence:
         seqs = PagedKVMetadata(slots, positions, self.tables)
         q = self.q[positions].contiguous()
         out = torch.full((len(q), q[0].numel()), float("nan"), dtype=q.dtype, device=DEVICE)
-        options = (0.3, self.window, LONGEST, out, are_decodes, self.soft_cap, None, self.chunked, self.sinks)
-        batch_invariant_attention(q, self.layer, seqs, starts, *options)
-        want = paged_prefill_reference(
-            q.double(), self.layer.double(), seqs, starts, 0.3, self.window, self.soft_cap, self.chunked, self.sinks
-        )
+        batch_invariant_attention(q, self.layer, seqs, starts, self.rules, LONGEST, out, are_decodes)
+        want = paged_prefill_reference(q.double(), self.layer.double(), seqs, starts, self.rules)
         assert float((out.double() - want).norm() / want.norm()) <= ERROR[q.dtype]
         return out
 
@@ -113,9 +111,9 @@ def test_a_row_of_no_slot_is_zero() -> None:
     q, starts = torch.randn(1, HEADS, DIM, device=DEVICE), torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     for are_decodes in (True, False):
         out = torch.full((1, HEADS * DIM), float("nan"), device=DEVICE)
-        batch_invariant_attention(q, layer, seqs, starts, 1.0, None, 64, out, are_decodes)
+        batch_invariant_attention(q, layer, seqs, starts, ScoreRules(scale=1.0), 64, out, are_decodes)
         assert not out.any()
 
 
 def test_splits_depend_only_on_the_longest_sequence() -> None:
-    assert [file.split_len(n) for n in (1, 256, 257, 1024)] == [64, 64, 128, 256]
+    assert [file.split_len(n, 4) for n in (1, 256, 257, 1024)] == [64, 64, 128, 256]

@@ -13,10 +13,9 @@ from blockyard.kernels.attention.fused_decode import (
     fused_decode,
     fused_decode_reference,
 )
-from blockyard.kernels.attention.paged_decode import paged_decode_reference
-from blockyard.kernels.kv_cache.kv_types import FP8_MAX, dequantized_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,15 +88,11 @@ class Case:
         norm = None if plain else RMSNorm(weight.to(weight_dtype), 1e-6)
         want_layer = layer.double()
         sinks = torch.linspace(-3, 3, qkv.shape[1] - 2 * layer.shape[2], device=DEVICE) if has_sinks else None
-        want = fused_decode_reference(
-            qkv.double(), want_layer, self.seqs, rotation, norm, 0.2, window, soft_cap, chunked, sinks
-        )
+        rules = ScoreRules(scale=0.2, window=window, soft_cap=soft_cap, chunked=chunked, sinks=sinks)
+        want = fused_decode_reference(qkv.double(), want_layer, self.seqs, rotation, norm, rules)
         semaphores, max_seq_len = SplitSemaphores(64, torch.device(DEVICE)), int(self.seqs.positions.max()) + 1 + spare
         for _ in range(2):  # the counters that the first call leaves serve the second
-            options = {"chunked": chunked, "sinks": sinks}
-            got = fused_decode(
-                qkv, layer, self.seqs, rotation, norm, 0.2, window, max_seq_len, semaphores, soft_cap, **options
-            )
+            got = fused_decode(qkv, layer, self.seqs, rotation, norm, rules, max_seq_len, semaphores)
             assert_close(got, want, dtype)
             assert_close(layer.nan_to_num(0.5), want_layer.nan_to_num(0.5), dtype)
             assert not semaphores.counts.any()
@@ -184,12 +179,9 @@ def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
     case, scales = Case([70, 9], 4, 2, 16, 8), torch.tensor([0.25, 0.5], device=DEVICE)
     layer = case.layer.nan_to_num(0.0).to(DEVICE).to(kv_dtype)
     qkv = case.qkv.to(kv_dtype).float() * torch.tensor([1, 1, 1, 1, 0.25, 0.25, 0.5, 0.5], device=DEVICE)[:, None]
-    stored = layer.clone()
-    rope_write_kv_reference(qkv.clone(), stored, case.seqs, None, None, 0.0, scales)
-    known = dequantized_reference(stored, scales, torch.float64)
-    want = paged_decode_reference(qkv[:, :4].double(), known, case.seqs, 0.2, None)
-    semaphores = SplitSemaphores(8, torch.device(DEVICE))
-    got = fused_decode(qkv, layer, case.seqs, None, None, 0.2, None, 70, semaphores, scales=scales)
+    stored, rules = layer.clone(), ScoreRules(scale=0.2, kv_scales=scales)
+    want = fused_decode_reference(qkv.double(), stored, case.seqs, None, None, rules)
+    got = fused_decode(qkv, layer, case.seqs, None, None, rules, 70, SplitSemaphores(8, torch.device(DEVICE)))
     assert_close(got, want, torch.float32)
     assert torch.equal(layer.float(), stored.float())
 
@@ -197,9 +189,10 @@ def test_a_pool_of_8_bits(kv_dtype: torch.dtype) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     case = Case([3, 4], 4, 2, 16, 8)
     layer, semaphores = case.layer.to(DEVICE), SplitSemaphores(8, torch.device(DEVICE))
+    rules = ScoreRules(scale=1.0)
     with pytest.raises(ValueError, match="7 counts for 2 rows of 4 heads"):
-        fused_decode(case.qkv, layer, case.seqs, None, None, 1.0, None, 8, SplitSemaphores(7, torch.device(DEVICE)))
+        fused_decode(case.qkv, layer, case.seqs, None, None, rules, 8, SplitSemaphores(7, torch.device(DEVICE)))
     with pytest.raises(ValueError, match="rotation"):
-        fused_decode(case.qkv, layer, case.seqs, case.rotation[:1], None, 1.0, None, 8, semaphores)
+        fused_decode(case.qkv, layer, case.seqs, case.rotation[:1], None, rules, 8, semaphores)
     with pytest.raises(ValueError, match="pool's dtype"):
-        fused_decode(case.qkv.half(), layer, case.seqs, None, None, 1.0, None, 8, semaphores)
+        fused_decode(case.qkv.half(), layer, case.seqs, None, None, rules, 8, semaphores)

@@ -5,7 +5,8 @@ import torch
 
 from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference
 from blockyard.kernels.attention.paged_prefill import paged_prefill, paged_prefill_reference
-from blockyard.kernels.kv_cache.kv_types import FP8_MAX, dequantized_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv, rope_write_kv_reference
 
@@ -30,14 +31,14 @@ def test_attention_to_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=DEVICE)
     layer = (torch.randn(12, 2, 1, 16, 24, device=DEVICE) * 3).to(kv_dtype)
     q = torch.randn(4, 3, 24, device=DEVICE).to(dtype)
-    known = dequantized_reference(layer, SCALES, torch.float64)
-    want = paged_prefill_reference(q.double(), known, seqs, starts, 5.0, None, None)
+    rules = ScoreRules(scale=5.0, kv_scales=SCALES)
+    want = paged_prefill_reference(q.double(), layer, seqs, starts, rules)
     out = torch.full((4, 72), float("nan"), dtype=dtype, device=DEVICE)
-    paged_prefill(q, layer, seqs, starts, 5.0, None, 100, out, scales=SCALES)
+    paged_prefill(q, layer, seqs, starts, rules, 100, out)
     assert error(out, want) <= ERROR[dtype]
     last = PagedKVMetadata(seqs.slots[2:], seqs.positions[2:], tables)
-    got = paged_decode(q[2:], layer, last, 5.0, None, 100, scales=SCALES)
-    assert error(got, paged_decode_reference(q[2:].double(), known, last, 5.0, None)) <= ERROR[dtype]
+    got = paged_decode(q[2:], layer, last, rules, 100)
+    assert error(got, paged_decode_reference(q[2:].double(), layer, last, rules)) <= ERROR[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)
@@ -76,6 +77,6 @@ def test_types_that_do_not_fit() -> None:
     )
     q, layer = torch.zeros(1, 1, 16, device=DEVICE), torch.zeros(1, 2, 1, 16, 16, device=DEVICE)
     with pytest.raises(ValueError, match="needs scales"):
-        paged_decode(q, layer.to(torch.float8_e5m2), seqs, 1.0, None, 16)
+        paged_decode(q, layer.to(torch.float8_e5m2), seqs, ScoreRules(scale=1.0), 16)
     with pytest.raises(ValueError, match="no scales"):
-        paged_decode(q, layer, seqs, 1.0, None, 16, scales=SCALES)
+        paged_decode(q, layer, seqs, ScoreRules(scale=1.0, kv_scales=SCALES), 16)

@@ -9,18 +9,20 @@ from blockyard.kernels.attention.batch_invariant import batch_invariant_attentio
 from blockyard.kernels.attention.fused_decode import SplitSemaphores, fused_decode
 from blockyard.kernels.attention.paged_decode import paged_decode
 from blockyard.kernels.attention.paged_prefill import paged_prefill
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 ids, starts = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 1, 2], dtype=torch.int32)
+rules = ScoreRules(scale=1.0)
 seqs = PagedKVMetadata(ids, ids, torch.zeros(2, 4, dtype=torch.int32))
 heads, kv_heads, dim = 16, 2, 512  # of Gemma 4 26B-A4B
 q, layer = torch.zeros(2, heads, dim).bfloat16(), torch.zeros(8, 2, kv_heads, 16, dim).bfloat16()
 out = torch.zeros(2, heads * dim).bfloat16()
 qkv = torch.zeros(2, heads + 2 * kv_heads, dim).bfloat16()
-fused_decode(qkv, layer, seqs, None, None, 1.0, None, 4096, SplitSemaphores(2 * heads, torch.device("cpu")))
-paged_decode(q, layer, seqs, 1.0, None, 4096)
-paged_prefill(q, layer, seqs, starts, 1.0, None, 64, out)
-batch_invariant_attention(q, layer, seqs, starts, 1.0, None, 4096, out, True)
+fused_decode(qkv, layer, seqs, None, None, rules, 4096, SplitSemaphores(2 * heads, torch.device("cpu")))
+paged_decode(q, layer, seqs, rules, 4096)
+paged_prefill(q, layer, seqs, starts, rules, 64, out)
+batch_invariant_attention(q, layer, seqs, starts, rules, 4096, out, True)
 """
 PROGRAMS = {"paged_decode_kernel": 4, "paged_prefill_kernel": 1}  # that run at a time on a multiprocessor
 

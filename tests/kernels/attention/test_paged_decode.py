@@ -1,5 +1,6 @@
 """Triton kernels against their references in float64: odd sizes, strided rows, outputs poisoned with NaN."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from blockyard.kernels.attention import paged_decode as decode_file
 from blockyard.kernels.attention import split_kv as cut_file
 from blockyard.kernels.attention.paged_decode import paged_decode, paged_decode_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import schedule_split_kv
 from blockyard.kernels.kv_cache import rope_write_kv as rope_file
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
@@ -182,8 +184,9 @@ def test_paged_decode(
     seqs = sequences(lengths, block_size, 90)
     layer = pool_layer(seqs, 90, kv_heads, block_size, head_dim).to(DEVICE, dtype)
     q = rows_of(len(lengths), (heads + 3) * head_dim, dtype).view(len(lengths), heads + 3, head_dim)[:, :heads]
-    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window)
-    assert_close(paged_decode(q, layer, seqs, 0.2, window, max_seq_len=400), want, dtype)
+    rules = ScoreRules(scale=0.2, window=window)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, rules)
+    assert_close(paged_decode(q, layer, seqs, rules, 400), want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,9 +195,9 @@ def test_decodes_attend_within_their_chunk(chunk: int, dtype: torch.dtype) -> No
     """Last keys of a chunk, first ones, rows of no slot, and chunks of several splits."""
     seqs = sequences([64, 65, 0, 130, 300], 8, 190)
     layer = pool_layer(seqs, 190, 2, 8, 16).to(DEVICE, dtype)
-    q = torch.randn(5, 4, 16, device=DEVICE).to(dtype)
-    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, chunk, chunked=True)
-    assert_close(paged_decode(q, layer, seqs, 0.2, chunk, max_seq_len=400, chunked=True), want, dtype)
+    q, rules = torch.randn(5, 4, 16, device=DEVICE).to(dtype), ScoreRules(scale=0.2, window=chunk, chunked=True)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, rules)
+    assert_close(paged_decode(q, layer, seqs, rules, 400), want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -209,12 +212,13 @@ def test_splits_are_combined_layer_by_layer(
     seqs = sequences([560, 0, 70], 16, 120)
     q = torch.randn(3, 3, 24, device=DEVICE).to(dtype)
     layers = [pool_layer(seqs, 120, 1, 16, 24).to(DEVICE, dtype) for _ in range(2)]
-    schedule = schedule_split_kv(seqs, 3, 1, 24, window, 600, programs=8)
+    sinks = torch.tensor([3.0, -2.0, 1.0], device=DEVICE) if has_sinks else None
+    rules = ScoreRules(scale=0.2, window=window, sinks=sinks)
+    schedule = schedule_split_kv(seqs, 3, 1, 24, rules, 600, programs=8)
     assert int(schedule.row_splits[1, 0]) >= (5 if window is None else 2)
     for layer in layers:
-        sinks = torch.tensor([3.0, -2.0, 1.0], device=DEVICE) if has_sinks else None
-        want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window, sinks=sinks)
-        assert_close(paged_decode(q, layer, seqs, 0.2, window, 600, schedule=schedule, sinks=sinks), want, dtype)
+        want = paged_decode_reference(q.double(), layer.double(), seqs, rules)
+        assert_close(paged_decode(q, layer, seqs, rules, 600, schedule=schedule), want, dtype)
         assert not schedule.semaphores.any()
 
 
@@ -222,9 +226,9 @@ def test_splits_are_combined_layer_by_layer(
 def test_decode_scores_are_capped(dtype: torch.dtype) -> None:
     seqs = sequences([90, 3], 8, 90)
     layer = pool_layer(seqs, 90, 2, 8, 16).to(DEVICE, dtype)
-    q = torch.randn(2, 4, 16, device=DEVICE).to(dtype)
-    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, None, soft_cap=0.5)
-    assert_close(paged_decode(q, layer, seqs, 0.2, None, max_seq_len=400, soft_cap=0.5), want, dtype)
+    q, rules = torch.randn(2, 4, 16, device=DEVICE).to(dtype), ScoreRules(scale=0.2, soft_cap=0.5)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, rules)
+    assert_close(paged_decode(q, layer, seqs, rules, 400), want, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -237,10 +241,11 @@ def test_decode_with_sinks(heads: int, window: int | None, dtype: torch.dtype) -
     q = torch.randn(3, heads, 16, device=DEVICE).to(dtype)
     sinks = torch.linspace(-3, 4, heads, device=DEVICE)
     sinks[0], sinks[-1] = 300.0, -300.0
-    want = paged_decode_reference(q.double(), layer.double(), seqs, 0.2, window, sinks=sinks)
-    assert_close(paged_decode(q, layer, seqs, 0.2, window, max_seq_len=400, sinks=sinks), want, dtype)
+    rules = ScoreRules(scale=0.2, window=window, sinks=sinks)
+    want = paged_decode_reference(q.double(), layer.double(), seqs, rules)
+    assert_close(paged_decode(q, layer, seqs, rules, 400), want, dtype)
     with pytest.raises(ValueError, match="sinks"):
-        paged_decode(q, layer, seqs, 0.2, window, max_seq_len=400, sinks=sinks[1:])
+        paged_decode(q, layer, seqs, replace(rules, sinks=sinks[1:]), 400)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +262,7 @@ def test_splits_cover_every_key_once(lengths: list[int], window: int | None, pro
     positions = torch.tensor([max(n - 1, 0) for n in lengths], device=DEVICE)
     slots = torch.tensor([5 * i if n else -1 for i, n in enumerate(lengths)], device=DEVICE)
     seqs = PagedKVMetadata(slots, positions, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
-    schedule = schedule_split_kv(seqs, 4, 2, 16, window, max(*lengths, 1), programs)
+    schedule = schedule_split_kv(seqs, 4, 2, 16, ScoreRules(scale=1.0, window=window), max(*lengths, 1), programs)
     starts = schedule.starts.tolist()
     count = starts[-1]
     assert count <= schedule.work.shape[1] and len(starts) - 1 <= max(programs // 2, 1)
@@ -295,7 +300,7 @@ def test_programs_have_about_the_same_work(lengths: list[int], programs: int, ma
     positions = torch.tensor(lengths, device=DEVICE) - 1
     tables = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     seqs = PagedKVMetadata(torch.arange(len(lengths), device=DEVICE), positions, tables)
-    schedule = schedule_split_kv(seqs, 32, 8, 128, None, max(lengths), programs)
+    schedule = schedule_split_kv(seqs, 32, 8, 128, ScoreRules(scale=1.0), max(lengths), programs)
     assert int(schedule.row_splits[1].max()) <= max_splits
     begin, stop = schedule.work[2:4].tolist()
     work = [sum(stop[i] - begin[i] for i in range(a, b)) for a, b in pairwise(schedule.starts.tolist())]
@@ -367,16 +372,16 @@ def test_what_does_not_fit_is_refused() -> None:
         act_mul(x.t())
     with pytest.raises(ValueError, match="'swish' is none of silu, gelu, "):
         act_mul(x, "swish")
-    seqs = sequences([3, 4], 8, 4)
+    seqs, rules = sequences([3, 4], 8, 4), ScoreRules(scale=1.0)
     layer, qkv = torch.zeros(4, 2, 2, 8, 16, device=DEVICE), torch.zeros(2, 8, 16, device=DEVICE)
     with pytest.raises(ValueError, match="does not fit a layer"):
-        paged_decode(qkv[:, :3], layer, seqs, 1.0, None, 8)
+        paged_decode(qkv[:, :3], layer, seqs, rules, 8)
     with pytest.raises(ValueError, match="pool's dtype"):
-        paged_decode(qkv[:, :4].half(), layer, seqs, 1.0, None, 8)
+        paged_decode(qkv[:, :4].half(), layer, seqs, rules, 8)
     with pytest.raises(ValueError, match="rows"):
-        paged_decode(qkv[:1, :4], layer, seqs, 1.0, None, 8)
+        paged_decode(qkv[:1, :4], layer, seqs, rules, 8)
     with pytest.raises(ValueError, match="int32"):
-        paged_decode(qkv[:, :4], layer, PagedKVMetadata(seqs.slots, seqs.positions, seqs.tables.long()), 1.0, None, 8)
+        paged_decode(qkv[:, :4], layer, PagedKVMetadata(seqs.slots, seqs.positions, seqs.tables.long()), rules, 8)
     with pytest.raises(ValueError, match="rotation"):
         rope_write_kv(qkv, layer, seqs, torch.zeros(2, 1, 4, dtype=torch.complex64, device=DEVICE), None, 1e-6)
     with pytest.raises(ValueError, match="weight"):

@@ -1,6 +1,6 @@
 """Prefill attention in Triton against its reference in float64: odd sizes, strided rows, poisoned pool and outputs."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from blockyard.kernels import gpu_facts
 from blockyard.kernels.attention import paged_prefill as file
+from blockyard.kernels.attention import prefill_splits as splits_file
 from blockyard.kernels.attention.paged_prefill import paged_prefill, paged_prefill_reference
+from blockyard.kernels.attention.prefill_hopper import prefill_hopper
+from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +34,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return empty if name == "empty" else getattr(torch, name)
 
-    monkeypatch.setattr(file, "torch", Torch())
+    for module in (file, splits_file):
+        monkeypatch.setattr(module, "torch", Torch())
 
 
 class Case:
@@ -82,6 +88,7 @@ class Case:
         longest: int = 400,
         chunked: bool = False,
         has_sinks: bool = False,
+        kernel: Callable[..., None] = paged_prefill,
     ) -> None:
         heads, head_dim = self.shape
         rows, layer = len(self.q), self.layer.to(dtype)
@@ -89,10 +96,9 @@ class Case:
         prefills = rows - int(self.starts[0])
         out = torch.full((prefills, heads * head_dim), float("nan"), dtype=dtype, device=DEVICE)
         sinks = torch.linspace(-3, 3, heads, device=DEVICE) if has_sinks else None
-        paged_prefill(q, layer, self.seqs, self.starts, 0.2, window, longest, out, soft_cap, None, chunked, sinks)
-        want = paged_prefill_reference(
-            q.double(), layer.double(), self.seqs, self.starts, 0.2, window, soft_cap, chunked, sinks
-        )
+        rules = ScoreRules(scale=0.2, window=window, chunked=chunked, soft_cap=soft_cap, sinks=sinks)
+        kernel(q, layer, self.seqs, self.starts, rules, longest, out)
+        want = paged_prefill_reference(q.double(), layer.double(), self.seqs, self.starts, rules)
         assert not out.isnan().any()
         error = float((out.double() - want).norm() / want.norm().clamp_min(1e-12))
         assert error <= ERROR[dtype], f"relative error {error}"
@@ -142,8 +148,8 @@ def test_tokens_attend_within_their_chunk(seqs: list[tuple[int, int]], chunk: in
 def test_the_reference_of_chunks() -> None:
     """A token's output is that of a sequence which begins at its chunk."""
     case = Case([(0, 30)], 2, 1, 16, 4)
-    q, layer, scale = case.q[:, :32].view(30, 2, 16), case.layer.nan_to_num(), 0.2
-    got = paged_prefill_reference(q, layer, case.seqs, case.starts, scale, 12, None, chunked=True)
+    q, layer = case.q[:, :32].view(30, 2, 16), case.layer.nan_to_num()
+    got = paged_prefill_reference(q, layer, case.seqs, case.starts, ScoreRules(scale=0.2, window=12, chunked=True))
     table = case.seqs.tables[case.seqs.slots[0]]
     for begin, end in ((0, 12), (12, 24), (24, 30)):
         shifted = PagedKVMetadata(
@@ -152,7 +158,7 @@ def test_the_reference_of_chunks() -> None:
             table[None, begin // 4 :],
         )
         starts = torch.tensor([0, end - begin], device=DEVICE)
-        alone = paged_prefill_reference(q[begin:end], layer, shifted, starts, scale, None, None)
+        alone = paged_prefill_reference(q[begin:end], layer, shifted, starts, ScoreRules(scale=0.2))
         torch.testing.assert_close(got[begin:end], alone)
 
 
@@ -181,17 +187,17 @@ def test_tiles_are_shared(
     window: int | None, chunked: bool, has_sinks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
-    kernel = file.combine_prefill_kernel
+    kernel = splits_file.combine_prefill_kernel
 
     class Combine:
         def __getitem__(self, grid: tuple[int]) -> Any:
             ran.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(file, "combine_prefill_kernel", Combine())
-    monkeypatch.setattr(file, "_MAX_SPLITS", 4)
-    monkeypatch.setattr(file, "_SPLIT_MIN_LEN", 60)
-    monkeypatch.setattr(file, "_COMBINE_US", 0.0)
+    monkeypatch.setattr(splits_file, "combine_prefill_kernel", Combine())
+    monkeypatch.setattr(splits_file, "_MAX_SPLITS", 4)
+    monkeypatch.setattr(splits_file, "SPLIT_MIN_LEN", 60)
+    monkeypatch.setattr(splits_file, "_COMBINE_US", 0.0)
     Case([(200, 6), (3, 2)], 4, 2, 16, 16).run(dtype, window, chunked=chunked, has_sinks=has_sinks)
     assert ran == [(32,)]
 
@@ -214,49 +220,24 @@ def test_hopper(
     soft_cap: float | None,
     has_sinks: bool,
     longest: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tiles = file.prefill_hopper._TILES
-    monkeypatch.setitem(tiles, head_dim, tiles[head_dim]._replace(min_keys=0))
+    if not runs_hopper_kernels(torch.device(DEVICE)):
+        pytest.skip("another kind of GPU")
     seqs = [(0, 300), (400, 150), (-1, 40), (0, 1), (0, 0), (77, 2), *[(0, 3)] * 40]
     case = Case(seqs, heads, kv_heads, head_dim, block_size, decodes=3, rest=50.0)
-    dtype, layer = torch.bfloat16, case.layer.bfloat16()
-    if not file.prefill_hopper.fits(case.q[:, : heads * head_dim].view(-1, heads, head_dim).to(dtype), layer, 1000):
-        pytest.skip("another kind of GPU")
-    case.run(dtype, window, soft_cap, longest, has_sinks=has_sinks)
+    case.run(torch.bfloat16, window, soft_cap, longest, has_sinks=has_sinks, kernel=prefill_hopper)
 
 
-def hopper_fits(head_dim: int, num_keys: int) -> bool:
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 9, 4, 16, head_dim))
-    return file.prefill_hopper.fits(q, layer, num_keys)
-
-
-def test_hopper_prefill_is_for_triton_versions_that_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    hopper = file.prefill_hopper
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert hopper_fits(128, 1) == hasattr(gl, "thread_barrier")
-    monkeypatch.setattr(hopper, "_GLUON_HAS_NAMES", False)
-    assert not hopper_fits(128, 1)
-    monkeypatch.setattr(hopper, "_GLUON_HAS_NAMES", True)
-    assert hopper_fits(128, 1)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "num_keys", "fits"),
-    [(64, 511, False), (64, 512, True), (96, 8192, False), (256, 1, True), (512, 8192, False)],
-)
-def test_hopper_prefill_is_for_some_head_sizes_and_keys(
-    head_dim: int, num_keys: int, fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(file.prefill_hopper, "_GLUON_HAS_NAMES", True)
-    assert hopper_fits(head_dim, num_keys) == fits
-
-
-def test_lengths_for_all_kernels_of_a_head_size() -> None:
-    assert file.kernel_lengths(64) == (1, 1023, 1 << 20)
-    assert file.kernel_lengths(256) == (1023, 1 << 20)
+def test_hopper_kernels_are_for_triton_versions_that_compile_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(gpu_facts, "compute_capability", lambda device: (9, 0))
+    assert gpu_facts.runs_hopper_kernels(cuda) == hasattr(gl, "thread_barrier")
+    monkeypatch.setattr(gpu_facts, "_GLUON_HAS_NAMES", False)
+    assert not gpu_facts.runs_hopper_kernels(cuda)
+    monkeypatch.setattr(gpu_facts, "_GLUON_HAS_NAMES", True)
+    assert gpu_facts.runs_hopper_kernels(cuda) and not gpu_facts.runs_hopper_kernels(torch.device("cpu"))
+    monkeypatch.setattr(gpu_facts, "compute_capability", lambda device: (10, 0))
+    assert not gpu_facts.runs_hopper_kernels(cuda)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +258,7 @@ def test_lengths_for_all_kernels_of_a_head_size() -> None:
 def test_splits_by_work(rows: int, longest: int, splits: int) -> None:
     heads, group, head_dim = 32, 4, 128
     programs = -(-rows * group // 128) * heads // group
-    assert file._num_splits(programs, longest, 132, 0.0125, rows * heads * head_dim) == splits
+    assert splits_file.num_splits(programs, longest, 132, 0.0125, rows * heads * head_dim) == splits
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -291,8 +272,7 @@ def test_what_does_not_fit_is_refused() -> None:
                 "layer": layer,
                 "metadata": case.seqs,
                 "query_start_loc": case.starts,
-                "scale": 1.0,
-                "window": None,
+                "rules": ScoreRules(scale=1.0),
                 "max_seq_len": 8,
                 "out": out,
             }

@@ -60,17 +60,16 @@ class ReferenceAttention:
                 q[logits_indices.rows],
                 PagedKVMetadata(logits_indices.slots, logits_indices.positions, seqs.tables),
             )
-        options = (attention.soft_cap, attention.chunked, attention.sinks)
-        return paged_decode_reference(q, memory, seqs, attention.scale, attention.window, *options)
+        return paged_decode_reference(q, memory, seqs, attention.rules)
 
     def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
-        shape, memory, seqs, indices = self._pool.shape, self._pool.layers[layer], self._seqs, self._logits_indices
+        pool, memory, seqs, indices = self._pool, self._pool.layers[layer], self._seqs, self._logits_indices
         write_latent_reference(query, latent.rows, memory, seqs, rotation, latent.norm.weight, latent.norm.eps)
         if indices is not None:
             query, seqs = query[indices.rows], PagedKVMetadata(indices.slots, indices.positions, seqs.tables)
         absorbed = head_products_reference(query[..., : latent.plain_dim], latent.to_keys)
-        rotated, scale = query[..., latent.plain_dim :], shape.attention[layer].scale
-        out = latent_decode_reference(absorbed, rotated, memory, seqs, scale)
+        rotated = query[..., latent.plain_dim :]
+        out = latent_decode_reference(absorbed, rotated, memory, seqs, pool.shape.attention[layer].rules)
         return head_products_reference(out, latent.to_values).flatten(1)
 
 

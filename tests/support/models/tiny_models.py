@@ -44,6 +44,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.models.interface import ModelShape
@@ -196,7 +197,9 @@ def model_shape(
 ) -> ModelShape:
     """A model shape for attention tests: layers differ in their windows."""
     attention = tuple(
-        AttentionShape(num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, window=window)
+        AttentionShape(
+            num_heads=num_heads, kv_heads=kv_heads, head_dim=head_dim, rules=ScoreRules(scale=scale, window=window)
+        )
         for window in windows
     )
     return ModelShape(vocab_size=10, max_positions=128, attention=attention)

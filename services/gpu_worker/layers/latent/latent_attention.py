@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
@@ -54,7 +55,7 @@ def latent_shape(sizes: LatentSizes, rope: RopeParameters) -> AttentionShape:
         num_heads=sizes.num_heads,
         kv_heads=1,
         head_dim=sizes.row_dim,
-        scale=scale,
+        rules=ScoreRules(scale=scale),
         latent_dim=sizes.latent_dim,
         plain_dim=sizes.plain_dim,
         value_dim=sizes.value_dim,
@@ -78,7 +79,7 @@ class LatentAttention:
         """prefix: of the layer's names in checkpoints. bias: of the products from and to the hidden state, but for q
         without a latent. halves: pairs that are rotated are two halves; otherwise they are side by side."""
         table, heads, latent = layers.table, sizes.num_heads, sizes.latent_dim
-        self._ops, self._layer, self._sizes = find_ops(table.device), layer, sizes
+        self.ops, self._layer, self._sizes = find_ops(table.device), layer, sizes
         query, rows = heads * sizes.query_dim, {f"{prefix}.kv_a_proj_with_mqa": sizes.row_dim}
 
         def arrange_query(stored: Tensor) -> Tensor:
@@ -124,20 +125,16 @@ class LatentAttention:
         """Implements `AttentionSublayer`: -> [rows, heads * value_dim]."""
         sizes = self._sizes
         if self._rows is None:
-            first = self._ops.norm_then_linear(self._first, residual, delta, norm)
+            first = self.ops.norm_then_linear(self._first, residual, delta, norm)
             first, rows = first[:, : -sizes.row_dim], first[:, -sizes.row_dim :]
         else:
-            x = self._ops.add_norm(residual, delta, norm)
+            x = self.ops.add_norm(residual, delta, norm)
             first, rows = self._first(x), self._rows(x)
         if self._query is not None and self._query_norm is not None:
             first = self._query(self._query_norm(first.contiguous()))
         query = first.view(len(first), sizes.num_heads, sizes.query_dim)
         latent = LatentRows(rows, self._row_norm, self._up, sizes.plain_dim)
         return backend.latent(self._layer, query, rotation.angles, latent)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
-        """Implements `AttentionSublayer`."""
-        return self._ops.linear_then_add(self.out, attended, residual)
 
 
 def _interleave_last(rows: Tensor, head_dim: int, rotated_dim: int) -> Tensor:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
@@ -154,12 +155,12 @@ class Gemma4Layer:
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`."""
-        return Attended(self._attention.attend(residual, delta, self._norms.before_attention, rotation, backend))
+        return self._attention.attend(residual, delta, self._norms.before_attention, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
         norms, beside, ops = self._norms, self._beside, self._attention.ops
-        out = self._attention.out(attended.heads)
+        out = self._attention.out(attended[0])
         del attended
         if beside is None:
             [x] = ops.add_normed(residual, out, norms.after_attention, [norms.before_mlp])
@@ -247,8 +248,7 @@ def _shape(layer: int, kind: str, fields: LlamaConfig, own: Gemma4Config) -> Att
         num_heads=heads,
         kv_heads=sizes.num_key_value_heads,
         head_dim=sizes.head_dim,
-        scale=1.0,
-        window=own.sliding_window or None if kind == SLIDING else None,
+        rules=ScoreRules(scale=1.0, window=own.sliding_window or None if kind == SLIDING else None),
     )
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape, JoinedQKV
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer, ParallelLayer, PreNormLayer
@@ -83,7 +84,7 @@ def _shape(fields: FalconConfig) -> AttentionShape:
     if heads % kv_heads:
         raise ConfigError(f"config.json: {heads} heads cannot share {kv_heads} key/value heads (num_kv_heads)")
     size = fields.hidden_size // heads
-    return AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, scale=size**-0.5)
+    return AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, rules=ScoreRules(scale=size**-0.5))
 
 
 def _layer(

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape, JoinedQKV
 from blockyard.services.gpu_worker.layers.decoder_layers import PreNormLayer
@@ -70,7 +71,8 @@ def _shapes(fields: GPT2Config) -> tuple[AttentionShape, ...]:
     scale = size**-0.5 if fields.scale_attn_weights else 1.0
     layers = range(1, fields.n_layer + 1) if fields.scale_attn_by_inverse_layer_idx else (1,) * fields.n_layer
     return tuple(
-        AttentionShape(num_heads=heads, kv_heads=heads, head_dim=size, scale=scale / divisor) for divisor in layers
+        AttentionShape(num_heads=heads, kv_heads=heads, head_dim=size, rules=ScoreRules(scale=scale / divisor))
+        for divisor in layers
     )
 
 

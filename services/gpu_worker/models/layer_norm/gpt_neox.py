@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape, JoinedQKV
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer, ParallelLayer, PreNormLayer
@@ -45,7 +46,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     if hidden % heads:
         raise ConfigError(f"config.json: num_attention_heads: {heads} heads do not divide hidden_size {hidden}")
     size, longest = hidden // heads, fields.max_position_embeddings
-    shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=size, scale=size**-0.5)
+    shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=size, rules=ScoreRules(scale=size**-0.5))
     own = {"rope_theta": fields.rotary_emb_base, "partial_rotary_factor": fields.rotary_pct}
     rope = read_rope(config | own, longest, rotates_part=True)
     rotary = RotaryEmbedding(rope, size, longest)

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionOptions, AttentionShape, SeparateQKV
 from blockyard.services.gpu_worker.layers.decoder_layers import Attended, DecoderLayer, PreNormLayer
 from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
@@ -54,7 +55,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         project_in = layers.make({"model.decoder.project_in": hidden}, width)
         project_out = layers.make({"model.decoder.project_out": width}, hidden)
     embedding = TokenEmbedding(layers, "model.decoder.embed_tokens", fields.vocab_size, width, project=project_in)
-    shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5)
+    shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=head_dim, rules=ScoreRules(scale=head_dim**-0.5))
     norm: Norm = NoNorm()
     if fields.do_layer_norm_before and not fields.remove_final_layer_norm:
         norm = LayerNorm(table, "model.decoder.final_layer_norm", hidden, affine)
@@ -105,9 +106,9 @@ class SumNormLayer:
 
     def attend(self, residual: Tensor, delta: Tensor | None, rotation: Rotation, backend: Attend) -> Attended:
         """Implements `DecoderLayer`. delta is None: `finish` returns none."""
-        return Attended(self._attention.attend_normed(residual, rotation, backend))
+        return self._attention.attend_normed(residual, rotation, backend), None
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
-        x = self._norm1(self._attention.out.add_to(residual, attended.heads))
+        x = self._norm1(self._attention.out.add_to(residual, attended[0]))
         return self._norm2(x.add_(self._mlp.apply(x))), None

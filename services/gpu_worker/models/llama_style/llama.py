@@ -8,6 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.attention import (
     LLAMA,
@@ -65,11 +66,11 @@ class LlamaVariant:
 
     attention: AttentionOptions = LLAMA
     attentions: Sequence[AttentionOptions] | None = None  # of each layer; None: `attention` in all
-    windows: Sequence[int | None] | None = None  # sliding window of each layer, see `AttentionShape`; None: no layer's
-    chunked: bool = False  # of layers with a window, see `AttentionShape`
+    windows: Sequence[int | None] | None = None  # sliding window of each layer, see `ScoreRules`; None: no layer's
+    chunked: bool = False  # of layers with a window, see `ScoreRules`
     scale: float | None = None  # of scores; None: 1 / sqrt(head size)
-    soft_cap: float | None = None  # of scores, see `AttentionShape`
-    has_sinks: bool = False  # see `AttentionShape`
+    soft_cap: float | None = None  # of scores, see `ScoreRules`
+    has_sinks: bool = False  # see `ScoreRules`
     rotations: Sequence[RotaryEmbedding | QueryScales | None] | None = (
         None  # of each layer; None: of config.json, in all layers
     )
@@ -184,13 +185,14 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant, table: WeightTable) -> t
     kv_heads = fields.num_key_value_heads or heads
     check_shared_heads(heads, kv_heads)
     scale = size**-0.5 if variant.scale is None else variant.scale
-    shape = AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, scale=scale, soft_cap=variant.soft_cap)
     windows = variant.windows or (None,) * fields.num_hidden_layers
 
     def make_sinks() -> Tensor | None:
         return table.empty(heads, dtype=torch.float32) if variant.has_sinks else None
 
     def make(window: int | None) -> AttentionShape:
-        return replace(shape, window=window, chunked=variant.chunked and window is not None, sinks=make_sinks())
+        chunked = variant.chunked and window is not None
+        rules = ScoreRules(scale=scale, window=window, chunked=chunked, soft_cap=variant.soft_cap, sinks=make_sinks())
+        return AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, rules=rules)
 
     return tuple(map(make, windows))

@@ -5,17 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
-from blockyard.kernels.attention.latent import decode_hopper
+from blockyard.kernels.attention import batch_invariant as invariant_file
 from blockyard.kernels.attention.latent import latent_decode as file
-from blockyard.kernels.attention.latent import latent_invariant as invariant_file
+from blockyard.kernels.attention.latent.decode_hopper import latent_decode_hopper
 from blockyard.kernels.attention.latent.latent_decode import (
     latent_decode,
     latent_decode_reference,
     schedule_latent_decode,
 )
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
+from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.kernels.gpu_facts import runs_hopper_kernels
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
@@ -77,9 +78,9 @@ def test_latent_decode(
     seqs = sequences(lengths, block_size, 60)
     layer = layer_of(seqs, 60, block_size, latent_dim + rotated).to(dtype)
     q = queries(len(lengths), heads, latent_dim, rotated, dtype)
-    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.2)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, ScoreRules(scale=0.2))
     out = torch.full((len(lengths), heads, latent_dim), float("nan"), dtype=dtype, device=DEVICE)
-    assert_close(latent_decode(*q, layer, seqs, 0.2, 400, out), want, dtype)
+    assert_close(latent_decode(*q, layer, seqs, ScoreRules(scale=0.2), 400, out), want, dtype)
     assert all(not out[row].any() for row, length in enumerate(lengths) if not length)
 
 
@@ -88,12 +89,12 @@ def test_one_schedule_serves_all_layers(dtype: torch.dtype, monkeypatch: pytest.
     monkeypatch.setattr(file, "num_multiprocessors", lambda device: 8)
     seqs, q = sequences([260, 0, 70], 16, 60), queries(3, 20, 24, 8, dtype)
     layer = layer_of(seqs, 60, 16, 32).to(dtype)
-    schedule = schedule_latent_decode(q[0], layer, seqs, 300)
+    schedule = schedule_latent_decode(q[0], seqs, ScoreRules(scale=0.3), 300)
     assert int(schedule.row_splits[1, 0]) > 1
     for _ in range(2):
         layer = layer_of(seqs, 60, 16, 32).to(dtype)
-        want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
-        assert_close(latent_decode(*q, layer, seqs, 0.3, 300, schedule=schedule), want, dtype)
+        want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, ScoreRules(scale=0.3))
+        assert_close(latent_decode(*q, layer, seqs, ScoreRules(scale=0.3), 300, schedule=schedule), want, dtype)
 
 
 @pytest.mark.parametrize(("dims", "programs"), [(8, 1024), (32, 1024), (32, 7), (8, 1)])
@@ -107,8 +108,8 @@ def test_splits_are_combined_in_parts_of_a_head_or_several_heads_at_a_time(
     torch.manual_seed(1)
     seqs, q = sequences([420, 0, 70], 16, 90), queries(3, 5, 24, 8, torch.float32)
     layer = layer_of(seqs, 90, 16, 32)
-    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
-    assert_close(latent_decode(*q, layer, seqs, 0.3, 500), want, torch.float32)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, ScoreRules(scale=0.3))
+    assert_close(latent_decode(*q, layer, seqs, ScoreRules(scale=0.3), 500), want, torch.float32)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -120,25 +121,14 @@ def test_hopper(lengths: list[int], heads: int, block_size: int) -> None:
     num_blocks = len(lengths) * -(-max(*lengths, 1) // block_size)
     seqs, q = sequences(lengths, block_size, num_blocks), queries(len(lengths), heads, 512, 64, torch.bfloat16)
     layer = torch.randn(num_blocks, 1, 1, block_size, 576, device=DEVICE).bfloat16()
-    if not decode_hopper.fits(q[0], layer):
+    if not runs_hopper_kernels(torch.device(DEVICE)):
         pytest.skip("another kind of GPU")
-    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.1)
+    rules = ScoreRules(scale=0.1)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, rules)
     out = torch.full((len(lengths), heads, 512), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    assert_close(latent_decode(*q, layer, seqs, 0.1, 6000, out), want, torch.bfloat16)
+    assert_close(latent_decode_hopper(*q, layer, seqs, rules, 6000, out), want, torch.bfloat16)
     assert all(not out[row].any() for row, length in enumerate(lengths) if not length)
-    assert torch.equal(latent_decode(*q, layer, seqs, 0.1, 6000), out)
-
-
-def test_the_hopper_kernel_is_for_triton_versions_that_compile_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(3, 16, 512))
-    layer = SimpleNamespace(dtype=torch.bfloat16, shape=(2, 1, 1, 16, 576))
-    in_8_bits = SimpleNamespace(dtype=torch.float8_e4m3fn, shape=(2, 1, 1, 16, 576))
-    monkeypatch.setattr(decode_hopper, "compute_capability", lambda device: (9, 0))
-    assert decode_hopper.fits(q, layer) == hasattr(gl, "thread_barrier")
-    monkeypatch.setattr(decode_hopper, "_GLUON_HAS_NAMES", False)
-    assert not decode_hopper.fits(q, layer)
-    monkeypatch.setattr(decode_hopper, "_GLUON_HAS_NAMES", True)
-    assert decode_hopper.fits(q, layer) and not decode_hopper.fits(q, in_8_bits)
+    assert torch.equal(latent_decode_hopper(*q, layer, seqs, rules, 6000), out)
 
 
 @pytest.mark.parametrize("kv_dtype", FP8_MAX)
@@ -146,10 +136,11 @@ def test_the_hopper_kernel_is_for_triton_versions_that_compile_it(monkeypatch: p
 def test_rows_in_8_bits(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     seqs, q, scales = sequences([140, 0, 20], 16, 60), queries(3, 5, 24, 8, dtype), torch.full((2,), 0.03).to(DEVICE)
     layer = (layer_of(seqs, 60, 16, 32).nan_to_num() / 0.03).to(kv_dtype)
-    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double() * scales[0].double(), seqs, 0.3)
-    assert_close(latent_decode(*q, layer, seqs, 0.3, 200, scales=scales), want, dtype)
+    rules = ScoreRules(scale=0.3, kv_scales=scales)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer, seqs, rules)
+    assert_close(latent_decode(*q, layer, seqs, rules, 200), want, dtype)
     for is_decode in (True, False):
-        assert_close(latent_invariant(*q, layer, seqs, 0.3, 200, is_decode, scales), want, dtype)
+        assert_close(latent_invariant(*q, layer, seqs, rules, 200, is_decode), want, dtype)
 
 
 def test_only_queries_of_16_bits_pass_the_assembly_for_8_bit_rows() -> None:
@@ -167,25 +158,25 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype: torch.dtype, monkeypatch: p
     torch.manual_seed(3)
     seqs, q = sequences([150, 0, 64, 9], 16, 60), queries(4, 20, 24, 8, dtype)
     layer = layer_of(seqs, 60, 16, 32).to(dtype)
-    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, 0.3)
-    all_rows = latent_invariant(*q, layer, seqs, 0.3, 300, is_decode=True)
+    want = latent_decode_reference(q[0].double(), q[1].double(), layer.double(), seqs, ScoreRules(scale=0.3))
+    all_rows = latent_invariant(*q, layer, seqs, ScoreRules(scale=0.3), 300, is_decode=True)
     assert_close(all_rows, want, dtype)
-    assert torch.equal(latent_invariant(*q, layer, seqs, 0.3, 300, is_decode=False), all_rows)
+    assert torch.equal(latent_invariant(*q, layer, seqs, ScoreRules(scale=0.3), 300, is_decode=False), all_rows)
     for row in range(4):
         one = slice(row, row + 1)
         alone = PagedKVMetadata(seqs.slots[one], seqs.positions[one], seqs.tables)
-        got = latent_invariant(q[0][one], q[1][one], layer, alone, 0.3, 300, is_decode=row % 2 == 0)
+        got = latent_invariant(q[0][one], q[1][one], layer, alone, ScoreRules(scale=0.3), 300, is_decode=row % 2 == 0)
         assert torch.equal(got[0], all_rows[row])
 
 
 def test_inputs_that_do_not_fit() -> None:
     seqs, q = sequences([3], 8, 4), queries(1, 4, 24, 8, torch.float32)
-    layer = layer_of(seqs, 4, 8, 32)
+    layer, rules = layer_of(seqs, 4, 8, 32), ScoreRules(scale=1.0)
     with pytest.raises(ValueError, match="do not fit a layer"):
-        latent_decode(*q, layer.expand(4, 2, 1, 8, 32), seqs, 1.0, 8)
+        latent_decode(*q, layer.expand(4, 2, 1, 8, 32), seqs, rules, 8)
     with pytest.raises(ValueError, match="q_rotated"):
-        latent_decode(q[0], q[1][:, :2], layer, seqs, 1.0, 8)
+        latent_decode(q[0], q[1][:, :2], layer, seqs, rules, 8)
     with pytest.raises(ValueError, match="expected q of the pool's dtype"):
-        latent_decode(*q, layer.half(), seqs, 1.0, 8)
+        latent_decode(*q, layer.half(), seqs, rules, 8)
     with pytest.raises(ValueError, match="must be contiguous"):
-        latent_decode(q[0].mT.contiguous().mT, q[1], layer, seqs, 1.0, 8)
+        latent_decode(q[0].mT.contiguous().mT, q[1], layer, seqs, rules, 8)

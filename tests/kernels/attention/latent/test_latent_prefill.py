@@ -16,6 +16,7 @@ from blockyard.kernels.attention.latent.prefill_in_pieces import (
     prefill_in_pieces_reference,
 )
 from blockyard.kernels.attention.latent.write_latent import write_latent, write_latent_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 
@@ -131,11 +132,11 @@ def test_prefill_in_pieces(case: str, dtype: torch.dtype, monkeypatch: pytest.Mo
     rows = torch.randn(step.tokens, latent + rotated, device=DEVICE).to(dtype)[num_decodes:]
     up = (torch.randn(heads, plain + value, latent, device=DEVICE) * latent**-0.5).to(dtype)
     want = prefill_in_pieces_reference(
-        query.double(), rows.double(), step.layer.double(), step.seqs, step.starts, 0.4, up.double()
+        query.double(), rows.double(), step.layer.double(), step.seqs, step.starts, ScoreRules(scale=0.4), up.double()
     )
     for bound in (step.longest, 200):
         out = torch.full((len(rows), heads * value), float("nan"), dtype=dtype, device=DEVICE)
-        prefill_in_pieces(query, rows, step.layer, step.seqs, step.starts, 0.4, up, bound, out)
+        prefill_in_pieces(query, rows, step.layer, step.seqs, step.starts, ScoreRules(scale=0.4), up, bound, out)
         assert_close(out, want, dtype)
 
 
@@ -146,7 +147,7 @@ def test_a_sequence_that_is_not_finite_spoils_no_other() -> None:
     up = torch.randn(2, 11, 10, device=DEVICE)
     rows[9:] = float("nan")
     out = torch.empty(14, 2 * 5, device=DEVICE)
-    prefill_in_pieces(query, rows, step.layer, step.seqs, step.starts, 0.4, up, 3, out)
+    prefill_in_pieces(query, rows, step.layer, step.seqs, step.starts, ScoreRules(scale=0.4), up, 3, out)
     assert out[:9].isfinite().all() and not out[9:].any()
 
 
@@ -171,14 +172,15 @@ def test_pieces_take_bounded_memory() -> None:
 def test_inputs_that_do_not_fit() -> None:
     step, query, rows = Step([(0, 3)], 14, torch.float32), torch.zeros(3, 2, 10), torch.zeros(3, 14)
     query, rows, out = query.to(DEVICE), rows.to(DEVICE), torch.zeros(3, 10, device=DEVICE)
+    rules = ScoreRules(scale=1.0)
     kv, weight = torch.zeros(3, 2, 11, device=DEVICE), torch.ones(10, device=DEVICE)
     with pytest.raises(ValueError, match="are too few"):
-        latent_prefill(query, kv[:2], rows[:2, 10:], step.seqs, step.starts, 1.0, out)
+        latent_prefill(query, kv[:2], rows[:2, 10:], step.seqs, step.starts, rules, out)
     with pytest.raises(ValueError, match="the state has another shape"):
         state = PrefillState.make(2, 2, 5, out.device)
-        latent_prefill(query, kv, rows[:, 10:], step.seqs, step.starts, 1.0, out, KeyPiece(0, 3), state)
+        latent_prefill(query, kv, rows[:, 10:], step.seqs, step.starts, rules, out, KeyPiece(0, 3), state)
     with pytest.raises(ValueError, match="does not fit query"):
-        prefill_in_pieces(query, rows, step.layer, step.seqs, step.starts, 1.0, kv.new_zeros(2, 6, 10), 0, out)
+        prefill_in_pieces(query, rows, step.layer, step.seqs, step.starts, rules, kv.new_zeros(2, 6, 10), 0, out)
     with pytest.raises(ValueError, match="do not fit a layer"):
         write_latent(query, rows, step.layer[..., 1:], step.seqs, None, weight, 1e-6)
     with pytest.raises(ValueError, match="rotation"):

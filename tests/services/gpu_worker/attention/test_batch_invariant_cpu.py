@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -13,12 +14,12 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.models.interface import ModelShape
 
 LENGTH, SIZE, HEADS = 70, 16, 4
-PLAIN = AttentionShape(num_heads=HEADS, kv_heads=2, head_dim=32, scale=32**-0.5)
+PLAIN = AttentionShape(num_heads=HEADS, kv_heads=2, head_dim=32, rules=ScoreRules(scale=32**-0.5))
 LAYERS = (
     PLAIN,
-    replace(PLAIN, window=20),
+    replace(PLAIN, rules=replace(PLAIN.rules, window=20)),
     replace(PLAIN, kv_heads=1, head_dim=48, latent_dim=40),
-    replace(PLAIN, window=20, sinks=torch.tensor([0.5, -3.0, 4.0, 9.0])),
+    replace(PLAIN, rules=replace(PLAIN.rules, window=20, sinks=torch.tensor([0.5, -3.0, 4.0, 9.0]))),
 )
 SHAPE = ModelShape(vocab_size=10, max_positions=128, attention=LAYERS)
 

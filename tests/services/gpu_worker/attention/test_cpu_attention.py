@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.attention import cpu_attention, cpu_metadata
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_groups, length_order
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -29,12 +30,14 @@ def layer_of(
         num_heads=HEADS,
         kv_heads=kv_heads,
         head_dim=dim,
-        scale=dim**-0.5,
-        window=window,
-        soft_cap=soft_cap,
+        rules=ScoreRules(
+            scale=dim**-0.5,
+            window=window,
+            soft_cap=soft_cap,
+            chunked=chunked,
+            sinks=None if sinks is None else torch.tensor(sinks),
+        ),
         latent_dim=latent_dim,
-        chunked=chunked,
-        sinks=None if sinks is None else torch.tensor(sinks),
     )
 
 
@@ -69,12 +72,12 @@ class Sequence:
 
 def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tensor:
     """q [tokens, heads, dim] at positions from `begin`."""
-    it, rows = LAYERS[layer], []
+    it, rules, rows = LAYERS[layer], LAYERS[layer].rules, []
     for i in range(len(q)):
         position = begin + i
-        first = 0 if it.window is None else max(position - it.window + 1, 0)
-        if it.chunked and it.window is not None:
-            first = position - position % it.window
+        first = 0 if rules.window is None else max(position - rules.window + 1, 0)
+        if rules.chunked and rules.window is not None:
+            first = position - position % rules.window
         heads = []
         for h in range(HEADS):
             keys = seq.kv[layer][h * it.kv_heads // HEADS, first : position + 1]
@@ -82,10 +85,10 @@ def dense(seq: Sequence, layer: int, q: torch.Tensor, begin: int) -> torch.Tenso
             if it.latent_dim is None:
                 values = seq.kv[layer][(HEADS + h) * it.kv_heads // HEADS, first : position + 1]
             scores = keys @ q[i, h] * it.head_dim**-0.5
-            if it.soft_cap is not None:
-                scores = it.soft_cap * (scores / it.soft_cap).tanh()
+            if rules.soft_cap is not None:
+                scores = rules.soft_cap * (scores / rules.soft_cap).tanh()
             powers = scores.double().exp()
-            total = powers.sum() + (0 if it.sinks is None else it.sinks[h].double().exp())
+            total = powers.sum() + (0 if rules.sinks is None else rules.sinks[h].double().exp())
             heads.append((powers / total).float() @ values)
         rows.append(torch.cat(heads))
     return torch.stack(rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 from blockyard.kernels.attention.latent import prefill_in_pieces as pieces_file
 from blockyard.kernels.attention.latent.prefill_in_pieces import prefill_in_pieces_reference
 from blockyard.kernels.attention.latent.write_latent import write_latent_reference
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
@@ -25,12 +26,12 @@ LAYER = AttentionShape(
     num_heads=HEADS,
     kv_heads=1,
     head_dim=LATENT + ROTATED,
-    scale=0.3,
+    rules=ScoreRules(scale=0.3),
     latent_dim=LATENT,
     plain_dim=PLAIN,
     value_dim=VALUE,
 )
-SHAPE = ModelShape(vocab_size=9, max_positions=64, attention=(LAYER, replace(LAYER, scale=0.2)))
+SHAPE = ModelShape(vocab_size=9, max_positions=64, attention=(LAYER, replace(LAYER, rules=ScoreRules(scale=0.2))))
 
 
 class Case:
@@ -60,13 +61,13 @@ class Case:
         """Copies: a call writes to them."""
         return self.query.clone(), replace(self.latent, rows=self.latent.rows.clone())
 
-    def want(self, layer: Tensor, scale: float) -> Tensor:
+    def want(self, layer: Tensor, rules: ScoreRules) -> Tensor:
         """Writes to the layer."""
         query, latent = self.inputs()
         cached = layer.clone()
         write_latent_reference(query, latent.rows, layer, self.rows, self.rotation, latent.norm.weight, latent.norm.eps)
         tensors = (x.double() for x in (query, latent.rows, cached))
-        return prefill_in_pieces_reference(*tensors, self.rows, self.starts, scale, latent.up.double())
+        return prefill_in_pieces_reference(*tensors, self.rows, self.starts, rules, latent.up.double())
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
@@ -93,7 +94,7 @@ def test_decodes_and_prefills_in_one_step(
     )
     for layer, shape in enumerate(SHAPE.attention):
         query, latent = case.inputs()
-        want = case.want(want_memory[layer], shape.scale)
+        want = case.want(want_memory[layer], shape.rules)
         assert_close(attend.latent(layer, query, case.rotation, latent), want)
         assert_close(pool.runs[0][layer], want_memory[layer])
 
@@ -110,7 +111,7 @@ def test_only_rows_that_need_logits_are_computed(invariant: bool) -> None:
     attend = build_attention(pool, metadata)
     for layer, (shape, backend) in enumerate(zip(SHAPE.attention, (attend, attend.of_rows(indices)), strict=True)):
         query, latent = case.inputs()
-        want = case.want(pool.runs[0][layer].clone(), shape.scale)
+        want = case.want(pool.runs[0][layer].clone(), shape.rules)
         assert_close(backend.latent(layer, query, case.rotation, latent), want[last] if layer else want)
 
 
@@ -124,7 +125,7 @@ def test_rows_in_8_bits_with_a_measured_scale(dtype: torch.dtype) -> None:
     attend, wanted = build_attention(pool, AttentionMetadata(case.rows, case.starts, 0)), []
     for layer, shape in enumerate(SHAPE.attention):
         query, latent = case.inputs()
-        wanted.append(case.want(torch.zeros(BLOCKS, 1, 1, SIZE, LATENT + ROTATED, device=DEVICE), shape.scale))
+        wanted.append(case.want(torch.zeros(BLOCKS, 1, 1, SIZE, LATENT + ROTATED, device=DEVICE), shape.rules))
         assert_close(attend.latent(layer, query, case.rotation, latent), wanted[-1])
     assert pool.scales is not None and not pool.scales_pending
     assert torch.equal(pool.scales[:, 0], pool.scales[:, 1]) and (pool.scales < 1).all()

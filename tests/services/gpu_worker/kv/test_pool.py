@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
@@ -16,8 +17,8 @@ from blockyard.services.kv_transfer.host_blocks import blocks_of
 from blockyard.services.kv_transfer.layout import LayerRun
 from blockyard.shared.messages import BlockCopy
 
-LOCAL = AttentionShape(num_heads=4, kv_heads=2, head_dim=8, scale=1.0, window=16)
-GLOBAL = replace(LOCAL, kv_heads=1, head_dim=24, window=None)
+LOCAL = AttentionShape(num_heads=4, kv_heads=2, head_dim=8, rules=ScoreRules(scale=1.0, window=16))
+GLOBAL = replace(LOCAL, kv_heads=1, head_dim=24, rules=ScoreRules(scale=1.0))
 LATENT = replace(LOCAL, kv_heads=1, head_dim=12, latent_dim=8)
 SHAPE = ModelShape(vocab_size=10, max_positions=64, attention=(LOCAL, LOCAL, GLOBAL, LATENT, LOCAL))
 BLOCKS, SIZE = 6, 4

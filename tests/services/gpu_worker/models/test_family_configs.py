@@ -186,21 +186,21 @@ def test_windows_of_layers(name: str, fields: dict[str, Any], windows: tuple[int
 
 def test_shapes_that_differ_from_those_of_llama() -> None:
     gemma = build({**LLAMA, "architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 16}).shape.attention[0]
-    assert (gemma.head_dim, gemma.scale, gemma.soft_cap) == (256, 0.25, 50.0)
+    assert (gemma.head_dim, gemma.rules.scale, gemma.rules.soft_cap) == (256, 0.25, 50.0)
     falcon = build(FALCON).shape.attention[0]
     assert (falcon.num_heads, falcon.kv_heads) == (4, 1)
     whole = build(FALCON | {"multi_query": False}).shape.attention[0]
     assert whole == replace(falcon, kv_heads=4)
     scaled = build(GPT2 | {"scale_attn_by_inverse_layer_idx": True}).shape.attention
-    assert [layer.scale for layer in scaled] == pytest.approx([8**-0.5, 8**-0.5 / 2])
+    assert [layer.rules.scale for layer in scaled] == pytest.approx([8**-0.5, 8**-0.5 / 2])
 
 
 def test_gemma4_as_released() -> None:
     """Also without what config.json may omit: then the last layer has no window either."""
     model = build(GEMMA4)
     near, wide = model.shape.attention[0], model.shape.attention[5]
-    assert (near.kept, near.window, near.scale) == ((2, 8, 256), 1024, 1.0)
-    assert (wide.kept, wide.window, wide.scale) == ((2, 2, 512), None, 1.0)
+    assert (near.kept, near.rules.window, near.rules.scale) == ((2, 8, 256), 1024, 1.0)
+    assert (wide.kept, wide.rules.window, wide.rules.scale) == ((2, 2, 512), None, 1.0)
     assert len(model.shape.runs) == 10
     assert model.shape.max_positions == 262144
     assert model._embedding._factor == 53.0  # the root of 2816 is 53.07
@@ -221,8 +221,8 @@ def test_gpt_oss_as_released(fields: dict[str, Any], parameters: float, layers: 
     model = build({key: value for key, value in (GPT_OSS | fields).items() if value is not None})
     assert model.shape.windows == (128, None) * (layers // 2)
     first = model.shape.attention[0]
-    assert (first.num_heads, first.kept, first.scale) == (64, (2, 8, 64), 0.125)
-    assert first.sinks is not None and first.sinks.shape == (64,)
+    assert (first.num_heads, first.kept, first.rules.scale) == (64, (2, 8, 64), 0.125)
+    assert first.rules.sinks is not None and first.rules.sinks.shape == (64,)
     assert model.shape.max_positions == 131072
     scales = sum(place.target.nbytes for name, place in model.table.places.items() if name.endswith("_scales"))
     assert (scales > 0) == ("quantization_config" not in fields)
@@ -245,5 +245,5 @@ def test_embedding_factors_are_rounded_as_the_model() -> None:
 
 def test_windows_of_llama4_are_chunks() -> None:
     shapes = build({**LLAMA4, "no_rope_layers": [0, 1, 1]}).shape.attention
-    assert [shape.chunked for shape in shapes] == [False, True, True]
-    assert not any(shape.chunked for shape in build({**LLAMA4, "attention_chunk_size": 0}).shape.attention)
+    assert [shape.rules.chunked for shape in shapes] == [False, True, True]
+    assert not any(shape.rules.chunked for shape in build({**LLAMA4, "attention_chunk_size": 0}).shape.attention)

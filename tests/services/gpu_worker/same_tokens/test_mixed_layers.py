@@ -15,6 +15,7 @@ from plan_driver import Driver
 from safetensors.torch import save_file
 from tiny_models import LLAMA, VOCAB, start
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.attention import batch_invariant_cpu
 from blockyard.services.gpu_worker.layers.attention import Attention, AttentionShape, AttentionSublayer
@@ -34,8 +35,8 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
 
 HIDDEN, ROPE = 64, RopeParameters()
-LOCAL = AttentionShape(num_heads=4, kv_heads=2, head_dim=16, scale=0.25, window=24)
-WIDE = AttentionShape(num_heads=4, kv_heads=1, head_dim=32, scale=0.2)
+LOCAL = AttentionShape(num_heads=4, kv_heads=2, head_dim=16, rules=ScoreRules(scale=0.25, window=24))
+WIDE = AttentionShape(num_heads=4, kv_heads=1, head_dim=32, rules=ScoreRules(scale=0.2))
 SIZES = LatentSizes(num_heads=4, plain_dim=12, rotated_dim=8, value_dim=10, latent_dim=24, query_latent_dim=None)
 SHAPES = (LOCAL, LOCAL, WIDE, latent_shape(SIZES, ROPE), LOCAL)
 BLOCK_BYTES = 4 * 8 * (3 * 2 * 2 * 16 + 2 * 32 + 32)  # of 8 tokens

@@ -99,7 +99,7 @@ class Rig:
         both = (norm(latent, "kv_a_layernorm") @ weights["kv_b_proj"].T).view(TOKENS, heads, -1)
         keys = torch.cat((both[..., : sizes.plain_dim], shared.expand(-1, heads, -1)), -1)
         queries = torch.cat((q[..., : sizes.plain_dim], rotate(q[..., sizes.plain_dim :])), -1)
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.rules.scale
         seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
         probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", probs, both[..., sizes.plain_dim :]).flatten(1)
@@ -122,5 +122,5 @@ def test_prefills_and_decodes(query_latent_dim: int | None, rope: RopeParameters
 
 def test_the_scale_has_yarns_factor_twice() -> None:
     plain, scaled = latent_shape(SIZES, RopeParameters()), latent_shape(SIZES, YARN)
-    assert plain.scale == 10**-0.5 and plain.kept == (1, 1, 20) and plain.latent_dim == 16
-    assert scaled.scale == pytest.approx(plain.scale * 1.1524923797**2)
+    assert plain.rules.scale == 10**-0.5 and plain.kept == (1, 1, 20) and plain.latent_dim == 16
+    assert scaled.rules.scale == pytest.approx(plain.rules.scale * 1.1524923797**2)
