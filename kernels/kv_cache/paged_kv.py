@@ -19,6 +19,9 @@ class PagedKVMetadata:
     positions: Tensor  # [rows] int64, of the new token, which attends to all positions up to it
     tables: Tensor  # [slots, blocks] int32
 
+    def part(self, rows: slice) -> "PagedKVMetadata":
+        return PagedKVMetadata(self.slots[rows], self.positions[rows], self.tables)
+
     def check(self, rows: int) -> None:
         """Raises ValueError for other shapes and dtypes."""
         if self.slots.shape != (rows,) or self.positions.shape != (rows,) or self.tables.ndim != 2:

@@ -70,28 +70,20 @@ class Entry:
     device: str
     kinds: frozenset[RowKind]
     kv_dtypes: frozenset[torch.dtype]
-    fits: Callable[[AttentionCase], bool]
+    fits: Callable[[AttentionCase], bool] = lambda case: True
 
 
 BOTH = frozenset(RowKind)
 DECODE, PREFILL = frozenset({RowKind.DECODE}), frozenset({RowKind.PREFILL})
 
 
-def _is_batch_invariant(case: AttentionCase) -> bool:
-    return case.batch_invariant
+def _is_latent_invariant(case: AttentionCase) -> bool:
+    return case.is_latent and case.batch_invariant
 
 
 def _fits_fused_decode(case: AttentionCase) -> bool:
     is_short = 0 < case.num_rows <= FUSED_DECODE_MAX_ROWS and case.max_seq_len <= FUSED_DECODE_MAX_LEN
     return case.decodes_only and is_short and not case.batch_invariant and not case.is_latent
-
-
-def _is_latent(case: AttentionCase) -> bool:
-    return case.is_latent
-
-
-def _is_latent_and_invariant(case: AttentionCase) -> bool:
-    return case.is_latent and case.batch_invariant
 
 
 def _fits_hopper_prefill(case: AttentionCase) -> bool:
@@ -107,23 +99,19 @@ def _fits_hopper_latent(case: AttentionCase) -> bool:
     return case.runs_hopper and is_row and case.block_size in HOPPER_BLOCK_SIZES
 
 
-def _always(case: AttentionCase) -> bool:
-    return True
-
-
 # the first entry that fits is used
 TABLE = (
-    Entry(AttentionKernel.TORCH_BATCH_INVARIANT, "cpu", BOTH, FLOATS, _is_batch_invariant),
-    Entry(AttentionKernel.TORCH, "cpu", BOTH, FLOATS, _always),
+    Entry(AttentionKernel.TORCH_BATCH_INVARIANT, "cpu", BOTH, FLOATS, lambda case: case.batch_invariant),
+    Entry(AttentionKernel.TORCH, "cpu", BOTH, FLOATS),
     Entry(AttentionKernel.FUSED_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _fits_fused_decode),
-    Entry(AttentionKernel.LATENT_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_latent_and_invariant),
+    Entry(AttentionKernel.LATENT_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_latent_invariant),
     Entry(AttentionKernel.LATENT_DECODE_HOPPER, "cuda", DECODE, BFLOAT16, _fits_hopper_latent),
-    Entry(AttentionKernel.LATENT_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _is_latent),
-    Entry(AttentionKernel.LATENT_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _is_latent),
-    Entry(AttentionKernel.TRITON_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, _is_batch_invariant),
-    Entry(AttentionKernel.SPLIT_KV_DECODE, "cuda", DECODE, FLOATS_AND_FP8, _always),
+    Entry(AttentionKernel.LATENT_DECODE, "cuda", DECODE, FLOATS_AND_FP8, lambda case: case.is_latent),
+    Entry(AttentionKernel.LATENT_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, lambda case: case.is_latent),
+    Entry(AttentionKernel.TRITON_BATCH_INVARIANT, "cuda", BOTH, FLOATS_AND_FP8, lambda case: case.batch_invariant),
+    Entry(AttentionKernel.SPLIT_KV_DECODE, "cuda", DECODE, FLOATS_AND_FP8),
     Entry(AttentionKernel.PAGED_PREFILL_HOPPER, "cuda", PREFILL, BFLOAT16, _fits_hopper_prefill),
-    Entry(AttentionKernel.PAGED_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8, _always),
+    Entry(AttentionKernel.PAGED_PREFILL, "cuda", PREFILL, FLOATS_AND_FP8),
 )
 
 

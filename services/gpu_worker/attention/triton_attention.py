@@ -14,7 +14,6 @@ from blockyard.kernels.attention.fused_decode import SplitSemaphores, fused_deco
 from blockyard.kernels.attention.paged_decode import paged_decode, schedule_decode
 from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.attention.prefill_hopper import prefill_hopper
-from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
 from blockyard.kernels.gpu_facts import runs_hopper_kernels
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
@@ -24,7 +23,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.choice import AttentionKernel, RowKind, choose, gpu_decodes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_latent import LatentLayers
-from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool, LayerKV
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 
@@ -38,31 +37,22 @@ class KernelRows:
 
 
 class TritonKernel(Protocol):
-    """Computes the attention of all decodes or of all prefills of a step. Their K and V are already stored.
+    """Computes the attention of all decodes or of all prefills of a step. Their K and V are already stored."""
 
-    layer: [num_blocks, 2, kv_heads, block_size, head_dim].
-    """
-
-    def schedule(self, q: Tensor, layer: Tensor, rules: ScoreRules, rows: KernelRows) -> SplitKVSchedule | None:
+    def schedule(self, q: Tensor, kv: LayerKV, rows: KernelRows) -> SplitKVSchedule | None:
         """Builds metadata for all layers with this window, and these heads; None if the kernel needs none."""
         return None
 
-    def attend(
-        self, q: Tensor, layer: Tensor, rules: ScoreRules, rows: KernelRows, out: Tensor,
-        schedule: SplitKVSchedule | None,
-    ) -> None:  # fmt: skip
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
         """Runs the kernel: q [rows, heads, head_dim] -> out [rows, heads * head_dim]."""
 
 
 class SplitKVDecode(TritonKernel):
-    def schedule(self, q: Tensor, layer: Tensor, rules: ScoreRules, rows: KernelRows) -> SplitKVSchedule:
-        return schedule_decode(q, layer, rows.metadata, rules, rows.max_seq_len)
+    def schedule(self, q: Tensor, kv: LayerKV, rows: KernelRows) -> SplitKVSchedule:
+        return schedule_decode(q, kv.memory, rows.metadata, kv.rules, rows.max_seq_len)
 
-    def attend(
-        self, q: Tensor, layer: Tensor, rules: ScoreRules, rows: KernelRows, out: Tensor,
-        schedule: SplitKVSchedule | None,
-    ) -> None:  # fmt: skip
-        paged_decode(q, layer, rows.metadata, rules, rows.max_seq_len, out, schedule)
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
+        paged_decode(q, kv.memory, rows.metadata, kv.rules, rows.max_seq_len, out, schedule)
 
 
 class PagedPrefill(TritonKernel):
@@ -70,26 +60,20 @@ class PagedPrefill(TritonKernel):
         """kernel: `paged_prefill` or `prefill_hopper`."""
         self._kernel = kernel
 
-    def attend(
-        self, q: Tensor, layer: Tensor, rules: ScoreRules, rows: KernelRows, out: Tensor,
-        schedule: SplitKVSchedule | None,
-    ) -> None:  # fmt: skip
-        self._kernel(q, layer, rows.metadata, rows.query_start_loc, rules, rows.max_seq_len, out)
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
+        self._kernel(q, kv.memory, rows.metadata, rows.query_start_loc, kv.rules, rows.max_seq_len, out)
 
 
 class BatchInvariant(TritonKernel):
     """Computes each row with the same bits in every batch."""
 
-    def attend(
-        self, q: Tensor, layer: Tensor, rules: ScoreRules, rows: KernelRows, out: Tensor,
-        schedule: SplitKVSchedule | None,
-    ) -> None:  # fmt: skip
+    def attend(self, q: Tensor, kv: LayerKV, rows: KernelRows, out: Tensor, schedule: SplitKVSchedule | None) -> None:
         # sets the split length, so it must not depend on the step
-        most = rows.metadata.tables.shape[1] * layer.shape[3]
+        most = rows.metadata.tables.shape[1] * kv.memory.shape[3]
         is_decode, starts = rows.query_start_loc is None, rows.query_start_loc
         if starts is None:
             starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-        batch_invariant_attention(q, layer, rows.metadata, starts, rules, most, out, is_decode)
+        batch_invariant_attention(q, kv.memory, rows.metadata, starts, kv.rules, most, out, is_decode)
 
 
 KERNELS: dict[AttentionKernel, TritonKernel] = {
@@ -134,7 +118,7 @@ class FusedDecodeAttention:
         self._pool, self._rows, self._max_seq_len, self._semaphores = pool, rows, max_seq_len, semaphores
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        memory, rules = self._pool.layers[layer], self._pool.rules[layer]
+        memory, rules = self._pool.kv[layer]
         return fused_decode(qkv, memory, self._rows, rotation, norm, rules, self._max_seq_len, self._semaphores)
 
     def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
@@ -155,8 +139,7 @@ class TritonAttention:
         self._prefill_max_seq_len = metadata.prefill_max_seq_len
         self._pool, self._shapes = pool, pool.shape.attention
         self._rows, self._num_decodes = rows, num_decodes
-        decodes = PagedKVMetadata(rows.slots[:num_decodes], rows.positions[:num_decodes], rows.tables)
-        self._decodes = KernelRows(decodes, None, metadata.max_seq_len)
+        self._decodes = KernelRows(rows.part(slice(num_decodes)), None, metadata.max_seq_len)
         self._prefills = None if starts is None else KernelRows(rows, starts, metadata.prefill_max_seq_len)
         self._latent = latent
         # by window, its kind, and the numbers of heads and their size
@@ -165,15 +148,15 @@ class TritonAttention:
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         q, num_decodes, group = self.store(layer, qkv, rotation, norm), self._num_decodes, self.group(layer)
-        memory, rules = self._pool.layers[layer], self._pool.rules[layer]
+        kv = self._pool.kv[layer]
         out = qkv.new_empty((len(qkv), q.shape[1] * q.shape[2]))
         if num_decodes and group.schedule is None:
-            group.schedule = group.decode.schedule(q[:num_decodes], memory, rules, self._decodes)
+            group.schedule = group.decode.schedule(q[:num_decodes], kv, self._decodes)
         if self._prefills is not None:
             with self._beside(num_decodes):
-                group.prefill.attend(q, memory, rules, self._prefills, out[num_decodes:], None)
+                group.prefill.attend(q, kv, self._prefills, out[num_decodes:], None)
         if num_decodes:
-            group.decode.attend(q[:num_decodes], memory, rules, self._decodes, out[:num_decodes], group.schedule)
+            group.decode.attend(q[:num_decodes], kv, self._decodes, out[:num_decodes], group.schedule)
         self._join()
         return out
 
@@ -201,8 +184,10 @@ class TritonAttention:
         if pool.scales is not None and pool.scales_pending and self._prefills is not None:
             self._measure_scales(layer, qkv, rotation, norm)
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        memory, scales = pool.layers[layer], pool.rules[layer].kv_scales
-        rope_write_kv(qkv, memory, self._rows, rotation, weight, eps, scales, batch_invariant=pool.batch_invariant)
+        memory, rules = pool.kv[layer]
+        rope_write_kv(
+            qkv, memory, self._rows, rotation, weight, eps, rules.kv_scales, batch_invariant=pool.batch_invariant
+        )
         return qkv[:, : self._shapes[layer].num_heads]
 
     @contextlib.contextmanager
@@ -241,13 +226,9 @@ class RowsAsDecodes:
     """Stores K and V of all tokens of a step, and computes some rows, each as a decode. Implements `step.Attend`."""
 
     def __init__(
-        self,
-        pool: KVPool,
-        step: TritonAttention,
-        latent: LatentLayers | None,
-        indices: LogitsIndices,
+        self, pool: KVPool, step: TritonAttention, latent: LatentLayers | None, indices: LogitsIndices,
         decodes: KernelRows,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """decodes: of the step."""
         self._pool, self._step, self._latent, self._indices = pool, step, latent, indices
         rows = PagedKVMetadata(indices.slots, indices.positions, decodes.metadata.tables)
@@ -257,8 +238,8 @@ class RowsAsDecodes:
         q, decode = self._step.store(layer, qkv, rotation, norm), self._step.group(layer).decode
         out = q.new_empty((len(self._indices.rows), q.shape[1] * q.shape[2]))
         if len(out):
-            q, memory, rules = q.index_select(0, self._indices.rows), self._pool.layers[layer], self._pool.rules[layer]
-            decode.attend(q, memory, rules, self._rows, out, decode.schedule(q, memory, rules, self._rows))
+            q, kv = q.index_select(0, self._indices.rows), self._pool.kv[layer]
+            decode.attend(q, kv, self._rows, out, decode.schedule(q, kv, self._rows))
         return out
 
     def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:

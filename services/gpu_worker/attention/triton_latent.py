@@ -59,22 +59,18 @@ class LatentLayers:
         assert metadata.max_seq_len is not None
         self._pool, self._metadata, self._rows = pool, metadata, metadata.rows
         self._num_decodes, self._max_seq_len = metadata.num_decodes, metadata.max_seq_len
-        self._decodes = _first(metadata.rows, metadata.num_decodes)
+        self._decodes = metadata.rows.part(slice(metadata.num_decodes))
         # sets the split length of batch-invariant attention, so it must not depend on the step
         self._table_len = metadata.rows.tables.shape[1] * pool.block_size
         self._groups: dict[tuple[int, int], LatentGroup] = {}  # by heads and size of the latent
 
     def __call__(
-        self,
-        layer: int,
-        query: Tensor,
-        rotation: Tensor | None,
-        latent: LatentRows,
+        self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows,
         indices: LogitsIndices | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """indices: computes only these rows, each as a decode."""
         metadata, num_decodes = self._metadata, self._num_decodes
-        memory, rules, starts = self._pool.layers[layer], self._pool.rules[layer], metadata.query_start_loc
+        (memory, rules), starts = self._pool.kv[layer], metadata.query_start_loc
         if self._pool.scales is not None and self._pool.scales_pending and starts is not None:
             self._measure_scale(layer, rotation, latent)
         norm, rows = latent.norm, latent.rows
@@ -85,9 +81,7 @@ class LatentLayers:
         if starts is None:
             return self._absorbed(layer, query, latent, self._decodes)
         if self._group(layer).absorbs_prefills:
-            prefills = PagedKVMetadata(
-                self._rows.slots[num_decodes:], self._rows.positions[num_decodes:], self._rows.tables
-            )
+            prefills = self._rows.part(slice(num_decodes, None))
             after = self._absorbed(layer, query[num_decodes:], latent, prefills, is_decode=False)
             return torch.cat((self._absorbed(layer, query[:num_decodes], latent, self._decodes), after))
         value_dim = latent.up.shape[1] - latent.plain_dim
@@ -101,16 +95,11 @@ class LatentLayers:
         return out
 
     def _absorbed(
-        self,
-        layer: int,
-        query: Tensor,
-        latent: LatentRows,
-        rows: PagedKVMetadata,
-        is_decode: bool = True,
+        self, layer: int, query: Tensor, latent: LatentRows, rows: PagedKVMetadata, is_decode: bool = True,
         out: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Computes rows whose keys are all in the cache, each on its own: -> [rows, heads * value]."""
-        memory, rules, group = self._pool.layers[layer], self._pool.rules[layer], self._group(layer)
+        (memory, rules), group = self._pool.kv[layer], self._group(layer)
         decode, invariant = group.decode, group.decode is None
         q_latent = head_products(query[..., : latent.plain_dim], latent.to_keys, invariant)
         q_rotated = query[..., latent.plain_dim :]
@@ -146,7 +135,3 @@ class LatentLayers:
             apply_rope_reference(shared, rotation)
         normed = latent.norm(rows[:, :size].contiguous())
         self._pool.measure_row_scale(layer, torch.cat((normed, shared[:, 0]), 1))
-
-
-def _first(rows: PagedKVMetadata, count: int) -> PagedKVMetadata:
-    return PagedKVMetadata(rows.slots[:count], rows.positions[:count], rows.tables)

@@ -21,6 +21,7 @@ from blockyard.services.gpu_worker.attention.choice import AttentionCase, RowKin
 from blockyard.services.gpu_worker.attention.triton_attention import KERNELS, KernelRows
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import copies, graph_seconds
+from blockyard.services.gpu_worker.kv.pool import LayerKV
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 
 
@@ -142,7 +143,7 @@ def prefill_row(name: str, spans: list[tuple[int, int]], shape: HeadShape = LLAM
     ))]  # fmt: skip
 
     def attend(memory: Tensor) -> None:
-        kernel.attend(case.q, memory, rules, rows, case.out, None)
+        kernel.attend(case.q, LayerKV(memory, rules), rows, case.out, None)
 
     return row("prefill attention", f"{name}{shape}", _seconds(case, attend), case.num_bytes, case.operations)
 

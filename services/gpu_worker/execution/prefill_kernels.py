@@ -20,7 +20,7 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import AttentionKernel, RowKind, choose, gpu_decodes
 from blockyard.services.gpu_worker.attention.triton_attention import KERNELS, KernelRows
 from blockyard.services.gpu_worker.cores import compile_threads
-from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.pool import KVPool, LayerKV
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _run(pool: KVPool, dtype: torch.dtype, shape: AttentionShape, kernel: Attent
     heads = shape.num_heads + 2 * shape.kv_heads
     q = torch.zeros((ROWS, heads, shape.head_dim), dtype=dtype, device=device)[:, : shape.num_heads]
     out = q.new_empty((ROWS, shape.num_heads * shape.head_dim))
-    KERNELS[kernel].attend(q, layer, rules, KernelRows(seqs, starts, max_seq_len), out, None)
+    KERNELS[kernel].attend(q, LayerKV(layer, rules), KernelRows(seqs, starts, max_seq_len), out, None)
 
 
 def _run_latent(

@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.kv_types import FP8_MAX
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.models.interface import ModelShape
@@ -18,13 +20,20 @@ _SMALLEST = 1e-6  # lower bound of the largest value: scales stay above 0
 _BLOCKS = 512  # blocks that are rescaled at once
 
 
+class LayerKV(NamedTuple):
+    """The cache of one layer, and the rules of its scores with the scales of its K and V."""
+
+    memory: Tensor  # [num_blocks, planes, kv_heads, block_size, head_dim]
+    rules: ScoreRules
+
+
 class KVPool:
     """The blocks of an arena, one pool for all layers, which may differ in what they keep.
 
     `runs` has a tensor for successive layers that are alike: [layers, num_blocks, planes, kv_heads, block_size,
     head_dim]; planes are K and V, or K alone in latent attention. `layers` has that of each layer. Memory starts at
     zero and stays finite: kernels read values behind a sequence's end and multiply them by 0. In 8 bits there are
-    `scales` [layers, 2] float32, which multiply stored K and V; `rules` has those of a layer. While `scales_pending`,
+    `scales` [layers, 2] float32, which multiply stored K and V; `kv` has those of a layer. While `scales_pending`,
     the next prefill sets them, unless it is one of `trial_steps`.
     """
 
@@ -43,7 +52,7 @@ class KVPool:
         self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
         self.scales_pending = False
         scales = [None] * shape.num_layers if self.scales is None else self.scales.unbind()
-        self.rules = [replace(it.rules, kv_scales=own) for it, own in zip(shape.attention, scales, strict=True)]
+        rules = [replace(it.rules, kv_scales=own) for it, own in zip(shape.attention, scales, strict=True)]
         self.batch_invariant = batch_invariant
         self.arena = make_arena(num_blocks * block_bytes(shape, block_size, dtype), device)
         values, start = self.arena.bytes.view(dtype), 0
@@ -54,6 +63,7 @@ class KVPool:
             start += math.prod(size)
         self.layers = [layer for run in self.runs for layer in run.unbind(0)]
         self.rows = [layer.view(-1, layer.shape[-1]) for layer in self.layers]  # view of a layer for writes
+        self.kv = list(map(LayerKV, self.layers, rules))
         # view of a layer for reads: a block of one head
         self.chunks = [layer.view(-1, block_size * layer.shape[-1]) for layer in self.layers]
 

@@ -24,7 +24,7 @@ class AttentionShape:
     num_heads: int
     kv_heads: int
     head_dim: int  # of q and K
-    rules: ScoreRules  # without `kv_scales`, which the cache has: see `KVPool.rules`
+    rules: ScoreRules  # without `kv_scales`, which the cache has: see `LayerKV`
     latent_dim: int | None = None  # V is the first so many numbers of K, and is not stored; None: V is as large as K
     plain_dim: int | None = None  # of a latent layer, in a head of q and K before absorption: numbers not rotated
     value_dim: int | None = None  # of a latent layer: a head of V that is made of a latent

@@ -13,14 +13,9 @@ class TokenEmbedding:
     """The embedding table, [vocab_size, width]."""
 
     def __init__(
-        self,
-        layers: LinearLayers,
-        name: str,
-        vocab_size: int,
-        width: int,
-        factor: float = 1.0,
+        self, layers: LinearLayers, name: str, vocab_size: int, width: int, factor: float = 1.0,
         project: Linear | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """factor: of the embeddings, not of the output matrix that shares their weight. project: from `width` to the
         hidden size; None: both are the same."""
         self._name = f"{name}.weight"
