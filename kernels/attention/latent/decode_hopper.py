@@ -42,7 +42,7 @@ _BLOCK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16
 
 @gluon.jit
 def _load_item(work_ptr, split, max_splits):
-    """Of a split of the schedule: row, slot, first key, end of keys, splits of the row."""
+    """Loads a split of the schedule: row, slot, first key, end of keys, splits of the row."""
     item_ptr = work_ptr + split
     return (
         gl.load(item_ptr).to(gl.int64), gl.load(item_ptr + max_splits).to(gl.int64),
