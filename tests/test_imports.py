@@ -84,6 +84,7 @@ LAYERS["shared"] = (
     "percentiles",
     "token_ids",
     "json_objects",
+    "quantization",
     "chat_template_files",
 )
 LAYERS["shared"] += ("tokenizer_files", "messages", "block_hashes")
