@@ -198,10 +198,11 @@ LAYERS["services/gpu_worker"] = (
     "step",
     "slots",
     "loading",
+    "quantization",
     "layers",
-    "models",
 )
 LAYERS["services/gpu_worker"] += (
+    "models",
     "kv",
     "linear_tuning",
     "attention",
