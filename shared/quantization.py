@@ -19,4 +19,7 @@ def quantization_method(config: Mapping[str, object]) -> str | None:
     if isinstance(method, str) and method in METHODS:
         return method
     what = "has no quant_method" if method is None else f"has quant_method {method!r}, which is not supported"
-    raise ConfigError(f"config.json: quantization_config {what}; supported: {', '.join(METHODS)}")
+    raise ConfigError(
+        f"config.json: quantization_config {what}; supported: {', '.join(METHODS)}; without quantization: "
+        """--hf-overrides '{"quantization_config": null}'"""
+    )

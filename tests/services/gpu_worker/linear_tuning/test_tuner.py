@@ -148,6 +148,16 @@ def test_cublas_is_kept_if_measuring_fails(
     assert not any(linear._products for linear in linears)
 
 
+def test_a_model_without_weights_that_kernels_read_keeps_the_products_of_its_methods(
+    linears: list[Linear], tmp_path: Path
+) -> None:
+    router = Linear(Float32Linear(torch.randn(8, 80, device=DEVICE)), make_spec([part("gate", 8)], 80), Fusion.NORM)
+    assert router.fusion is Fusion.NONE
+    tuner = make_tuner([router])
+    assert tuner.tune([1, 2], lambda done: None, tmp_path).startswith("linear layers: 0 of 0 shapes in own kernels")
+    assert not router._products and tuner.layers == []
+
+
 def test_frozen_rows_do_not_depend_on_the_others(linears: list[Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         linear_tuning.kernel_configs, "batch_invariant_config", lambda layer, size, processors: STREAM_K

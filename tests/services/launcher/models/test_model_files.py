@@ -103,7 +103,7 @@ FP8 = LLAMA | {"quantization_config": {"quant_method": "fp8", "activation_scheme
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (FP8, "quant_method 'fp8', which is not supported; supported: mxfp4"),
+        (FP8, "quant_method 'fp8', which is not supported; supported: mxfp4; without quantization: --hf-overrides"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "has no quant_method; supported: mxfp4"),
         (LLAMA | {"quantization_config": "fp8"}, "has no quant_method; supported: mxfp4"),
     ],
