@@ -1,6 +1,7 @@
-"""Decodes the JSON files of model folders, which Python's `json` and transformers write."""
+"""Decodes the JSON files of model folders, which Python's `json` and transformers write, and merges objects."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +17,19 @@ def decode_object(data: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError) as e:
         found = _decode_as_python(data, e)
     return _replace_tags(found) if _TAG.encode() in data else found
+
+
+def merge_patch(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges by RFC 7396: objects key by key, and None removes a key."""
+    merged = dict(base)
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = merge_patch(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _decode_as_python(data: bytes, error: Exception) -> dict[str, Any]:

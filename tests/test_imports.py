@@ -84,6 +84,7 @@ LAYERS["shared"] = (
     "percentiles",
     "token_ids",
     "json_objects",
+    "quantization",
     "chat_template_files",
 )
 LAYERS["shared"] += ("tokenizer_files", "messages", "block_hashes")
@@ -197,10 +198,11 @@ LAYERS["services/gpu_worker"] = (
     "step",
     "slots",
     "loading",
+    "quantization",
     "layers",
-    "models",
 )
 LAYERS["services/gpu_worker"] += (
+    "models",
     "kv",
     "linear_tuning",
     "attention",

@@ -306,7 +306,7 @@ def pick_products(
         if not config.fused_steps:
             for linear in model.linears():
                 linear.disable_fusion()
-        tuner = Tuner(model.linears(), model.experts())
+        tuner = Tuner(model.linears(), model.experts(), device=device, dtype=model.table.dtype)
         if config.batch_invariant:
             report.note(tuner.make_batch_invariant())
             return None

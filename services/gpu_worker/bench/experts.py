@@ -21,8 +21,9 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape, candidates
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
 
 HIDDEN, INNER = 2048, 768
 ROUTING = Routing(num_experts=128, top_k=8)

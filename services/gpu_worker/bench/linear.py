@@ -25,7 +25,7 @@ def measure() -> list[Row]:
     """Times all shapes and steps, with 15 GB of weights. Shapes include the norm before each product; steps do not."""
     with torch.inference_mode():
         linears = [_linear(*shape) for _ in range(LAYERS) for shape in SHAPES.values()]
-        tuner = Tuner([*linears, _linear(*HEAD)])
+        tuner = Tuner([*linears, _linear(*HEAD)], device=torch.device("cuda"), dtype=torch.bfloat16)
         tuner.compile(ROWS)
         return [one for num in ROWS for one in _rows(tuner, num)]
 

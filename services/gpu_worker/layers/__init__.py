@@ -3,8 +3,8 @@
 `models/` builds models from these parts. Each part declares its weights in a `WeightTable`, which maps tensor names of
 the checkpoint to memory.
 
-- `Linear`: one matrix product. It calls a kernel that `linear_tuning/` installed, or its `LinearMethod`.
-- `LinearMethod`: the storage format of a weight, quantized or not.
+- `Linear`: one matrix product. It calls a kernel that `linear_tuning/` installed, or its `LinearMethod`, which keeps
+  the weight (`quantization/`). `LinearLayers` makes what multiplies, in the format of config.json.
 - `Attention`, `GatedMLP`, `MLP`: the sublayers of a transformer layer. `AttentionOptions` says how checkpoints store
   q, k and v, what normalises q and k, and which numbers of a head are rotated.
 - `latent/`: latent attention, which keeps one row a token for all heads.
@@ -18,14 +18,19 @@ the checkpoint to memory.
 - `cpu_offload.HostWeights`: matrices that stay in host memory and are copied to the GPU in every step
   (`--cpu-offload-gb`). `engine` calls it.
 
-Layers import `loading/`, `step` and `kernels/`.
+Layers import `quantization/`, `loading/`, `step` and `kernels/`.
 
 How to add a quantization format:
-1. Write a class with the methods of `LinearMethod` (linear_method.py) in a file of its own.
-2. In `create`, declare the weights: `table.place(name, target, shape, stored=...)`; `stored` is the checkpoint's dtype.
-3. In `prepare`, repack the loaded weights; in `apply`, multiply.
-4. `dense_weight` returns None unless the kernels of `linear_tuning/` can read the weight. `tensors` and `replace` let
-   --cpu-offload-gb keep the tensors in host memory.
-   Experts of a mixture are stored likewise: a class with the methods of `ExpertMethod` (moe/expert_weights.py).
-5. Add an entry to `LINEAR_METHODS`: `quant_method` of config.json, and a function that returns `create` for a layer.
+1. In `quantization/`, write a class with the methods of `Format`: it allocates the tensors of a layer together
+   (`table.layer_memory`) and gives the checkpoint's tensors places (`dense.place_weights`, `place_rows`), each with the
+   dtype that is stored and how dummy weights fill it; `table.after_load` converts what is stored otherwise.
+2. It returns a `LinearMethod` or `ExpertMethod`. If none keeps weights so, write one: its product, bytes and tensors.
+   All other parts ask these. For kernels, name a `form`, and add their class to `FORMS` in linear_tuning/products.py.
+3. Add the name to `METHODS` in shared/quantization.py, and the class to `FORMATS` in quantization/registry.py.
+
+Where a rank's share goes: `LinearSpec.split` and the units of its parts say how a matrix is divided, and `WeightTable`
+takes the share of its `Shard` (loading/linear_spec.py). A product with `Linear.is_partial` is still to be summed.
+
+Where an adapter's rows go: `Linear.spec` has the names of the parts and their rows, and `Linear.wrap` adds to each
+product, also of kernels that are installed later. A wrapped layer has no fused kernels.
 """

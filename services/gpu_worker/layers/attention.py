@@ -10,10 +10,11 @@ from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, find_ops
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import MakeQKNorm, Norm, SeparateQKNorm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
-from blockyard.services.gpu_worker.loading.weights import Arrange
+from blockyard.services.gpu_worker.loading.linear_spec import Arrange, MatrixPart, Rows, Split, part
+from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.step import Attend
 
 
@@ -53,6 +54,12 @@ class AttentionSublayer(Protocol):
         """
 
 
+def head_rows(shape: AttentionShape) -> tuple[Rows, Rows]:
+    """The outputs of q, and those of k or of v."""
+    size = shape.head_dim
+    return Rows(shape.num_heads * size, shape.num_heads), Rows(shape.kv_heads * size, shape.kv_heads)
+
+
 class QKVProjection(Protocol):
     """How a checkpoint stores the matrices of q, k and v."""
 
@@ -73,9 +80,9 @@ class SeparateQKV:
     def make(self, layers: LinearLayers, prefix: str, hidden: int, shape: AttentionShape, arrange: Arrange) -> Linear:
         """Implements `QKVProjection`."""
         q, k, v = (f"{prefix}.{name}" for name in self.names)
-        kv_rows = shape.kv_heads * shape.head_dim
-        outputs = {q: shape.num_heads * shape.head_dim, k: kv_rows, v: kv_rows}
-        return layers.make(outputs, hidden, bias=self.bias, arrange={q: arrange, k: arrange}, fusion=Fusion.NORM)
+        of_q, of_kv = head_rows(shape)
+        parts = [part(q, *of_q, arrange), part(k, *of_kv, arrange), part(v, *of_kv)]
+        return layers.make(parts, hidden, split=Split.OUTPUTS, bias=self.bias, fusion=Fusion.NORM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +93,15 @@ class KeysAsValues:
 
     def make(self, layers: LinearLayers, prefix: str, hidden: int, shape: AttentionShape, arrange: Arrange) -> Linear:
         """Implements `QKVProjection`."""
-        q, k, kv_rows = f"{prefix}.q_proj", f"{prefix}.k_proj", shape.kv_heads * shape.head_dim
-        return layers.make(
-            {q: shape.num_heads * shape.head_dim, k: 2 * kv_rows},
-            hidden,
-            bias=self.bias,
-            arrange={q: arrange, k: lambda rows: torch.cat((arrange(rows), rows))},
-            fusion=Fusion.NORM,
-            stored_rows={k: kv_rows},
+        of_q, of_kv = head_rows(shape)
+        keys = MatrixPart(
+            name=f"{prefix}.k_proj",
+            rows=(of_kv, of_kv),
+            arrange=lambda rows: torch.cat((arrange(rows), rows)),
+            stored_rows=of_kv.size,
         )
+        parts = [part(f"{prefix}.q_proj", *of_q, arrange), keys]
+        return layers.make(parts, hidden, split=Split.OUTPUTS, bias=self.bias, fusion=Fusion.NORM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +115,20 @@ class JoinedQKV:
 
     def make(self, layers: LinearLayers, prefix: str, hidden: int, shape: AttentionShape, arrange: Arrange) -> Linear:
         """Implements `QKVProjection`."""
-        q_rows, kv_rows, head_dim = shape.num_heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.head_dim
+        (of_q, of_kv), head_dim = head_rows(shape), shape.head_dim
 
         def split_and_arrange(rows: Tensor) -> Tensor:
             if self.by_group:
                 groups = rows.reshape(shape.kv_heads, -1, head_dim, *rows.shape[1:])
                 q, k, v = groups[:, :-2], groups[:, -2], groups[:, -1]
                 rows = torch.cat([part.reshape(-1, *rows.shape[1:]) for part in (q, k, v)])
-            end = q_rows + kv_rows
-            return torch.cat((arrange(rows[:q_rows]), arrange(rows[q_rows:end]), rows[end:]))
+            end = of_q.size + of_kv.size
+            return torch.cat((arrange(rows[: of_q.size]), arrange(rows[of_q.size : end]), rows[end:]))
 
-        name = f"{prefix}.{self.name}"
-        outputs, how = {name: q_rows + 2 * kv_rows}, {name: split_and_arrange}
-        return layers.make(outputs, hidden, bias=self.bias, arrange=how, fusion=Fusion.NORM, transposed=self.transposed)
+        joined = MatrixPart(name=f"{prefix}.{self.name}", rows=(of_q, of_kv, of_kv), arrange=split_and_arrange)
+        return layers.make(
+            [joined], hidden, split=Split.OUTPUTS, bias=self.bias, fusion=Fusion.NORM, transposed=self.transposed
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +169,13 @@ class Attention:
             return rows if options.halves_dim == 0 else interleave_pairs(rows, head_dim, options.halves_dim)
 
         self.qkv = options.qkv.make(layers, prefix, hidden, shape, arrange)
-        out = {f"{prefix}.{options.out_name}": hidden}
         self.out = layers.make(
-            out, heads * head_dim, bias=options.out_bias, fusion=Fusion.ADD, transposed=options.out_transposed
+            [part(f"{prefix}.{options.out_name}", hidden)],
+            head_rows(shape)[0],
+            split=Split.INPUTS,
+            bias=options.out_bias,
+            fusion=Fusion.ADD,
+            transposed=options.out_transposed,
         )
         if shape.rules.sinks is not None:
             layers.table.place(f"{prefix}.{options.sinks_name}", shape.rules.sinks, (heads,))

@@ -6,7 +6,7 @@ alternate, and while a product reads one, the next matrix is copied to the other
 same address in every step, so that CUDA graphs work.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.errors import LoadError
 
 BUFFERS = 2
+ALIGNMENT = 256  # bytes, of each tensor in a buffer
 
 
 def share_of_layers(
@@ -59,12 +60,19 @@ def describe_experts(table: WeightTable) -> list[str]:
 
 @dataclass(slots=True)
 class OffloadedMatrix:
-    """One matrix: its host memory and its buffer on the GPU."""
+    """The tensors of one matrix: their host memory, and their buffers on the GPU, which are of the same shapes."""
 
     linear: Linear
-    host: Tensor
-    buffer: Tensor  # of the same shape
+    tensors: list[tuple[Tensor, Tensor]]  # host and buffer of each
     copied: torch.cuda.Event | None
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(host.nbytes for host, _ in self.tensors)
+
+    def copy(self) -> None:
+        for host, buffer in self.tensors:
+            buffer.copy_(host, non_blocking=self.copied is not None)
 
 
 class HostWeights:
@@ -73,27 +81,27 @@ class HostWeights:
     def __init__(self, linears: Sequence[Linear], table: WeightTable) -> None:
         """Call it after loading, before other code uses `linears`. At least one matrix has to be in host memory."""
         host_ids = {id(weight) for weight in table.matrices_on_host}
-        found = [
-            (linear, name, tensor)
-            for linear in linears
-            for name, tensor in linear.method.tensors().items()
-            if id(tensor) in host_ids
-        ]
-        on_gpu, most = table.device.type == "cuda", max(host.nbytes for _, _, host in found)
+        tensors = [(linear, linear.method.tensors()) for linear in linears]
+        found = [(linear, own) for linear, own in tensors if any(id(one) in host_ids for one in own.values())]
+        on_gpu, most = table.device.type == "cuda", max(_aligned_bytes(own) for _, own in found)
         memory = [torch.empty(most, dtype=torch.uint8, device=table.device) for _ in range(BUFFERS)]
         self._stream = torch.cuda.Stream(table.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._first, self._matrices = linears[0], list[OffloadedMatrix]()
-        for i, (linear, name, host) in enumerate(found):
-            buffer = memory[i % BUFFERS][: host.nbytes].view(host.dtype).view(host.shape)
+        for i, (linear, own) in enumerate(found):
             event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-            self._matrices.append(OffloadedMatrix(linear, host, buffer, event))
-            linear.method.replace(name, buffer)
+            matrix, start = OffloadedMatrix(linear, [], event), 0
+            for name, host in own.items():
+                buffer = memory[i % BUFFERS][start : start + host.nbytes].view(host.dtype).view(host.shape)
+                matrix.tensors.append((host, buffer))
+                linear.method.replace(name, buffer)
+                start += _aligned(host.nbytes)
+            self._matrices.append(matrix)
 
     def __str__(self) -> str:
-        size, each = sum(matrix.host.nbytes for matrix in self._matrices), max(s.buffer.nbytes for s in self._matrices)
+        sizes = [matrix.size_bytes for matrix in self._matrices]
         return (
-            f"weights in host memory: {size / GIB:.2f} GiB, copied up in every step through {BUFFERS} buffers of "
-            f"{each / (1 << 20):.1f} MiB"
+            f"weights in host memory: {sum(sizes) / GIB:.2f} GiB, copied up in every step through {BUFFERS} buffers of "
+            f"{max(sizes) / (1 << 20):.1f} MiB"
         )
 
     def install(self) -> None:
@@ -130,9 +138,17 @@ class HostWeights:
         """Copies a matrix to its buffer after the kernels launched so far, which include the buffer's last reader."""
         matrix = self._matrices[i]
         if self._stream is None or matrix.copied is None:
-            matrix.buffer.copy_(matrix.host)
+            matrix.copy()
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            matrix.buffer.copy_(matrix.host, non_blocking=True)
+            matrix.copy()
             matrix.copied.record(self._stream)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _aligned_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(_aligned(one.nbytes) for one in tensors.values())

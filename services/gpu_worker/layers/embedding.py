@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
+from blockyard.services.gpu_worker.loading.linear_spec import Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 HEAD = "lm_head"
@@ -19,8 +20,8 @@ class TokenEmbedding:
         """factor: of the embeddings, not of the output matrix that shares their weight. project: from `width` to the
         hidden size; None: both are the same."""
         self._name = f"{name}.weight"
-        self.weight = layers.table.matrix(self._name, vocab_size, width)
-        self._factor, self._project = factor, project
+        self.weight = layers.plain(part(name, vocab_size), width, split=Split.OUTPUTS)
+        self._vocab_size, self._factor, self._project = vocab_size, factor, project
 
     def linears(self) -> list[Linear]:
         return [] if self._project is None else [self._project]
@@ -33,10 +34,9 @@ class TokenEmbedding:
 
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
         """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it."""
-        vocab_size, width = self.weight.shape
         if not tied:
-            return layers.make({name: vocab_size}, width, bias=bias)
-        linear = dense_linear(self.weight)
+            return layers.make([part(name, self._vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
+        linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS)
         layers.table.tie(f"{name}.weight", self._name, lambda own: linear.method.replace("weight", own))
         return linear
 

@@ -8,8 +8,7 @@ time. Measured in all three layouts, on one thread and on two, the bits of a row
 group. Without the copy they did, because the alignment differed.
 """
 
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,26 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.linear_method import (
-    LinearMethod,
-    LinearSpec,
-    UnquantizedLinear,
-    pick_linear_method,
-)
-from blockyard.services.gpu_worker.loading.weights import Arrange, WeightTable
+from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, MatrixPart, Rows, Split, part
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.registry import find_format
 
 GROUP = 16  # rows of each batch-invariant product
+OF_SUMS = (Fusion.ADD, Fusion.GATED_ADD)
 
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
-
-
-class Fusion(Enum):
-    """The operations before and after a linear layer that one kernel can compute together with it."""
-
-    NONE = "none"
-    NORM = "norm"  # RMSNorm of the input
-    ADD = "add"  # addition of the result to the residual
-    GATED_ADD = "gated_add"  # silu(gate) * up of the input, and addition of the result to the residual
 
 
 class FusedProduct(Protocol):
@@ -52,15 +41,47 @@ class FusedProduct(Protocol):
 class Linear:
     """A matrix product with optional bias: x [rows, in] -> [rows, out]."""
 
-    __slots__ = ("_default", "_fused", "_products", "fusion", "is_batch_invariant", "method", "shape")
+    __slots__ = (
+        "_default",
+        "_fused",
+        "_products",
+        "_wrappers",
+        "fusion",
+        "is_batch_invariant",
+        "is_partial",
+        "method",
+        "spec",
+    )
 
-    def __init__(self, method: LinearMethod, shape: tuple[int, int], fusion: Fusion = Fusion.NONE) -> None:
-        """shape: numbers of input and output features."""
-        self.method, self.shape, self.fusion = method, shape, fusion
+    def __init__(
+        self, method: LinearMethod, spec: LinearSpec, fusion: Fusion = Fusion.NONE, *, is_partial: bool = False
+    ) -> None:
+        """fusion: see `ask_fusion`. is_partial: the product of a rank is one of several that are added."""
+        self.method, self.spec, self.is_partial = method, spec, is_partial
         self.is_batch_invariant = False
         self._products: Mapping[int, Product] = {}
         self._fused: Mapping[int, FusedProduct] = {}
+        self._wrappers: list[Callable[[Product], Product]] = []
         self._default: Product = method.apply
+        self.fusion = Fusion.NONE
+        self.ask_fusion(fusion)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of input and output features, of this rank."""
+        return self.method.shape
+
+    def ask_fusion(self, fusion: Fusion) -> None:
+        """Lets kernels compute the product together with what is around it. Call it before kernels are picked.
+
+        Only what the method grants, and no sum with a partial product: it has to be added to the others first.
+        """
+        granted = fusion in self.method.fusions and not (self.is_partial and fusion in OF_SUMS)
+        self.fusion = fusion if granted and not self._wrappers else Fusion.NONE
+
+    def disable_fusion(self) -> None:
+        """Forbids fused kernels for this layer. Call it before kernels are picked."""
+        self.fusion = Fusion.NONE
 
     def prepare(self) -> None:
         """Repacks the weight. Called once, after the weights are loaded."""
@@ -73,19 +94,25 @@ class Linear:
         fused: Mapping[int, FusedProduct] | None = None,
     ) -> None:
         """Installs kernels by number of rows. `default` is used for all other numbers; None keeps the current one."""
-        self._products, self._fused = products, fused or {}
+        self._products = {rows: self._wrapped(product) for rows, product in products.items()}
+        self._fused = {} if self._wrappers else fused or {}
         if default is not None:
-            self._default = default
+            self._default = self._wrapped(default)
+
+    def _wrapped(self, product: Product) -> Product:
+        for wrapper in self._wrappers:
+            product = wrapper(product)
+        return product
 
     def wrap(self, wrapper: Callable[[Product], Product]) -> None:
-        """Replaces each product by `wrapper(product)`. Removes fused kernels, because `wrapper` cannot wrap them."""
-        self._fused = {}
+        """Replaces each product by `wrapper(product)`, also of kernels that are installed later.
+
+        There are no fused kernels from here on, because `wrapper` cannot wrap them.
+        """
+        self.fusion, self._fused = Fusion.NONE, {}
         self._products = {rows: wrapper(product) for rows, product in self._products.items()}
         self._default = wrapper(self._default)
-
-    def disable_fusion(self) -> None:
-        """Forbids fused kernels for this layer. Call it before kernels are picked."""
-        self.fusion = Fusion.NONE
+        self._wrappers.append(wrapper)
 
     def make_batch_invariant(self, product: Product | None = None) -> None:
         """Makes the result of each row independent of the other rows, to the last bit.
@@ -107,42 +134,59 @@ class Linear:
 
 
 class LinearLayers:
-    """Makes the linear layers of one model, with the quantization method of config.json."""
+    """Makes what multiplies in one model. Weights are stored in the format of config.json."""
 
     def __init__(self, table: WeightTable, config: Mapping[str, Any]) -> None:
-        self.table, self._config = table, config
+        """Raises ConfigError for an unknown format."""
+        self.table, self._format = table, find_format(config)
 
     def make(
         self,
-        outputs: Mapping[str, int],
-        in_features: int,
+        parts: Sequence[MatrixPart],
+        inputs: int | Rows,
         *,
+        split: Split = Split.NONE,
         bias: bool = False,
-        arrange: Mapping[str, Arrange] | None = None,
         fusion: Fusion = Fusion.NONE,
         transposed: bool = False,
-        stored_rows: Mapping[str, int] | None = None,
     ) -> Linear:
-        """Makes one layer from checkpoint matrices with the same input. outputs: output features by name, in order.
+        """Makes one layer from checkpoint matrices with the same input, in the order of their output features.
 
-        transposed: checkpoints have [in, out], as layers that they call Conv1D. stored_rows: of matrices by name, of
-        which `arrange` makes more output features than checkpoints have.
+        inputs: features, or how they are divided. transposed: checkpoints have [in, out], as layers that they call
+        Conv1D.
         """
-        spec = LinearSpec(
-            outputs=outputs,
-            in_features=in_features,
-            bias=bias,
-            arrange=arrange or {},
-            transposed=transposed,
-            stored_rows=stored_rows or {},
-        )
-        method = pick_linear_method(self._config, spec)(self.table, spec)
-        return Linear(method, (in_features, spec.out_features), fusion)
+        spec = make_spec(parts, inputs, split=split, bias=bias, transposed=transposed)
+        is_partial = split is Split.INPUTS and self.table.shard.size > 1
+        return Linear(self._format.linear(self.table, spec), spec, fusion, is_partial=is_partial)
+
+    def experts(self, spec: ExpertSpec) -> ExpertMethod:
+        """Makes one product of all experts of a layer."""
+        return self._format.experts(self.table, spec)
+
+    def plain(
+        self, one: MatrixPart, inputs: int, *, split: Split = Split.NONE, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Makes a matrix [out, in] that is needed as numbers, however it is stored. dtype: None for the model's."""
+        return self._format.plain(self.table, make_spec([one], inputs, split=split), dtype or self.table.dtype)
 
 
-def dense_linear(weight: Tensor, bias: Tensor | None = None, fusion: Fusion = Fusion.NONE) -> Linear:
-    """Makes a linear layer from a tensor [out, in], for example a tied embedding."""
-    return Linear(UnquantizedLinear(weight, bias), (weight.shape[1], weight.shape[0]), fusion)
+def make_spec(parts: Sequence[MatrixPart], inputs: int | Rows, **others: Any) -> LinearSpec:
+    """inputs: features, which are divided one by one, or how they are divided."""
+    return LinearSpec(parts=tuple(parts), inputs=inputs if isinstance(inputs, Rows) else Rows(inputs, inputs), **others)
+
+
+def dense_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    fusion: Fusion = Fusion.NONE,
+    *,
+    name: str = "",
+    split: Split = Split.NONE,
+) -> Linear:
+    """Makes a linear layer from a tensor [out, in], for example a tied embedding. name: of it in a checkpoint."""
+    out_features, in_features = weight.shape
+    spec = make_spec([part(name, out_features)], in_features, bias=bias is not None, split=split)
+    return Linear(UnquantizedLinear(weight, bias), spec, fusion)
 
 
 def in_groups(product: Product) -> Product:

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart, Rows, Split, part
+from blockyard.services.gpu_worker.quantization.method import Fusion
 
 
 class FeedForward(Protocol):
@@ -49,12 +51,13 @@ class GatedMLP:
     ) -> None:
         """activation: a key of `ACTIVATIONS`. joined: the checkpoint has gate and up as one tensor of this name."""
         self._ops, self._activation = find_ops(layers.table.device), activation
-        outputs = {f"{prefix}.gate_proj": inner, f"{prefix}.up_proj": inner}
+        parts = [part(f"{prefix}.gate_proj", inner), part(f"{prefix}.up_proj", inner)]
         if joined is not None:
-            outputs = {f"{prefix}.{joined}": 2 * inner}
-        self.gate_up = layers.make(outputs, hidden, bias=bias, fusion=Fusion.NORM)
+            parts = [MatrixPart(name=f"{prefix}.{joined}", rows=(Rows(inner, inner), Rows(inner, inner)))]
+        self.gate_up = layers.make(parts, hidden, split=Split.OUTPUTS, bias=bias, fusion=Fusion.NORM)
         fusion = Fusion.GATED_ADD if activation == "silu" else Fusion.ADD  # fused kernels support only silu
-        self.down = layers.make({f"{prefix}.down_proj": hidden}, inner, bias=bias, fusion=fusion)
+        down = [part(f"{prefix}.down_proj", hidden)]
+        self.down = layers.make(down, inner, split=Split.INPUTS, bias=bias, fusion=fusion)
 
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]
@@ -89,8 +92,9 @@ class MLP:
         """up, down: names of the matrices in checkpoints. activation: a key of `ACTIVATIONS`. transposed: stored as
         [in, out]."""
         self._ops, self._activate = find_ops(layers.table.device), ACTIVATIONS[activation]
-        self.up = layers.make({up: inner}, hidden, bias=bias, fusion=Fusion.NORM, transposed=transposed)
-        self.down = layers.make({down: hidden}, inner, bias=bias, fusion=Fusion.ADD, transposed=transposed)
+        first, last, both = [part(up, inner)], [part(down, hidden)], {"bias": bias, "transposed": transposed}
+        self.up = layers.make(first, hidden, split=Split.OUTPUTS, fusion=Fusion.NORM, **both)
+        self.down = layers.make(last, inner, split=Split.INPUTS, fusion=Fusion.ADD, **both)
 
     def linears(self) -> list[Linear]:
         return [self.up, self.down]

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.loading.weights import Arrange, WeightTable
+from blockyard.services.gpu_worker.loading.linear_spec import Arrange
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
 class Norm(Protocol):

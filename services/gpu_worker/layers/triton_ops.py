@@ -11,8 +11,9 @@ from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.norm_heads import norm_heads
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.rotate_halves import rotate_halves
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.quantization.method import Fusion
 
 
 class TritonOps:

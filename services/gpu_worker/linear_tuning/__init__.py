@@ -6,8 +6,9 @@
   configs in the same file.
 - `idle_tuning.IdleTuning` runs the tuner a few milliseconds at a time while the worker has no step to run.
 - `kernel_configs` lists the candidates, compares timings, and reads and writes the cache file.
-- `timing.LinearTimer` times GEMMs in CUDA graphs. `products.Products` makes the callable of a kernel config: cuBLAS,
-  the skinny GEMM for few rows (`linear_skinny`) or the stream-K GEMM (`linear_stream_k`).
+- `timing.LinearTimer` times GEMMs in CUDA graphs. `products.Products` makes the callable of a kernel config: the
+  product of the layer's method (cuBLAS), the skinny GEMM for few rows (`linear_skinny`) or the stream-K GEMM
+  (`linear_stream_k`). It has a class with the kernels of each form of weights; tuner and timer read no weight.
 
 Types to know: `KernelConfig` describes how one GEMM is computed, `LinearShape` the layers of one shape, and
 `TunedConfig` holds the measured kernel configs of a model for one number of rows.

@@ -57,7 +57,7 @@ class ExpertTuner:
         infinite if the config cannot be compiled."""
         layers = self._groups[shape]
         share = 1 - (1 - shape.top_k / shape.num_experts) ** rows  # of weights that are read on average
-        read_bytes = share * 1.5 * layers[0].weight().nbytes  # the second product has half as many as the first
+        read_bytes = share * layers[0].size_bytes
         some = layers[: max(math.ceil(WEIGHT_BYTES / max(read_bytes, 1)), 2)]
         step = _step(config, some, _inputs(layers[0], rows))
         try:
@@ -82,9 +82,9 @@ def fastest(times: Mapping[ExpertConfig, float]) -> ExpertConfig:
 
 def _inputs(layer: GroupedExperts, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random rows, and for each the experts of even routing with equal weights."""
-    shape, device = layer.shape, layer.weight().device
+    shape, device = layer.shape, layer.device
     random = torch.Generator(device).manual_seed(rows)
-    x = torch.randn(rows, shape.hidden, generator=random, device=device).to(layer.weight().dtype)
+    x = torch.randn(rows, shape.hidden, generator=random, device=device).to(layer.dtype)
     scores = torch.rand(rows, shape.num_experts, generator=random, device=device)
     experts = scores.topk(shape.top_k).indices.int()
     return x, experts, torch.full((rows, shape.top_k), 1 / shape.top_k, device=device)

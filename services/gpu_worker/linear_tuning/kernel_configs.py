@@ -71,11 +71,12 @@ class LinearShape(msgspec.Struct, frozen=True, order=True):
     in_features: int
     out_features: int
     count: int
+    form: str = "dense"  # of their weights, see `LinearMethod`
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """The layer's `Linear.shape`."""
-        return self.in_features, self.out_features
+    def kind(self) -> tuple[str | None, tuple[int, int]]:
+        """The form of the weight and `Linear.shape`."""
+        return self.form, (self.in_features, self.out_features)
 
 
 class TunedConfig(msgspec.Struct, frozen=True):
@@ -152,6 +153,7 @@ class DefaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     out_features: int
     rows: int
     config: KernelConfig
+    form: str = "dense"
 
 
 def read_defaults(path: Path = DEFAULTS) -> list[DefaultConfig]:
@@ -174,7 +176,8 @@ def default_config(
             + abs(math.log(one.rows / rows))
         )
 
-    nearest = min((one for one in measured if (one.rows > 1) == (rows > 1)), key=distance, default=None)
+    alike = (one for one in measured if (one.rows > 1) == (rows > 1) and one.form == layer.form)
+    nearest = min(alike, key=distance, default=None)
     if nearest is None:
         return CUBLAS
     same = [config for config in possible if _unsplit(config) == _unsplit(nearest.config)]

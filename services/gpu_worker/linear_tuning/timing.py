@@ -12,9 +12,10 @@ from torch import Tensor
 
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
-from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
+from blockyard.services.gpu_worker.linear_tuning.products import Products
+from blockyard.services.gpu_worker.quantization.method import Fusion
 
 WEIGHT_BYTES = 400 << 20  # of different weights in one measurement; several times the L2 cache
 LAUNCHES = 4  # fewest GEMMs in one measurement
@@ -26,15 +27,22 @@ EXCERPT_REPEATS = 6
 class LinearTimer:
     """Times the linear layers of one model: `linears`, in the model's order. `layers` has each of their shapes once."""
 
-    def __init__(self, linears: Sequence[Linear], layers: Sequence[LinearShape], products: Products) -> None:
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        layers: Sequence[LinearShape],
+        products: Products,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """dtype: of the activations."""
         self._linears, self._layers, self._products = linears, layers, products
-        weight = dense_weight(linears[0]).weight
-        self._device, self._dtype = weight.device, weight.dtype
+        self._device, self._dtype = device, dtype
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
     def seconds(self, config: KernelConfig, group: Sequence[Linear], rows: int) -> float:
         """Seconds of one GEMM with its norm, as the mean over `group`, layers of one shape."""
-        some = group[: max(WEIGHT_BYTES // dense_weight(group[0]).weight.nbytes, 1)]
+        some = group[: max(WEIGHT_BYTES // group[0].method.size_bytes, 1)]
         order = [(config, linear) for linear in some] * -(-LAUNCHES // len(some))
         return replay_seconds(self._step(order, rows)) / len(order)
 
@@ -48,8 +56,8 @@ class LinearTimer:
 
     def order(self, configs: Sequence[KernelConfig]) -> list[tuple[KernelConfig, Linear]]:
         """Each layer with the kernel config of its shape, in the model's order."""
-        by_shape = dict(zip((layer.shape for layer in self._layers), configs, strict=True))
-        return [(by_shape[linear.shape], linear) for linear in self._linears]
+        by_kind = dict(zip((layer.kind for layer in self._layers), configs, strict=True))
+        return [(by_kind[kind_of(linear)], linear) for linear in self._linears]
 
     def _step(self, order: Sequence[tuple[KernelConfig, Linear]], rows: int, norms: bool = True) -> Callable[[], None]:
         """A callable that launches these GEMMs, with a norm before each if `norms`."""
@@ -86,6 +94,11 @@ class LinearTimer:
     def free_inputs(self) -> None:
         """Frees the inputs of the measurements."""
         self._inputs.clear()
+
+
+def kind_of(linear: Linear) -> tuple[str | None, tuple[int, int]]:
+    """As `LinearShape.kind`."""
+    return linear.method.form, linear.shape
 
 
 def replay_seconds(step: Callable[[], None], repeats: int = REPEATS) -> float:

@@ -16,53 +16,57 @@ import torch
 import triton
 from triton.errors import TritonError
 
-from blockyard.kernels.layers.linear_stream_k import ALIGNMENT
 from blockyard.services.gpu_worker.cores import compile_threads
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Fusion, Linear, Product, dense_linear, in_groups
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product
 from blockyard.services.gpu_worker.layers.moe.expert_configs import TUNED_PREFILL_ROWS, ExpertConfig
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.expert_tuner import ExpertTuner
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
-from blockyard.services.gpu_worker.linear_tuning.products import Products, dense_weight
-from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer
+from blockyard.services.gpu_worker.linear_tuning.products import Products
+from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer, kind_of
+from blockyard.services.gpu_worker.quantization.method import Fusion
 
 log = logging.getLogger(__name__)
 
 ROUNDS = 2  # timings of all linear layers for each set of kernel configs
 COMPILERS = 16  # threads, at most
 
-Binary = tuple[KernelConfig, int, Fusion]  # identifies a compiled kernel, see `_binary`
+Binary = tuple[KernelConfig, int, Fusion, str]  # identifies a compiled kernel, see `_binary`
 
 
 class Tuner:
     """Owns the kernel configs of the linear layers of one model, for each number of rows.
 
-    A layer without a `dense_weight` keeps the product of its `LinearMethod`, in a batch-invariant model in groups of
+    A layer of a form without kernels keeps the product of its `LinearMethod`, in a batch-invariant model in groups of
     rows.
     """
 
-    def __init__(self, linears: Sequence[Linear], experts: Sequence[ExpertProducts] = ()) -> None:
-        """experts: mixtures of the model's layers, whose products are measured for the same numbers of rows."""
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        experts: Sequence[ExpertProducts] = (),
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """experts: mixtures of the model's layers, whose products are measured for the same numbers of rows. dtype: of
+        the activations."""
         self._experts = ExpertTuner([one for one in experts if isinstance(one, GroupedExperts)])
-        self._linears = [linear for linear in linears if linear.method.dense_weight() is not None]
-        self._others = [linear for linear in linears if linear.method.dense_weight() is None]
-        weights = [dense_weight(linear).weight for linear in self._linears]
-        self._device, self._dtype = weights[0].device, weights[0].dtype
-        groups: dict[tuple[int, int], list[Linear]] = {}
+        properties = torch.cuda.get_device_properties(device)
+        self.products = Products(device, dtype, properties.multi_processor_count)
+        self._all, self._linears = linears, [linear for linear in linears if self.products.knows(linear)]
+        groups: dict[tuple[str | None, tuple[int, int]], list[Linear]] = {}
         for linear in self._linears:
-            groups.setdefault(linear.shape, []).append(linear)
+            groups.setdefault(kind_of(linear), []).append(linear)
         self.groups = list(groups.values())
-        self.layers = [LinearShape(*group[0].shape, len(group)) for group in self.groups]
-        properties = torch.cuda.get_device_properties(self._device)
-        self._processors: int = properties.multi_processor_count
-        self.products = Products(self._device)
-        self.timer = LinearTimer(self._linears, self.layers, self.products)
+        self.layers = [LinearShape(*shape, len(group), form or "") for (form, shape), group in groups.items()]
+        self.timer = LinearTimer(self._linears, self.layers, self.products, device, dtype)
         self._name: str = properties.name
         self._failed: set[Binary] = set()  # failed to compile, for example for lack of shared memory
         self._tried: set[Binary] = set()  # compiled, or failed to
-        self._dtype_name = str(self._dtype).removeprefix("torch.")
+        self._dtype_name = str(dtype).removeprefix("torch.")
         self._cache_path = self._path()
         self._configs: dict[int, list[KernelConfig]] = {}
         self._expert_configs: dict[int, list[ExpertConfig]] = {}
@@ -159,13 +163,10 @@ class Tuner:
 
     def make_batch_invariant(self) -> str:
         """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
-        for layer, group in zip(self.layers, self.groups, strict=True):
-            config = kernel_configs.batch_invariant_config(layer, self._dtype.itemsize, self._processors)
-            for linear in group:
-                product = self.products.of(config, linear)
-                linear.make_batch_invariant(in_groups(product) if config == CUBLAS else product)
-        for linear in self._others:
-            linear.make_batch_invariant()
+        found = {layer.kind: self.products.forms[layer.form].batch_invariant(layer) for layer in self.layers}
+        for linear in self._all:
+            config = found.get(kind_of(linear), CUBLAS)
+            linear.make_batch_invariant(None if config == CUBLAS else self.products.of(config, linear))
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
     def _path(self, folder: Path | None = None) -> Path:
@@ -175,10 +176,8 @@ class Tuner:
 
     def _candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
         group = self.groups[self.layers.index(layer)]
-        if any(dense_weight(linear).weight.data_ptr() % ALIGNMENT for linear in group):
-            return []
-        configs = kernel_configs.candidates(layer, rows, self._dtype.itemsize, self._processors)
-        return [config for config in configs if _binary(config, rows, group[0]) not in self._failed]
+        configs = self.products.forms[layer.form].candidates(layer, rows, group)
+        return [config for config in configs if _binary(config, rows, layer, group[0]) not in self._failed]
 
     def compile(self, sizes: Sequence[int]) -> None:
         """Compiles the candidates in threads of this process. Later measurements skip candidates that fail."""
@@ -190,21 +189,18 @@ class Tuner:
 
     def _binaries(self, sizes: Sequence[int]) -> set[Binary]:
         return {
-            _binary(config, rows, group[0])
+            _binary(config, rows, layer, group[0])
             for rows in sizes
             for layer, group in zip(self.layers, self.groups, strict=True)
             for config in self._candidates(layer, rows)
         }
 
     def _compiles(self, binary: Binary) -> bool:
-        config, rows, fusion = binary
-        size = max(config.in_tile * config.stages, 256) if config.kernel == "skinny" else 256
+        config, rows, fusion, form = binary
         with torch.inference_mode():
-            for bias in {dense_weight(linear).bias is not None for linear in self._linears}:
-                weight = torch.zeros(256, size, dtype=self._dtype, device=self._device)
-                vector = torch.zeros(256, dtype=self._dtype, device=self._device) if bias else None
+            for bias in {linear.spec.bias for linear in self._linears}:
                 try:
-                    self.timer.call(config, dense_linear(weight, vector, fusion), rows)()
+                    self.timer.call(config, self.products.forms[form].example(config, bias, fusion), rows)()
                 except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
                     log.debug("%s: %s", config, e)
                     return False
@@ -260,9 +256,9 @@ class Tuner:
             (self.timer.excerpt_seconds(configs, rows), i, configs) for i, configs in enumerate(starts)
         )[::2]
         yield
-        shapes = {linear.shape for linear in self._linears[:EXCERPT]}  # a change of any other shape would measure noise
+        kinds = {kind_of(linear) for linear in self._linears[:EXCERPT]}  # a change of any other would measure noise
         for i, (layer, some) in enumerate(zip(self.layers, times, strict=True)):
-            for config in kernel_configs.next_best(some, configs[i]) if layer.shape in shapes else []:
+            for config in kernel_configs.next_best(some, configs[i]) if layer.kind in kinds else []:
                 others = [*configs[:i], config, *configs[i + 1 :]]
                 seconds = self.timer.excerpt_seconds(others, rows)
                 yield
@@ -284,7 +280,7 @@ class Tuner:
         self._experts.install(self._expert_configs)
 
 
-def _binary(config: KernelConfig, rows: int, linear: Linear) -> Binary:
+def _binary(config: KernelConfig, rows: int, layer: LinearShape, linear: Linear) -> Binary:
     """The key of a compiled kernel. It ignores `split`, and rows and fusion except for the skinny kernel."""
-    few = config.kernel == "skinny"
-    return msgspec.structs.replace(config, split=1), rows if few else 1, linear.fusion if few else Fusion.NONE
+    few, whole = config.kernel == "skinny", msgspec.structs.replace(config, split=1)
+    return whole, rows if few else 1, linear.fusion if few else Fusion.NONE, layer.form

@@ -1,6 +1,7 @@
 """Reads a model folder: config.json and the weights. Also frees and restores weights for sleep mode.
 
 - `weights.WeightTable`: where each tensor of the checkpoint goes. Layers declare their weights in it.
+- `linear_spec`: the parts of a layer's matrices, and which rows or columns of them a rank has.
 - `hf_config`: reads config.json and generation_config.json.
 - `checkpoint.load` fills the table from safetensors or torch files, on a GPU with the threads of `parallel_load`.
 - `checkpoint_check`: compares names, shapes and free memory with the checkpoint before memory is allocated.

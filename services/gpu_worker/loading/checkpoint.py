@@ -82,14 +82,16 @@ def _elapsed(table: WeightTable, start: float) -> float:
 def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool = False) -> None:
     """Seeded small random values; norm weights and factors are 1, and routers choose evenly unless `skewed`.
 
-    Integers stay as the model has made them.
+    What a quantization format stores fills itself. Other integers stay as the model has made them.
     """
     generator = torch.Generator(table.device).manual_seed(seed)
     has_large_embedding = dummy_routers.wants_large_embedding(table.places)
     for i, (name, place) in enumerate(table.places.items()):
-        if not place.target.is_floating_point():
+        if place.fill is not None:
+            place.fill(place.target, generator)
+        elif not place.target.is_floating_point():
             continue
-        if name.endswith(_FACTORS) and (len(place.shape) == 1 or "norm" in name):
+        elif name.endswith(_FACTORS) and (len(place.shape) == 1 or "norm" in name):
             place.target.fill_(1.0)
         elif dummy_routers.is_choice_bias(name):
             place.target.zero_()

@@ -32,11 +32,9 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
         table.check_complete()
         return
     stored = sum(file.stat().st_size for file in files)
-    if table.size_bytes // table.dtype.itemsize > stored:
-        raise LoadError(
-            f"config.json means {table.size_bytes // table.dtype.itemsize} weights, more than the {stored} bytes in "
-            f"{folder} can hold"
-        )
+    wanted = sum(math.prod(place.shape) for place in table.places.values())  # a number takes a byte or more
+    if wanted > stored:
+        raise LoadError(f"config.json means {wanted} weights, more than the {stored} bytes in {folder} can hold")
 
 
 def check_memory(

@@ -11,6 +11,7 @@ from blockyard.shared.config import model_bounds
 from blockyard.shared.config.checkpoint import read_json
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import merge_patch
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -33,7 +34,7 @@ def read_config(folder: Path, overrides: str = "{}", note: Callable[[str], None]
         raise ConfigError(f"config overrides {overrides!r}: {e}") from e
     config = text_part(config)
     if isinstance(patch.get("text_config"), dict):
-        patch = _merge(patch.pop("text_config"), patch)
+        patch = merge_patch(patch.pop("text_config"), patch)
     _settle_rope(config, note)
     _spell_rope(patch)
     if "rope_parameters" in config and patch.keys() & {"rope_scaling", "rope_theta"}:
@@ -41,7 +42,7 @@ def read_config(folder: Path, overrides: str = "{}", note: Callable[[str], None]
     for whole in ("rope_scaling", "rope_parameters"):  # replaced, not merged: RoPE types have different keys
         if isinstance(patch.get(whole), dict):
             config.pop(whole, None)
-    merged = _merge(config, patch)
+    merged = merge_patch(config, patch)
     if "num_hidden_layers" in patch:
         _cut_layers(merged, patch, note)
     names = merged.get("architectures")
@@ -152,15 +153,3 @@ def _cut_layers(config: dict[str, Any], patch: dict[str, Any], note: Callable[[s
         config[key] = config[key][:count]
     if cut:
         note(f"config.json: {', '.join(cut)} {'are' if len(cut) > 1 else 'is'} cut to the first {count} layers")
-
-
-def _merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in patch.items():
-        if value is None:
-            merged.pop(key, None)
-        elif isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value)
-        else:
-            merged[key] = value
-    return merged

@@ -1,17 +1,19 @@
 """The places of a model's weights under the names of the checkpoint, and which are loaded."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, LayerLoad
+from blockyard.services.gpu_worker.loading.linear_spec import WHOLE, Arrange, Shard
 from blockyard.shared.errors import LoadError
 
-Arrange = Callable[[Tensor], Tensor]
 Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkpoint has
+Fill = Callable[[Tensor, torch.Generator], None]  # writes dummy values to the target
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HOST_SLACK = 0.5  # bytes; rounding of a share
@@ -48,6 +50,7 @@ class WeightPlace:
     arrange: Arrange | None
     stored: frozenset[torch.dtype]  # dtypes that the checkpoint may have; they are converted to the target's
     write: Write | None  # writes a stored weight to the target; None: copies it
+    fill: Fill | None  # makes dummy weights; None: small random numbers, or by the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +58,18 @@ class TiedWeight:
     """A weight that is another one, `source`, unless the checkpoint has its own."""
 
     source: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     use_own: Callable[[Tensor], None]
 
 
 class WeightTable:
     """A model allocates its parameters here, each under the names that checkpoints use."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, host_share: HostShare = ALL_ON_DEVICE) -> None:
-        """host_share: of the layers' weights, spread over the layers."""
-        self.dtype, self.device = dtype, device
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, host_share: HostShare = ALL_ON_DEVICE, shard: Shard = WHOLE
+    ) -> None:
+        """host_share: of the layers' weights, spread over the layers. shard: the rank whose share of them is loaded."""
+        self.dtype, self.device, self.shard = dtype, device, shard
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
         self.matrices_on_host: list[Tensor] = []
         self.experts_on_host: list[Tensor] = []
@@ -99,13 +104,17 @@ class WeightTable:
         arrange: Arrange | None = None,
         stored: frozenset[torch.dtype] = FLOATS,
         write: Write | None = None,
+        *,
+        cut: Arrange | None = None,
+        fill: Fill | None = None,
     ) -> None:
         """A checkpoint's `name` of `shape` goes to `target`, rows rearranged; a smaller shape is repeated.
 
         stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs. write:
-        writes to the target what a copy would first make in a second place, as `arrange` does.
+        writes to the target what a copy would first make in a second place, as `arrange` does. cut: takes the share of
+        `shard` of what is rearranged. fill: see `WeightPlace`.
         """
-        self.places[name] = WeightPlace(target, shape, arrange, stored, write)
+        self.places[name] = WeightPlace(target, shape, after(arrange, cut), stored, write, fill)
 
     def place_whole(self, name: str, place: WeightPlace, parts: Sequence[str]) -> None:
         """A checkpoint may have one weight `name` in place of all `parts`, which have places of their own."""
@@ -131,8 +140,7 @@ class WeightTable:
 
         use_own: is given these values. A checkpoint that has `name` alone has `source` by that name.
         """
-        rows, columns = self.places[source].shape
-        self._tied[name] = TiedWeight(source, (rows, columns), use_own)
+        self._tied[name] = TiedWeight(source, self.places[source].shape, use_own)
 
     def _settle_tied(self, name: str, tied: TiedWeight) -> None:
         """Decides which values a tied weight has that the checkpoint has, too."""
@@ -173,64 +181,40 @@ class WeightTable:
         self.scalars[name] = target
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        target = self._matrix(name, rows, columns)
+        target = self.empty(rows, columns)
         self.place(name, target, (rows, columns))
         return target
 
-    def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def layer_memory(self, name: str, *wanted: Kind) -> list[Tensor]:
+        """Memory of all tensors of a matrix, together on the device or, as the host's share says, pinned in the host's.
+
+        name: of the matrix in the checkpoint. Those outside of the layers are on the device.
+        """
         if ".layers." not in name and ".h." not in name:  # GPT-2's name of it
-            return self.empty(rows, columns)
-        self.matrix_bytes += rows * columns * self.dtype.itemsize
-        return self._within(self._host_share.matrices * self.matrix_bytes, self.matrices_on_host, rows, columns)
+            return [self.empty(*shape, dtype=dtype) for shape, dtype in wanted]
+        self.matrix_bytes += _size_bytes(wanted)
+        return self._within(self._host_share.matrices * self.matrix_bytes, self.matrices_on_host, wanted)
 
-    def experts(self, num_experts: int, rows: int, columns: int) -> Tensor:
-        """Memory for one matrix of each expert of a layer: on the device or, as the host's share says, pinned."""
-        self.expert_bytes += num_experts * rows * columns * self.dtype.itemsize
-        most = self._host_share.experts * self.expert_bytes
-        return self._within(most, self.experts_on_host, num_experts, rows, columns)
+    def expert_memory(self, *wanted: Kind) -> list[Tensor]:
+        """As `layer_memory`, of the matrices of all experts of a layer."""
+        self.expert_bytes += _size_bytes(wanted)
+        return self._within(self._host_share.experts * self.expert_bytes, self.experts_on_host, wanted)
 
-    def _within(self, most_bytes: float, on_host: list[Tensor], *shape: int) -> Tensor:
+    def _within(self, most_bytes: float, on_host: list[Tensor], wanted: Sequence[Kind]) -> list[Tensor]:
         """Memory of the host, added to `on_host`, if that then has at most `most_bytes`; else memory of the device."""
-        size = math.prod(shape) * self.dtype.itemsize
+        size = _size_bytes(wanted)
         if sum(one.nbytes for one in on_host) + size > most_bytes + HOST_SLACK:
-            return self.empty(*shape)
+            return [self.empty(*shape, dtype=dtype) for shape, dtype in wanted]
         self.size_bytes += size
-        host = self.device if self.device.type == "meta" else torch.device("cpu")
-        on_host.append(torch.empty(shape, dtype=self.dtype, device=host, pin_memory=self.device.type == "cuda"))
-        return on_host[-1]
+        host, pinned = self.device if self.device.type == "meta" else torch.device("cpu"), self.device.type == "cuda"
+        made = [torch.empty(shape, dtype=dtype, device=host, pin_memory=pinned) for shape, dtype in wanted]
+        on_host += made
+        return made
 
     def vector(self, name: str, size: int) -> Tensor:
         target = self.empty(size)
         self.place(name, target, (size,))
         return target
-
-    def packed(
-        self,
-        outputs: Mapping[str, int],
-        columns: int,
-        bias: bool,
-        arrange: Mapping[str, Arrange],
-        transposed: bool = False,
-        stored_rows: Mapping[str, int] | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """One matrix (and bias) of several that share their input: `outputs` has their names and rows, in order.
-
-        transposed: checkpoints have the matrices as [columns, rows]. stored_rows: see `LinearLayers.make`.
-        """
-        total = sum(outputs.values())
-        weight, vector = self._matrix(next(iter(outputs)), total, columns), self.empty(total) if bias else None
-        start = 0
-        for name, count in outputs.items():
-            how = arrange.get(name)
-            part, stored = weight[start : start + count], (stored_rows or {}).get(name, count)
-            if transposed:
-                self.place(f"{name}.weight", part, (columns, stored), _after_transpose(how))
-            else:
-                self.place(f"{name}.weight", part, (stored, columns), how)
-            if vector is not None:
-                self.place(f"{name}.bias", vector[start : start + count], (stored,), how)
-            start += count
-        return weight, vector
 
     def expert_load(self, num_experts: int) -> LayerLoad | None:
         """Where the products of the next layer with experts count how often each is chosen. None: nowhere."""
@@ -270,7 +254,8 @@ class WeightTable:
         """Whether the model needs this name. Raises LoadError for an unknown one."""
         known = self._known(name)
         if known in self._tied and known not in self.places:
-            self.place(known, self.empty(*self._tied[known].shape), self._tied[known].shape)
+            source = self.places[self._tied[known].source]
+            self.places[known] = replace(source, target=self.empty(*source.target.shape, dtype=source.target.dtype))
         if self._has(known):
             return True
         if name.replace(TEXT_PART, "") in self._ignored:
@@ -342,5 +327,12 @@ class WeightTable:
             raise LoadError(f"the checkpoint lacks {missing[0]}{more}")
 
 
-def _after_transpose(arrange: Arrange | None) -> Arrange:
-    return lambda stored: stored.t() if arrange is None else arrange(stored.t())
+def after(first: Arrange | None, then: Arrange | None) -> Arrange | None:
+    """Both functions, one behind the other."""
+    if first is None or then is None:
+        return first or then
+    return lambda stored: then(first(stored))
+
+
+def _size_bytes(wanted: Sequence[Kind]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in wanted)

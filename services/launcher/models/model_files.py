@@ -12,7 +12,9 @@ from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import merge_patch
 from blockyard.shared.process.home import home_variables
+from blockyard.shared.quantization import quantization_method
 
 DEMO = "demo"
 HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")  # variables that say where the hub's cache is
@@ -49,6 +51,7 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
     check_numbers(checkpoint.config | config_overrides(values), path / "config.json")
     if weights and values["worker-cls"] != "mock":
         check_architecture(checkpoint, config_overrides(values), str(values["model-impl"]))
+        quantization_method(merge_patch(checkpoint.config, config_overrides(values)))
     return checkpoint
 
 

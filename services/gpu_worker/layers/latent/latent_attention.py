@@ -16,10 +16,12 @@ from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, LinearLayers
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
 from blockyard.services.gpu_worker.layers.rotary import Rotation
+from blockyard.services.gpu_worker.loading.linear_spec import Rows, Split, part
+from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.step import Attend, LatentRows
 
 NORM_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others
@@ -80,7 +82,6 @@ class LatentAttention:
         without a latent. halves: pairs that are rotated are two halves; otherwise they are side by side."""
         table, heads, latent = layers.table, sizes.num_heads, sizes.latent_dim
         self.ops, self._layer, self._sizes = find_ops(table.device), layer, sizes
-        query, rows = heads * sizes.query_dim, {f"{prefix}.kv_a_proj_with_mqa": sizes.row_dim}
 
         def arrange_query(stored: Tensor) -> Tensor:
             return _interleave_last(stored, sizes.query_dim, sizes.rotated_dim) if halves else stored
@@ -90,27 +91,27 @@ class LatentAttention:
 
         self._query_norm: RMSNorm | None = None
         self._query: Linear | None = None  # from the latent of q
-        self._linears: list[Linear] = []
-        first = {f"{prefix}.q_proj": query}
-        arrange = {f"{prefix}.q_proj": arrange_query}
+        query = Rows(heads * sizes.query_dim, heads)
+        first = part(f"{prefix}.q_proj", *query, arrange_query)
+        rows = part(f"{prefix}.kv_a_proj_with_mqa", sizes.row_dim, 1, arrange_rows)  # all heads read them
         if sizes.query_latent_dim is not None:
-            name, size = f"{prefix}.q_b_proj", sizes.query_latent_dim
-            first, arrange = {f"{prefix}.q_a_proj": size}, {}
+            size = sizes.query_latent_dim
+            first = part(f"{prefix}.q_a_proj", size, 1)
             self._query_norm = make_rms_norm(table, f"{prefix}.q_a_layernorm", size, NORM_EPS)
-            self._query = layers.make({name: query}, size, arrange={name: arrange_query})
-        to_rows = dict.fromkeys(rows, arrange_rows)
+            self._query = layers.make([part(f"{prefix}.q_b_proj", *query, arrange_query)], size, split=Split.OUTPUTS)
         self._rows: Linear | None = None  # None: the first product makes them, too
         if self._query is not None or not bias:
-            self._first = layers.make(first | rows, hidden, bias=bias, arrange=arrange | to_rows, fusion=Fusion.NORM)
+            self._first = layers.make([first, rows], hidden, split=Split.OUTPUTS, bias=bias, fusion=Fusion.NORM)
         else:  # of these two, q alone has no bias
-            self._first = layers.make(first, hidden, arrange=arrange, fusion=Fusion.NORM)
-            self._rows = layers.make(rows, hidden, bias=bias, arrange=to_rows)
-        self._linears += [one for one in (self._first, self._rows, self._query) if one is not None]
+            self._first = layers.make([first], hidden, split=Split.OUTPUTS, fusion=Fusion.NORM)
+            self._rows = layers.make([rows], hidden, bias=bias)
+        self._linears = [one for one in (self._first, self._rows, self._query) if one is not None]
         self._row_norm = make_rms_norm(table, f"{prefix}.kv_a_layernorm", latent, NORM_EPS)
-        self._up = table.empty(heads, sizes.plain_dim + sizes.value_dim, latent)
-        both = (heads * (sizes.plain_dim + sizes.value_dim), latent)
-        table.place(f"{prefix}.kv_b_proj.weight", self._up.view(both), both)
-        self.out = layers.make({f"{prefix}.o_proj": hidden}, heads * sizes.value_dim, bias=bias, fusion=Fusion.ADD)
+        up = Rows(heads * (sizes.plain_dim + sizes.value_dim), heads)
+        matrices = layers.plain(part(f"{prefix}.kv_b_proj", *up), latent, split=Split.OUTPUTS)
+        self._up = matrices.view(-1, sizes.plain_dim + sizes.value_dim, latent)
+        values, out = Rows(heads * sizes.value_dim, heads), [part(f"{prefix}.o_proj", hidden)]
+        self.out = layers.make(out, values, split=Split.INPUTS, bias=bias, fusion=Fusion.ADD)
         self._linears.append(self.out)
 
     def linears(self) -> list[Linear]:

@@ -19,6 +19,7 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     hidden: int
     inner: int
     takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
+    form: str = "dense"  # of the weights, see `ExpertMethod`
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):

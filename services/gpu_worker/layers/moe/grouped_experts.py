@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe import expert_configs
 from blockyard.services.gpu_worker.layers.moe.expert_configs import BATCH_INVARIANT, ExpertConfig, ExpertShape
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
 
 MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 
@@ -26,28 +27,30 @@ class GroupedExperts:
     """Implements `ExpertProducts`. Nothing is read back by the host, and sizes follow from the number of rows."""
 
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
-        self._weights, self._routing, self._gate, self._scales_input = weights, routing, gate, scales_input
+        self._routing, self._gate, self._scales_input = routing, gate, scales_input
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
         (hidden, _), (inner, _) = weights.gate_up.shape, weights.down.shape
-        both = [method.grouped_weight().weight for method in (weights.gate_up, weights.down)]
-        self.is_on_device = all(weight.device.type == weights.device.type for weight in both)  # not in host memory
-        takes_prefill = self.is_on_device and all(map(fits, both))  # tensor descriptors cannot read host memory
-        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, takes_prefill)
+        assert isinstance(weights.gate_up, UnquantizedExperts)  # the form that these kernels read
+        assert isinstance(weights.down, UnquantizedExperts)
+        self._gate_up, self._down, self._tensors = weights.gate_up, weights.down, weights.tensors()
+        self.device, self.dtype = weights.device, weights.gate_up.weight.dtype
+        self.size_bytes = weights.gate_up.size_bytes + weights.down.size_bytes
+        matrices = (weights.gate_up.weight, weights.down.weight)
+        self.is_on_device = all(one.device.type == self.device.type for one in matrices)  # not in host memory
+        takes_prefill = self.is_on_device and all(map(fits, matrices))  # tensor descriptors cannot read host memory
+        form = weights.gate_up.form
+        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, takes_prefill, form)
         self._measured: Mapping[int, ExpertConfig] = {}
 
     def linears(self) -> list[Linear]:
         return []
 
     def tensors(self) -> list[Tensor]:
-        return [*self._weights.gate_up.tensors(), *self._weights.down.tensors()]
+        return self._tensors
 
     def use(self, measured: Mapping[int, ExpertConfig]) -> None:
         """Installs configs by number of rows."""
         self._measured = measured
-
-    def weight(self) -> Tensor:
-        """Returns the weight of the first product. The second one has the same dtype and device."""
-        return self._weights.gate_up.grouped_weight().weight
 
     def choose(self, logits: Tensor, bias: Tensor | None, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return route_experts(logits, self._routing, bias, factors)
@@ -110,7 +113,7 @@ class GroupedExperts:
         norm: RMSNorm | None,
     ) -> Tensor:
         """Returns the sum of each row's experts, which is the residual if there is one."""
-        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        gate_up, down = self._gate_up, self._down
         first, last = self._scales(weights)
         tiling = SkinnyTiling(*config.gate_up)
         inner = gate_up_skinny(
@@ -144,7 +147,7 @@ class GroupedExperts:
         load: Tensor | None = None,
     ) -> Tensor:
         """mapped: of the pairs, or their experts, of which the first product then counts how often they are chosen."""
-        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        gate_up, down = self._gate_up, self._down
         first, last = self._scales(weights)
         inner = grouped_linear(
             x,
@@ -165,7 +168,7 @@ class GroupedExperts:
         self, config: ExpertConfig, x: Tensor, mapped: ExpertMap, num_pairs: int, weights: Tensor
     ) -> Tensor:
         """Pairs between both products are in the order of the map."""
-        gate_up, down = self._weights.gate_up.grouped_weight(), self._weights.down.grouped_weight()
+        gate_up, down = self._gate_up, self._down
         first, last = self._scales(weights)
         inner = grouped_linear_prefill(
             x,

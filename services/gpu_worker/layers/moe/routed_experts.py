@@ -8,32 +8,23 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
-from blockyard.services.gpu_worker.layers.linear_method import DenseWeight, UnquantizedLinear
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertProducts, ExpertWeights
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
 from blockyard.services.gpu_worker.layers.norm import Norm
-from blockyard.services.gpu_worker.loading.weights import WeightTable
-
-
-class _Float32Weight(UnquantizedLinear):
-    """A weight that the kernels of `linear_tuning/` do not read: they are for the dtype of the model."""
-
-    def apply(self, x: Tensor) -> Tensor:
-        return super().apply(x.float())
-
-    def dense_weight(self) -> DenseWeight | None:
-        return None
+from blockyard.services.gpu_worker.loading.linear_spec import part
+from blockyard.services.gpu_worker.quantization.dense import Float32Linear
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion
 
 
 class ExactRouter:
     """A router in float32, also in models of another dtype: x [rows, hidden] -> logits [rows, experts] float32."""
 
-    def __init__(self, table: WeightTable, name: str, num_experts: int, hidden: int) -> None:
-        weight = table.empty(num_experts, hidden, dtype=torch.float32)
-        table.place(f"{name}.weight", weight, (num_experts, hidden))
-        method = _Float32Weight(weight)
-        self._linear = Linear(method, (hidden, num_experts))
+    def __init__(self, layers: LinearLayers, name: str, num_experts: int, hidden: int) -> None:
+        matrix = part(name, num_experts)
+        weight = layers.plain(matrix, hidden, dtype=torch.float32)
+        method = Float32Linear(weight)
+        self._linear = Linear(method, make_spec([matrix], hidden))
         if weight.device.type == "cuda":
             # imports Triton, which is installed only on machines with a GPU
             from blockyard.services.gpu_worker.layers.moe.exact_product import ExactProduct  # noqa: PLC0415
@@ -67,10 +58,10 @@ class RoutedExperts:
         shared experts. scales_input: routing weights multiply the input of an expert, otherwise its output."""
         self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
         self._ops, self._shared, self._shared_gate = find_ops(weights.device), shared, shared_gate
-        self._experts = find_experts(weights, routing, gate, scales_input)
+        self._experts, self._is_partial = find_experts(weights, routing, gate, scales_input), weights.is_partial
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
         if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all
-            self._router_linear.fusion = Fusion.NORM
+            self._router_linear.ask_fusion(Fusion.NORM)
 
     def experts(self) -> list[ExpertProducts]:
         return [self._experts]
@@ -122,6 +113,7 @@ class RoutedExperts:
         experts, weights = self._experts.choose(logits, self._choice_bias, self._expert_factors)
         # a batch-invariant worker has made the router so, as every linear layer; experts on a GPU are none
         is_invariant = self._router_linear.is_batch_invariant
+        residual = None if self._is_partial else residual  # other ranks' parts come first
         return self._experts.forward(x, experts, weights, shared, is_invariant, residual, norm)
 
     def _shared_gate_up(self, shared: GatedMLP, x: Tensor) -> Tensor:
@@ -188,7 +180,9 @@ class HostExperts:
 
 
 def _each_linear(method: ExpertMethod, num_experts: int) -> list[Linear]:
-    return [Linear(method.linear(expert), method.shape) for expert in range(num_experts)]
+    inputs, outputs = method.shape
+    spec = make_spec([part("", outputs)], inputs)
+    return [Linear(method.linear(expert), spec) for expert in range(num_experts)]
 
 
 def find_experts(weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> ExpertProducts:

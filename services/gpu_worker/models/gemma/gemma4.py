@@ -35,6 +35,7 @@ from blockyard.services.gpu_worker.layers.norm import head_rms_norm, make_rms_no
 from blockyard.services.gpu_worker.layers.rope_parameters import FULL, SLIDING, read_rope
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, RotaryEmbedding, Rotation
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.gemma.gemma import read_gemma
@@ -279,8 +280,8 @@ def _make_experts(layers: LinearLayers, fields: LlamaConfig, own: ExpertsConfig,
 
     return ExpertsBeside(
         RoutedExperts(
-            layers.make({f"{prefix}.router.proj": own.num_experts}, hidden),
-            stacked_experts(table, *names, own.num_experts, hidden, own.moe_intermediate_size),
+            layers.make([part(f"{prefix}.router.proj", own.num_experts)], hidden),
+            stacked_experts(layers, *names, own.num_experts, hidden, own.moe_intermediate_size),
             routing,
             expert_factors=table.vector(f"{prefix}.router.per_expert_scale", own.num_experts),
             gate=GATES[activation],

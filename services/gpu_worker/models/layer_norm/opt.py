@@ -15,6 +15,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProduc
 from blockyard.services.gpu_worker.layers.norm import LayerNorm, NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations, Rotation
 from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.interface import ModelShape
@@ -52,8 +53,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     layers, affine = LinearLayers(table, config), fields.layer_norm_elementwise_affine
     project_in = project_out = None
     if width != hidden:
-        project_in = layers.make({"model.decoder.project_in": hidden}, width)
-        project_out = layers.make({"model.decoder.project_out": width}, hidden)
+        project_in = layers.make([part("model.decoder.project_in", hidden)], width)
+        project_out = layers.make([part("model.decoder.project_out", width)], hidden)
     embedding = TokenEmbedding(layers, "model.decoder.embed_tokens", fields.vocab_size, width, project=project_in)
     shape = AttentionShape(num_heads=heads, kv_heads=heads, head_dim=head_dim, rules=ScoreRules(scale=head_dim**-0.5))
     norm: Norm = NoNorm()
@@ -95,8 +96,8 @@ class SumNormLayer:
             linear.disable_fusion()
 
     def prepare(self) -> None:
-        for part in (self._attention, self._norm1, self._norm2):
-            part.prepare()
+        for one in (self._attention, self._norm1, self._norm2):
+            one.prepare()
 
     def linears(self) -> list[Linear]:
         return [*self._attention.linears(), *self._mlp.linears()]

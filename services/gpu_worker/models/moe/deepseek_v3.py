@@ -169,8 +169,8 @@ def _make_experts(
     if fields.n_shared_experts is not None:
         shared = GatedMLP(layers, f"{prefix}.shared_experts", hidden, inner * fields.n_shared_experts)
     return RoutedExperts(
-        ExactRouter(table, f"{prefix}.gate", num_experts, hidden),
-        separate_experts(table, f"{prefix}.experts", num_experts, hidden, inner),
+        ExactRouter(layers, f"{prefix}.gate", num_experts, hidden),
+        separate_experts(layers, f"{prefix}.experts", num_experts, hidden, inner),
         routing,
         choice_bias=bias,
         shared=shared,

@@ -73,8 +73,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         bias = table.empty(num_experts, dtype=torch.float32)
         table.place(f"{mlp}.gate.e_score_correction_bias", bias, (num_experts,))
         return RoutedExperts(
-            ExactRouter(table, f"{mlp}.gate", num_experts, hidden),
-            separate_experts(table, f"{mlp}.experts", num_experts, hidden, inner),
+            ExactRouter(layers, f"{mlp}.gate", num_experts, hidden),
+            separate_experts(layers, f"{mlp}.experts", num_experts, hidden, inner),
             routing,
             choice_bias=bias,
             shared=GatedMLP(layers, f"{mlp}.shared_experts", hidden, inner * moe.n_shared_experts),

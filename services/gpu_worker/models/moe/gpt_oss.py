@@ -1,6 +1,6 @@
 """gpt-oss: sinks and biases in the attention, windows in every other layer, experts with a gate that is limited.
 
-Checkpoints have the experts in bfloat16 or in mxfp4. Those in mxfp4 become numbers of the model's dtype at load.
+Checkpoints have the experts in bfloat16 or in mxfp4.
 """
 
 from typing import Annotated, Any
@@ -10,10 +10,11 @@ import msgspec
 from blockyard.kernels.moe.gates import SWIGLU_ALPHA, SWIGLU_LIMIT, Gate
 from blockyard.services.gpu_worker.layers.attention import AttentionOptions, SeparateQKV
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
-from blockyard.services.gpu_worker.layers.moe.expert_weights import transposed_experts
+from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.rope_parameters import SLIDING
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import every, read_layer_types
@@ -60,14 +61,22 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         )
     num_layers, hidden, inner = fields.num_hidden_layers, fields.hidden_size, fields.intermediate_size
     routing = make_routing("num_local_experts", own.num_local_experts, own.num_experts_per_tok)
-    quantization = config.get("quantization_config")
-    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:
         mlp = f"{prefix}.mlp"
         return RoutedExperts(
-            layers.make({f"{mlp}.router": routing.num_experts}, hidden, bias=True),
-            transposed_experts(table, f"{mlp}.experts", routing.num_experts, hidden, inner, is_mxfp4=is_mxfp4),
+            layers.make([part(f"{mlp}.router", routing.num_experts)], hidden, bias=True),
+            stacked_experts(
+                layers,
+                f"{mlp}.experts.gate_up_proj",
+                f"{mlp}.experts.down_proj",
+                routing.num_experts,
+                hidden,
+                inner,
+                transposed=True,
+                in_pairs=True,
+                bias=True,
+            ),
             routing,
             gate=Gate.CLAMPED_SWIGLU,
         )

@@ -9,6 +9,7 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.loading.hf_config import parse
+from blockyard.services.gpu_worker.loading.linear_spec import SUFFIXES, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.granite import granite_variant
@@ -31,10 +32,10 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:
         mlp = f"{prefix}.block_sparse_moe"
-        gate_up, down = f"{mlp}.input_linear.weight", f"{mlp}.output_linear.weight"
+        gate_up, down = f"{mlp}.input_linear", f"{mlp}.output_linear"
         return RoutedExperts(
-            layers.make({f"{mlp}.router.layer": routing.num_experts}, hidden),
-            stacked_experts(table, gate_up, down, routing.num_experts, hidden, inner),
+            layers.make([part(f"{mlp}.router.layer", routing.num_experts)], hidden),
+            stacked_experts(layers, gate_up, down, routing.num_experts, hidden, inner, suffixes=SUFFIXES),
             routing,
         )
 

@@ -20,6 +20,7 @@ from blockyard.services.gpu_worker.layers.norm import head_l2_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED, FULL, read_rope
 from blockyard.services.gpu_worker.layers.rotary import QueryScales, RotaryEmbedding
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.layer_types import read_layer_types, read_rotating_layers
@@ -110,9 +111,9 @@ def _attention(fields: LlamaConfig, own: Llama4Config, rotated: bool) -> Attenti
 def _make_experts(layers: LinearLayers, name: str, fields: LlamaConfig, routing: Routing) -> RoutedExperts:
     hidden, inner, experts = fields.hidden_size, fields.intermediate_size, f"{name}.experts"
     return RoutedExperts(
-        layers.make({f"{name}.router": routing.num_experts}, hidden),
+        layers.make([part(f"{name}.router", routing.num_experts)], hidden),
         stacked_experts(
-            layers.table,
+            layers,
             f"{experts}.gate_up_proj",
             f"{experts}.down_proj",
             routing.num_experts,

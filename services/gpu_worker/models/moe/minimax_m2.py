@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_exp
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import whole_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -51,8 +52,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         bias = table.empty(num_experts, dtype=torch.float32)
         table.place(f"{mlp}.e_score_correction_bias", bias, (num_experts,))
         return RoutedExperts(
-            layers.make({f"{mlp}.gate": num_experts}, hidden),
-            separate_experts(table, f"{mlp}.experts", num_experts, hidden, inner, ("w1", "w3", "w2")),
+            layers.make([part(f"{mlp}.gate", num_experts)], hidden),
+            separate_experts(layers, f"{mlp}.experts", num_experts, hidden, inner, ("w1", "w3", "w2")),
             routing,
             choice_bias=bias,
         )

@@ -9,6 +9,7 @@ from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
@@ -46,7 +47,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 def _experts(layers: LinearLayers, prefix: str, fields: LlamaConfig, routing: Routing) -> RoutedExperts:
     hidden, inner, names = fields.hidden_size, fields.intermediate_size, ("w1", "w3", "w2")
     return RoutedExperts(
-        layers.make({f"{prefix}.gate": routing.num_experts}, hidden),
-        separate_experts(layers.table, f"{prefix}.experts", routing.num_experts, hidden, inner, names),
+        layers.make([part(f"{prefix}.gate", routing.num_experts)], hidden),
+        separate_experts(layers, f"{prefix}.experts", routing.num_experts, hidden, inner, names),
         routing,
     )

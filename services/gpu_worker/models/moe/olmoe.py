@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_exp
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import whole_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama
@@ -41,8 +42,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
 
     def make_mlp(layers: LinearLayers, layer: int, prefix: str) -> RoutedExperts:
         return RoutedExperts(
-            layers.make({f"{prefix}.mlp.gate": routing.num_experts}, hidden),
-            separate_experts(table, f"{prefix}.mlp.experts", routing.num_experts, hidden, inner),
+            layers.make([part(f"{prefix}.mlp.gate", routing.num_experts)], hidden),
+            separate_experts(layers, f"{prefix}.mlp.experts", routing.num_experts, hidden, inner),
             routing,
         )
 

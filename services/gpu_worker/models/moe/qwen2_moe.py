@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import LlamaConfig, LlamaVariant, build_llama, llama_mlp
@@ -45,11 +46,11 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
             return llama_mlp(layers, fields, prefix)
         mlp = f"{prefix}.mlp"
         return RoutedExperts(
-            layers.make({f"{mlp}.gate": routing.num_experts}, hidden),
-            separate_experts(table, f"{mlp}.experts", routing.num_experts, hidden, moe.moe_intermediate_size),
+            layers.make([part(f"{mlp}.gate", routing.num_experts)], hidden),
+            separate_experts(layers, f"{mlp}.experts", routing.num_experts, hidden, moe.moe_intermediate_size),
             routing,
             shared=GatedMLP(layers, f"{mlp}.shared_expert", hidden, shared.shared_expert_intermediate_size),
-            shared_gate=layers.make({f"{mlp}.shared_expert_gate": 1}, hidden),
+            shared_gate=layers.make([part(f"{mlp}.shared_expert_gate", 1)], hidden),
         )
 
     attention = AttentionOptions(qkv=SeparateQKV(bias=shared.qkv_bias))

@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_exp
 from blockyard.services.gpu_worker.layers.moe.routed_experts import RoutedExperts
 from blockyard.services.gpu_worker.layers.norm import head_rms_norm
 from blockyard.services.gpu_worker.loading.hf_config import parse, with_defaults
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.llama_style.llama import (
@@ -63,9 +64,9 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         if not moe.has_experts(layer):
             return llama_mlp(layers, fields, prefix)
         return RoutedExperts(
-            layers.make({f"{prefix}.mlp.gate": routing.num_experts}, fields.hidden_size),
+            layers.make([part(f"{prefix}.mlp.gate", routing.num_experts)], fields.hidden_size),
             separate_experts(
-                table, f"{prefix}.mlp.experts", routing.num_experts, fields.hidden_size, moe.moe_intermediate_size
+                layers, f"{prefix}.mlp.experts", routing.num_experts, fields.hidden_size, moe.moe_intermediate_size
             ),
             routing,
         )

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import MAX_EXPERTS, Routing
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import find_experts
-from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.transformers_layers.probes import Numbers, agree, copy_module, holds
 from blockyard.shared.errors import ConfigError
 
@@ -84,12 +83,12 @@ def _computes(gate: Gate, module: nn.Module, transposed: bool, numbers: Numbers)
 class ExpertsModule(nn.Module):
     """Experts of ours in the place of transformers'."""
 
-    def __init__(self, kind: ExpertsKind, table: WeightTable, name: str) -> None:
+    def __init__(self, kind: ExpertsKind, layers: LinearLayers, name: str) -> None:
         super().__init__()
         self.num_experts = kind.routing.num_experts
         sizes = (kind.routing.num_experts, kind.hidden, kind.inner)
         names = f"{name}.{GATE_UP}", f"{name}.{DOWN}"
-        weights = stacked_experts(table, *names, *sizes, transposed=kind.transposed)
+        weights = stacked_experts(layers, *names, *sizes, transposed=kind.transposed)
         self.products = find_experts(weights, kind.routing, kind.gate, False)
 
     def linears(self) -> list[Linear]:

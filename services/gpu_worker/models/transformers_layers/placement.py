@@ -13,6 +13,7 @@ from blockyard.services.gpu_worker.layers.fused_ops import FusedOps
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.norm import make_rms_norm
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, ExpertsModule
 from blockyard.services.gpu_worker.models.transformers_layers.fusions import Fusions
@@ -58,20 +59,29 @@ class _Placement:
 
     def place_parameters(self) -> None:
         """Places what no linear layer, no norm and no experts have, such as embeddings."""
-        table, dtype_of = self._layers.table, dtypes_by_name(self._causal, self._layers.table.dtype)
+        dtype_of = dtypes_by_name(self._causal, self._layers.table.dtype)
         for module_name, module, name, parameter in _parameters(self._causal):
             if self._is_ours(module) or module_name in self._fusions.norms or module_name in self._experts:
                 continue
             if id(parameter) not in self._tied:
                 path = f"{module_name}.{name}" if module_name else name
-                target = table.empty(*parameter.shape, dtype=dtype_of(path) or parameter.dtype)
-                table.place(path, target, tuple(parameter.shape))
+                target = self._plain(module_name, name, parameter, dtype_of(path) or parameter.dtype)
                 self._tied[id(parameter)] = path, target
             setattr(module, name, nn.Parameter(self._tied[id(parameter)][1], requires_grad=False))
             if isinstance(module, nn.Embedding):
                 self.embeddings.append(self._tied[id(parameter)][1])
             elif parameter.dim() > 1:
                 self.own_products.add(type(module).__name__)
+
+    def _plain(self, module_name: str, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Memory and a place of a parameter. Matrices may be stored in the format of the checkpoint."""
+        if parameter.dim() == 2 and name == "weight":
+            rows, columns = parameter.shape
+            return self._layers.plain(part(module_name, rows), columns, dtype=dtype)
+        table = self._layers.table
+        target = table.empty(*parameter.shape, dtype=dtype)
+        table.place(f"{module_name}.{name}" if module_name else name, target, tuple(parameter.shape))
+        return target
 
     def place_buffers(self) -> None:
         """Places the buffers that checkpoints have."""
@@ -96,7 +106,7 @@ class _Placement:
             elif name in self._fusions.gates:
                 self._replace(name, self._gated(name, module))
             elif name in self._experts:
-                experts = ExpertsModule(self._experts[name], self._layers.table, name)
+                experts = ExpertsModule(self._experts[name], self._layers, name)
                 self.experts.append(experts)
                 self.own_products.add(type(module).__name__)  # nothing tells them that a model is batch-invariant
                 self.linears += [(f"{name}.{i}", linear) for i, linear in enumerate(experts.linears())]
@@ -141,10 +151,10 @@ class _Placement:
         return JointModule(self.products[group], group.index(name), module, self._layers.table.device)
 
     def _joint(self, group: tuple[str, ...]) -> JointProduct:
-        parts = [self._causal.get_submodule(name) for name in group]
-        sizes = [part.out_features for part in parts]
-        outputs, has_bias = dict(zip(group, sizes, strict=True)), parts[0].bias is not None
-        linear = self._layers.make(outputs, parts[0].in_features, bias=has_bias)
+        modules = [self._causal.get_submodule(name) for name in group]
+        sizes = [module.out_features for module in modules]
+        matrices = [part(name, size) for name, size in zip(group, sizes, strict=True)]
+        linear = self._layers.make(matrices, modules[0].in_features, bias=modules[0].bias is not None)
         self.linears.append((group[0], linear))
         return JointProduct(linear, sizes)
 
@@ -152,10 +162,10 @@ class _Placement:
         table, tied = self._layers.table, self._tied.get(id(module.weight))
         if tied is not None:  # the head has the table of the embedding, unless the checkpoint has its own
             bias = None if module.bias is None else table.vector(f"{name}.bias", module.out_features)
-            linear = dense_linear(tied[1], bias)
+            linear = dense_linear(tied[1], bias, name=name)
             table.tie(f"{name}.weight", tied[0], lambda own: linear.method.replace("weight", own))
             return linear
-        return self._layers.make({name: module.out_features}, module.in_features, bias=module.bias is not None)
+        return self._layers.make([part(name, module.out_features)], module.in_features, bias=module.bias is not None)
 
     def connect_sums(self) -> None:
         """Lets linear layers, or the MLPs that they are in, know the norm behind the sum with their output."""

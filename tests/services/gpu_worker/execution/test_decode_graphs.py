@@ -89,7 +89,7 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None, masks: 
 
 def take_in(linear: Linear) -> None:
     """Steps of up to three rows compute this layer and its neighbouring operations in one kernel."""
-    (weight, bias), tiles = linear.method.dense_weight(), {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
+    weight, bias, tiles = linear.method.weight, linear.method.bias, {"out_tile": 64, "tile": 64, "warps": 4, "early": 2}
     fused = partial(linear_skinny, weight=weight, bias=bias, pdl=supports_pdl(weight.device), **tiles)
     linear.use({}, fused=dict.fromkeys((1, 2, 3), fused))
 

@@ -10,12 +10,13 @@ from plan_driver import Driver
 from tiny_models import BASE, BY_NAME, VOCAB, settings, start
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.layers import cpu_offload, linear_method
+from blockyard.services.gpu_worker.layers import cpu_offload
 from blockyard.services.gpu_worker.layers.cpu_offload import share_of_layers
 from blockyard.services.gpu_worker.loading.checkpoint_check import check_memory
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.quantization import dense
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 
@@ -55,7 +56,7 @@ def test_outputs_equal_those_of_weights_on_the_device(
         driver.run()
         return [stream.output for stream in streams]
 
-    monkeypatch.setattr(linear_method, "can_pack", lambda weight: False)  # packed matrices are not staged
+    monkeypatch.setattr(dense, "can_pack", lambda weight: False)  # packed matrices are not staged
     plain = outputs()
     copies = []
     copy = cpu_offload.HostWeights._copy
@@ -71,7 +72,7 @@ def test_kernels_are_measured_at_the_start_if_weights_are_replaced_after_it(
 ) -> None:
     """HostWeights wraps the kernels that were picked, so none may be picked later."""
     at_once: list[bool] = []
-    monkeypatch.setattr(linear_method, "can_pack", lambda weight: False)
+    monkeypatch.setattr(dense, "can_pack", lambda weight: False)
     monkeypatch.setattr(engine, "pick_products", lambda model, config, device, now, report: at_once.append(now))
     model = find_family(CONFIG)(CONFIG, WeightTable(torch.float32, torch.device("cpu"), HostShare(share)))
     engine.prepare(model, settings(tmp_path, device="cpu"), 64, engine.StartReport(lambda *of: None))

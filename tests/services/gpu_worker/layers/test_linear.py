@@ -5,7 +5,8 @@ import torch
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import GROUP, Linear, dense_linear, in_groups
-from blockyard.services.gpu_worker.layers.linear_method import second_copy
+from blockyard.services.gpu_worker.quantization.dense import second_copy
+from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 
@@ -45,7 +46,7 @@ def test_picker(inner: int, outer: int, dtype: torch.dtype, expected: tuple[bool
 def test_no_copy_is_left_behind() -> None:
     large = dense_linear(torch.randn(1300, 1200))
     large.prepare()
-    assert large.method.dense_weight() is None
+    assert large.method.tensors() == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,6 +85,20 @@ def test_the_number_of_rows_selects_the_product() -> None:
     assert torch.equal(linear(x[:1]), torch.full((1, 2), 3.0))
     linear.use({}, lambda x: x[:, :2] * 9)
     assert torch.equal(linear(x), torch.full((2, 2), 9.0))
+
+
+def test_what_is_added_to_a_product_is_added_by_kernels_that_are_installed_later_too() -> None:
+    """As the rows of an adapter are. No fused kernel could add them."""
+    linear = dense_linear(torch.ones(2, 3), fusion=Fusion.NORM)
+    assert linear.fusion is Fusion.NORM
+    linear.wrap(lambda product: lambda x: product(x) + 1)
+    x = torch.ones(2, 3)
+    assert torch.equal(linear(x), torch.full((2, 2), 4.0))
+    linear.use({2: lambda x: x[:, :2] * 7}, lambda x: x[:, :2] * 9, fused={2: linear.method.apply})
+    assert torch.equal(linear(x), torch.full((2, 2), 8.0))
+    assert torch.equal(linear(x[:1]), torch.full((1, 2), 10.0))
+    linear.ask_fusion(Fusion.NORM)
+    assert (linear.fusion, linear.fused(2)) == (Fusion.NONE, None)
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])

@@ -9,8 +9,9 @@ import torch
 from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, TorchOps
-from blockyard.services.gpu_worker.layers.linear import Fusion, dense_linear
+from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
+from blockyard.services.gpu_worker.quantization.method import Fusion
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,7 +46,7 @@ def test_fused_products(is_fused: bool) -> None:
     if is_fused:
         for linear in linears.values():
             tiles = {"out_tile": 4, "tile": 32, "warps": 1, "pdl": False}
-            product = partial(linear_skinny, weight=linear.method.dense_weight().weight, bias=None, **tiles)
+            product = partial(linear_skinny, weight=linear.method.weight, bias=None, **tiles)
 
             def fused(x: torch.Tensor, product: Any = product, **around: Any) -> torch.Tensor:
                 calls.append(around)

@@ -13,12 +13,13 @@ from blockyard.kernels.moe.gates import Gate
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, candidates
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.linear_tuning import expert_tuner
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning.expert_tuner import ExpertTuner, fastest
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUTING = Routing(num_experts=4, top_k=2)
@@ -66,7 +67,7 @@ def test_measured_configs_are_used_and_kept_in_the_cache_file_of_linear_layers(
     layers: list[GroupedExperts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linears = [dense_linear(torch.randn(32, 32, device=DEVICE, dtype=torch.float16))]
-    tuner = Tuner(linears, layers)
+    tuner = Tuner(linears, layers, device=torch.device(DEVICE), dtype=torch.float16)
     timed = fake_times(tuner, monkeypatch)
     tuner.tune([1, 8], lambda done: None, tmp_path, most_tokens=1024)
     rows = [1, 8, 512, 1024]
@@ -76,7 +77,7 @@ def test_measured_configs_are_used_and_kept_in_the_cache_file_of_linear_layers(
         assert used(layer)[1] == candidates(layer.shape, 1)[0]
         assert used(layer)[512] == candidates(layer.shape, 512)[-1]
         layer.use({})
-    again = Tuner(linears, layers)
+    again = Tuner(linears, layers, device=torch.device(DEVICE), dtype=torch.float16)
     timed = fake_times(again, monkeypatch)
     assert "as measured before" in again.tune([1, 8], lambda done: None, tmp_path, most_tokens=1024)
     assert not timed and used(layers[1])[1024] == candidates(layers[1].shape, 1024)[-1]

@@ -150,3 +150,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pyt
     assert len(caplog.records) == 1
     assert "cannot be written" in caplog.records[0].message
     assert kernel_configs.read_cache(tmp_path / "blockyard" / "table.json") == []
+
+
+def test_defaults_are_those_of_the_same_form_of_weights() -> None:
+    config = kernel_configs.candidates(LinearShape(4096, 6144, 32), 16, 2, 132)[0]
+    measured = [kernel_configs.DefaultConfig(4096, 6144, 16, config)]
+    for form, want in (("dense", config), ("another", CUBLAS)):
+        assert kernel_configs.default_config(measured, LinearShape(4096, 6144, 32, form), 16, [config]) == want

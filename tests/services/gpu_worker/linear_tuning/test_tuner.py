@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear, dense_linear
-from blockyard.services.gpu_worker.layers.moe.routed_experts import _Float32Weight
+from blockyard.services.gpu_worker.layers.linear import Linear, dense_linear, make_spec
 from blockyard.services.gpu_worker.linear_tuning import products as linear_products
 from blockyard.services.gpu_worker.linear_tuning import tuner as linear_tuning
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
+from blockyard.services.gpu_worker.loading.linear_spec import part
+from blockyard.services.gpu_worker.quantization.dense import Float32Linear
+from blockyard.services.gpu_worker.quantization.method import Fusion
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(80, 256), (64, 512)]  # out, in
@@ -25,6 +27,10 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> list[Linear]:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(linear_products, "WORKSPACE_ELEMENTS", 1 << 16)
     return [dense_linear(torch.randn(*shape).to(DEVICE, torch.float16), fusion=Fusion.NORM) for shape in SHAPES * 2]
+
+
+def make_tuner(linears: list[Linear]) -> Tuner:
+    return Tuner(linears, device=torch.device(DEVICE), dtype=torch.float16)
 
 
 def made_up(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelConfig, int]]:
@@ -50,7 +56,7 @@ def test_the_quickest_products_are_used_and_kept(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path
-    tuner = Tuner(linears)
+    tuner = make_tuner(linears)
     timed = made_up(tuner, monkeypatch)
     done: list[float] = []
     assert tuner.tune([1, 2, 3], done.append, path).startswith(
@@ -62,15 +68,14 @@ def test_the_quickest_products_are_used_and_kept(
     assert [linear.fused(1) is not None for linear in linears] == [True] * 4
     assert [linear.fused(2) is not None for linear in linears] == [False, True] * 2, "tiles take nothing in"
 
-    again = Tuner(linears)
+    again = make_tuner(linears)
     timed = made_up(again, monkeypatch)
     assert again.tune([1, 2, 3], done.append, path).endswith("4 of 6 shapes in own kernels, as measured before")
     assert not timed
     for linear in linears:
-        assert linear.method.dense_weight() is not None
         for rows in (1, 2, 3):
             x = torch.randn(rows, linear.shape[0]).to(DEVICE, torch.float16)
-            want = x.double() @ linear.method.dense_weight().weight.double().T
+            want = x.double() @ linear.method.weight.double().T
             assert float((linear(x).double() - want).norm() / want.norm()) < 1e-3
 
 
@@ -79,7 +84,7 @@ def test_without_fusion_no_product_is_fused(
 ) -> None:
     for linear in linears:
         linear.disable_fusion()
-    tuner = Tuner(linears)
+    tuner = make_tuner(linears)
     made_up(tuner, monkeypatch)
     tuner.tune([1, 2], lambda done: None, tmp_path)
     assert [sorted(linear._products) for linear in linears] == [[1, 2]] * 4
@@ -89,7 +94,7 @@ def test_without_fusion_no_product_is_fused(
 def test_cublas_is_kept_where_the_whole_step_is_not_faster(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(linears)
+    tuner = make_tuner(linears)
     made_up(tuner, monkeypatch)
     monkeypatch.setattr(tuner.timer, "step_seconds", lambda configs, rows: 1.0)
     assert "0 of 2 shapes" in tuner.tune([2], lambda done: None, tmp_path)
@@ -99,7 +104,7 @@ def test_cublas_is_kept_where_the_whole_step_is_not_faster(
 def test_the_config_that_makes_the_whole_step_fastest_is_picked(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(linears)
+    tuner = make_tuner(linears)
     made_up(tuner, monkeypatch)
 
     def beside(configs: list[KernelConfig], rows: int) -> float:
@@ -115,7 +120,7 @@ def test_shapes_outside_the_timed_excerpt_keep_their_own_best_config(
     linears: list[Linear], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_tuning, "EXCERPT", 1)
-    tuner = Tuner(linears)
+    tuner = make_tuner(linears)
     made_up(tuner, monkeypatch)
     tried: list[list[KernelConfig]] = []
 
@@ -132,7 +137,7 @@ def test_shapes_outside_the_timed_excerpt_keep_their_own_best_config(
 def test_cublas_is_kept_if_measuring_fails(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(linears)
+    tuner = make_tuner(linears)
     made_up(tuner, monkeypatch)
 
     def fail(*_: object) -> float:
@@ -143,14 +148,24 @@ def test_cublas_is_kept_if_measuring_fails(
     assert not any(linear._products for linear in linears)
 
 
+def test_a_model_without_weights_that_kernels_read_keeps_the_products_of_its_methods(
+    linears: list[Linear], tmp_path: Path
+) -> None:
+    router = Linear(Float32Linear(torch.randn(8, 80, device=DEVICE)), make_spec([part("gate", 8)], 80), Fusion.NORM)
+    assert router.fusion is Fusion.NONE
+    tuner = make_tuner([router])
+    assert tuner.tune([1, 2], lambda done: None, tmp_path).startswith("linear layers: 0 of 0 shapes in own kernels")
+    assert not router._products and tuner.layers == []
+
+
 def test_frozen_rows_do_not_depend_on_the_others(linears: list[Linear], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         linear_tuning.kernel_configs, "batch_invariant_config", lambda layer, size, processors: STREAM_K
     )
-    router, calls = Linear(_Float32Weight(torch.randn(8, 80, device=DEVICE)), (80, 8)), []
+    router, calls = Linear(Float32Linear(torch.randn(8, 80, device=DEVICE)), make_spec([part("gate", 8)], 80)), []
     product = router.method.apply
     monkeypatch.setattr(router.method.__class__, "apply", lambda method, x: calls.append(len(x)) or product(x))
-    Tuner([*linears, router]).make_batch_invariant()
+    make_tuner([*linears, router]).make_batch_invariant()
     router(torch.randn(20, 80, device=DEVICE))
     assert calls == [16, 16], "each product has as many rows"
     for linear in linears[:2]:

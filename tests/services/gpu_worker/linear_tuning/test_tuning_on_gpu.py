@@ -16,7 +16,7 @@ SHAPES = [(384, 256), (256, 384), (1024, 256)]  # out, in
 def tuner_of(linears: list[Linear]) -> Any:
     from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 
-    return Tuner(linears)
+    return Tuner(linears, device=torch.device("cuda"), dtype=torch.bfloat16)
 
 
 def layers(bias: bool = False) -> list[Linear]:
@@ -45,9 +45,8 @@ def test_tuned_products_are_right_and_measured_once(bias: bool, tmp_path: Path) 
         for linear in linears:
             for rows in (1, 4, 8, 33, 40):
                 x = rows_of(linear, rows)
-                assert linear.method.dense_weight() is not None
-                want = x.double() @ linear.method.dense_weight().weight.double().T
-                bias_vector = linear.method.dense_weight().bias
+                want = x.double() @ linear.method.weight.double().T
+                bias_vector = linear.method.bias
                 want = want if bias_vector is None else want + bias_vector.double()
                 assert float((linear(x).double() - want).norm() / want.norm()) < 6e-3
 
@@ -62,7 +61,7 @@ def test_every_candidate_is_right(tmp_path: Path) -> None:
         for rows in sizes:
             for layer, group in zip(tuner.layers, tuner.groups, strict=True):
                 x = rows_of(group[0], rows)
-                wants = [x.double() @ linear.method.dense_weight().weight.double().T for linear in group]
+                wants = [x.double() @ linear.method.weight.double().T for linear in group]
                 for config in tuner._candidates(layer, rows):
                     products = [tuner.products.of(config, linear) for linear in group * 2]
                     for got, want in zip([product(x) for product in products], wants * 2, strict=True):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.checkpoint import fill_dummy
+from blockyard.services.gpu_worker.loading.linear_spec import LinearSpec, MatrixPart, Rows, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat, UnquantizedLinear
 from blockyard.shared.errors import LoadError
 
 
@@ -61,31 +62,37 @@ def test_weights_that_are_ignored_are_named() -> None:
     ]
 
 
+def make_linear(table: WeightTable, parts: list[MatrixPart], transposed: bool) -> UnquantizedLinear:
+    spec = LinearSpec(parts=tuple(parts), inputs=Rows(3, 3), bias=True, transposed=transposed)
+    made = UnquantizedFormat().linear(table, spec)
+    assert isinstance(made, UnquantizedLinear)
+    return made
+
+
 @pytest.mark.parametrize("transposed", [True, False])
 def test_matrices_stored_as_in_by_out(transposed: bool) -> None:
-    def reverse(rows: Tensor) -> Tensor:
-        return rows.flip(0)
-
     table, stored = make_table(), torch.arange(6.0).view(2, 3)
-    weight, bias = table.packed({"a": 2}, 3, True, {"a": reverse}, transposed)
+    made = make_linear(table, [part("a", 2, arrange=lambda rows: rows.flip(0))], transposed)
     table.put("a.weight", stored.t() if transposed else stored)
     table.put("a.bias", torch.tensor([5.0, 6.0]))
-    assert weight.tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0]]
-    assert bias is not None
-    assert bias.tolist() == [6.0, 5.0]
+    assert made.weight.tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0]]
+    assert made.bias is not None
+    assert made.bias.tolist() == [6.0, 5.0]
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_that_a_checkpoint_has_once(transposed: bool) -> None:
     table, stored = make_table(), torch.arange(6.0).view(2, 3)
-    how = {"a": lambda rows: torch.cat((rows.flip(0), rows))}
-    weight, bias = table.packed({"a": 4, "b": 1}, 3, True, how, transposed, {"a": 2})
+    twice = MatrixPart(
+        name="a", rows=(Rows(2, 2),) * 2, arrange=lambda rows: torch.cat((rows.flip(0), rows)), stored_rows=2
+    )
+    made = make_linear(table, [twice, part("b", 1)], transposed)
     table.put("a.weight", stored.t() if transposed else stored)
     table.put("a.bias", torch.tensor([5.0, 6.0]))
-    assert weight[:4].tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert bias is not None
-    assert bias[:4].tolist() == [6.0, 5.0, 5.0, 6.0]
-    assert weight.shape == (5, 3)
+    assert made.weight[:4].tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert made.bias is not None
+    assert made.bias[:4].tolist() == [6.0, 5.0, 5.0, 6.0]
+    assert made.weight.shape == (5, 3)
 
 
 def test_dummy_norms_and_factors_are_ones() -> None:

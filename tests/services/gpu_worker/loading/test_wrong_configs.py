@@ -120,7 +120,7 @@ def test_dummy_weights_must_fit_into_memory(folder: Path) -> None:
 def test_what_would_fit_is_said(free: float) -> None:
     """Of 1 GiB in float32."""
     table = WeightTable(torch.float32, torch.device("meta"))
-    table.matrix("model.layers.0.a", 1 << 14, 1 << 14)
+    table.layer_memory("model.layers.0.a", ((1 << 14, 1 << 14), torch.float32))
     said = {0.45: "a model of at most 0.2 billion weights in bfloat16 would fit", 0.8: "--dtype bfloat16 would fit"}
 
     def said_on(device: str, free: float) -> str:

@@ -11,9 +11,10 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers import triton_ops
 from blockyard.services.gpu_worker.layers.fused_ops import OPS
-from blockyard.services.gpu_worker.layers.linear import Fusion, Linear
+from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 
 OPT = BASE | {"ffn_dim": 96, "max_position_embeddings": 64}

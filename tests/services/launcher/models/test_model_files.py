@@ -97,6 +97,35 @@ def test_the_architecture_may_be_overridden(tmp_path: Path) -> None:
         find("--model", folder(tmp_path / "n"), "--hf-overrides", '{"architectures": ["Mamba"]}')
 
 
+FP8 = LLAMA | {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (FP8, "quant_method 'fp8', which is not supported; supported: mxfp4; without quantization: --hf-overrides"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "has no quant_method; supported: mxfp4"),
+        (LLAMA | {"quantization_config": "fp8"}, "has no quant_method; supported: mxfp4"),
+    ],
+)
+def test_an_unknown_quantization_is_refused_with_those_that_are_known(
+    tmp_path: Path, config: object, words: str
+) -> None:
+    name = folder(tmp_path, config)
+    with pytest.raises(ConfigError, match=words):
+        find("--model", name)
+    find("--model", name, weights=False)
+    find("--model", name, "--worker-cls", "mock")
+
+
+def test_the_quantization_may_be_overridden(tmp_path: Path) -> None:
+    name = folder(tmp_path, FP8)
+    find("--model", name, "--hf-overrides", '{"quantization_config": null}')
+    find("--model", name, "--hf-overrides", '{"quantization_config": {"quant_method": "mxfp4"}}')
+    with pytest.raises(ConfigError, match="quant_method 'fp8'"):
+        find("--model", name, "--hf-overrides", '{"quantization_config": {"activation_scheme": "static"}}')
+
+
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         find("--model", str(tmp_path))

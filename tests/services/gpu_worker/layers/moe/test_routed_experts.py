@@ -14,9 +14,10 @@ from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.moe import routed_experts as experts_file
 from blockyard.services.gpu_worker.layers.moe.expert_configs import candidates
-from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertMethod, ExpertWeights, UnquantizedExperts
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
+from blockyard.services.gpu_worker.quantization.dense import Float32Linear, UnquantizedExperts
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 24, 6
 ROUTING = Routing(num_experts=NUM_EXPERTS, top_k=3)
@@ -36,7 +37,7 @@ def make_weights(bias: bool = False) -> ExpertWeights:
 
 def plain(x: Tensor, experts: Tensor, factors: Tensor, of: ExpertWeights, gate: Gate, scales_input: bool) -> Tensor:
     """Row by row and expert by expert."""
-    out, gate_up, down = torch.zeros_like(x), of.gate_up.grouped_weight(), of.down.grouped_weight()
+    out, gate_up, down = torch.zeros_like(x), of.gate_up, of.down
     for row in range(len(x)):
         for expert, factor in zip(experts[row].tolist(), factors[row], strict=True):
             given = x[row] * factor if scales_input else x[row]
@@ -201,7 +202,7 @@ def test_a_router_in_float32_has_its_own_kernel_for_rows_of_16_bits(monkeypatch:
     monkeypatch.setattr(
         exact_product, "router_linear", lambda x, weight, arrived, pdl: given.append(x) or x.float() @ weight.T
     )
-    product = exact_product.ExactProduct(experts_file._Float32Weight(weight), torch.device(DEVICE))
+    product = exact_product.ExactProduct(Float32Linear(weight), torch.device(DEVICE))
     x = torch.randn(5, HIDDEN, device=DEVICE)
     for rows in (x, x.half(), x.bfloat16()):
         got = product(rows)
@@ -233,6 +234,5 @@ def test_many_pairs_of_16_bits_have_a_kernel_of_their_own(
     assert {config.kernel for config in candidates(in_float32.shape, 150)} == {"grouped"}
 
 
-def _as_dtype(method: ExpertMethod, dtype: torch.dtype) -> UnquantizedExperts:
-    weight, bias = method.grouped_weight()
-    return UnquantizedExperts(weight.to(dtype), None if bias is None else bias.to(dtype))
+def _as_dtype(method: UnquantizedExperts, dtype: torch.dtype) -> UnquantizedExperts:
+    return UnquantizedExperts(method.weight.to(dtype), None if method.bias is None else method.bias.to(dtype))

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.loading import checkpoint, mxfp4, parallel_load
+from blockyard.services.gpu_worker.loading import checkpoint, parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.quantization import mxfp4
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 

@@ -1,0 +1,166 @@
+"""What a matrix product is made of in a checkpoint, and which rows or columns of it a rank has.
+
+With tensor parallelism a rank has some outputs of a layer (`Split.OUTPUTS`), and the layer behind reads them: it has
+those inputs (`Split.INPUTS`), and its products are partial sums, which are added over all ranks. Outputs are divided by
+units that stay whole: heads of attention, groups, or single rows. With fewer units than ranks, several ranks have the
+same one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockyard.shared.errors import ConfigError
+
+Arrange = Callable[[Tensor], Tensor]
+
+SUFFIXES = (".weight", ".bias")  # of names in checkpoints, behind those of parts
+
+
+class Split(Enum):
+    """What of a matrix is divided among ranks."""
+
+    OUTPUTS = "outputs"
+    INPUTS = "inputs"  # a rank's product is a part of a sum
+    NONE = "none"  # each rank has the whole
+
+
+class Shard(NamedTuple):
+    """One of the ranks that a model is divided among."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE = Shard()
+
+
+class Rows(NamedTuple):
+    """Successive features that are divided by equal units. One unit: all ranks have them all."""
+
+    size: int
+    units: int
+
+    def share(self, shard: Shard) -> range:
+        """Returns the features of a rank. Raises ConfigError if units would be cut, or not all ranks had as many.
+
+        Single features may be one more on some ranks.
+        """
+        units, (rank, size) = self.units, shard
+        if units < size:
+            if size % units:
+                raise ConfigError(f"{units} heads or groups cannot be on {size} ranks: each has to be on as many")
+            first = rank // (size // units)
+            found = range(first, first + 1)
+        elif units % size and units != self.size:
+            raise ConfigError(f"{units} heads or groups cannot be divided among {size} ranks")
+        else:
+            found = range(units * rank // size, units * (rank + 1) // size)
+        unit = self.size // units
+        return range(found.start * unit, found.stop * unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixPart:
+    """One matrix of a checkpoint in a layer."""
+
+    name: str  # without `SUFFIXES`
+    rows: tuple[Rows, ...]  # the output features that it makes, in order
+    arrange: Arrange | None = None  # makes them of the rows that the checkpoint has
+    stored_rows: int | None = None  # that the checkpoint has; None: as many
+    interleaved: bool = False  # the checkpoint has one row of each of `rows`, which are equal, in turn
+
+    @property
+    def size(self) -> int:
+        return sum(rows.size for rows in self.rows)
+
+    def share(self, shard: Shard) -> list[range]:
+        """Returns the rows of a rank among those of the part."""
+        start, found = 0, []
+        for rows in self.rows:
+            own = rows.share(shard)
+            found.append(range(start + own.start, start + own.stop))
+            start += rows.size
+        return found
+
+
+def part(name: str, size: int, units: int | None = None, arrange: Arrange | None = None) -> MatrixPart:
+    """A matrix of which all rows are divided alike. units: heads or groups; None: single rows."""
+    return MatrixPart(name=name, rows=(Rows(size, size if units is None else units),), arrange=arrange)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Takes a rank's share of a weight."""
+
+    dim: int  # counted from the end
+    ranges: tuple[range, ...]
+
+    def __call__(self, whole: Tensor) -> Tensor:
+        found = [whole.narrow(self.dim, own.start, len(own)) for own in self.ranges]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """The parts of a matrix product with their names in the checkpoint, given by the model family."""
+
+    parts: tuple[MatrixPart, ...]
+    inputs: Rows
+    split: Split = Split.NONE
+    bias: bool = False
+    transposed: bool = False  # the checkpoint has matrices as [in, out]
+
+    @property
+    def in_features(self) -> int:
+        return self.inputs.size
+
+    def num_inputs(self, shard: Shard) -> int:
+        return len(self.inputs.share(shard)) if self.split is Split.INPUTS else self.in_features
+
+    def rows(self, one: MatrixPart, shard: Shard) -> list[range]:
+        """Returns the rows of a rank among those of a part."""
+        return one.share(shard if self.split is Split.OUTPUTS else WHOLE)
+
+    def num_outputs(self, shard: Shard) -> int:
+        return sum(len(own) for one in self.parts for own in self.rows(one, shard))
+
+    def cut(self, one: MatrixPart, shard: Shard) -> Cut | None:
+        """Returns what takes a rank's share of a part's weight [..., out, in]. None: the whole.
+
+        Of an interleaved part: of [..., runs, out, in].
+        """
+        if shard.size == 1 or self.split is Split.NONE:
+            return None
+        if self.split is Split.INPUTS:
+            return Cut(-1, (self.inputs.share(shard),))
+        return Cut(-2, self._ranges(one, shard))
+
+    def row_cut(self, one: MatrixPart, shard: Shard) -> Cut | None:
+        """As `cut`, of what has one number for each row, [..., out]."""
+        if shard.size == 1 or self.split is not Split.OUTPUTS:
+            return None
+        return Cut(-1, self._ranges(one, shard))
+
+    def bias_cut(self, one: MatrixPart, shard: Shard) -> Arrange | None:
+        """As `row_cut`, of the bias: of partial sums it is in the first one alone."""
+        if self.split is Split.INPUTS and shard.rank:
+            return torch.zeros_like
+        return self.row_cut(one, shard)
+
+    def _ranges(self, one: MatrixPart, shard: Shard) -> tuple[range, ...]:
+        return (one.rows[0].share(shard),) if one.interleaved else tuple(one.share(shard))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """One product of all experts of a layer."""
+
+    num_experts: int
+    matrix: LinearSpec  # of one expert; its names have "{}" in the place of a number, if they are not stacked
+    stacked: bool = False  # the checkpoint has one tensor [experts, out, in] for all experts
+    suffixes: tuple[str, str] = SUFFIXES  # of names

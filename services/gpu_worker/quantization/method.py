@@ -1,0 +1,84 @@
+"""The interfaces of a weight. Whatever multiplies, tunes, times, moves or fills one asks these and reads no tensor."""
+
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+
+
+class Fusion(Enum):
+    """The operations before and after a linear layer that one kernel can compute together with it."""
+
+    NONE = "none"
+    NORM = "norm"  # RMSNorm of the input
+    ADD = "add"  # addition of the result to the residual
+    GATED_ADD = "gated_add"  # silu(gate) * up of the input, and addition of the result to the residual
+
+
+class LinearMethod(Protocol):
+    """The weight of one linear layer: its layout and its product."""
+
+    @property
+    def form(self) -> str | None:
+        """The layout that kernels read, a key of `linear_tuning.products`. None: there are only those of `apply`."""
+
+    @property
+    def fusions(self) -> frozenset[Fusion]:
+        """What kernels of this form can compute together with the product. A layer that asks for more gets none."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of input and output features, of this rank."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that a product reads."""
+
+    def prepare(self) -> None:
+        """Repacks the weight for the device. Called once, after the weights are loaded."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Multiplies and adds the bias: x [rows, in] -> [rows, out]."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of the weight by name: --cpu-offload-gb keeps them in host memory, sleep moves them."""
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        """Makes products read `tensor` instead of `tensors()[name]`. Not after `prepare`."""
+
+
+class ExpertMethod(Protocol):
+    """The weight of one product of all experts of a layer: a `LinearMethod` with a leading dimension of experts."""
+
+    @property
+    def form(self) -> str:
+        """As of `LinearMethod`: a key of the kernels of experts."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of input and output features, of this rank."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def linear(self, expert: int) -> LinearMethod:
+        """Returns the weight of one expert, for devices that multiply expert by expert."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As of `LinearMethod`."""
+
+
+class Format(Protocol):
+    """How a checkpoint stores weights. Each method allocates memory in the table and gives the checkpoint's tensors
+    places there, each with the share of the table's rank, and how dummy weights fill it."""
+
+    def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod: ...
+
+    def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod: ...
+
+    def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+        """A matrix [out, in] that is needed as numbers: it is looked up, or other code than a linear layer reads it."""
