@@ -84,8 +84,8 @@ from blockyard.shared.messages.streams import (
     TokenLogprobs,
     TokenRows,
     TokenStep,
-    Vector,
     VectorBatch,
+    VectorResult,
     decode_logprobs,
     encode_logprobs,
 )
