@@ -17,7 +17,7 @@ from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, finds_reasoning
+from blockyard.shared.ring_client.request_fields.output_format import ModelFormats, finds_reasoning
 from blockyard.shared.token_ids import num_ids, unpack
 
 ChoiceSink = CollectedChoice | EventStream
@@ -29,7 +29,7 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 
 
 class RequestPipeline:
-    def __init__(self, client: RingClient, formats: OutputFormats, log_requests: bool = False) -> None:
+    def __init__(self, client: RingClient, formats: ModelFormats, log_requests: bool = False) -> None:
         self._log_requests, self._formats = log_requests, formats
         self.tokenizer_client, self.admission, self._dispatch = (
             client.tokenizer_client,
@@ -124,7 +124,7 @@ class RequestPipeline:
         return EventStream(options, events, writer, generation.usage, reader)
 
     def _reader(self, generation: HttpGeneration, prompt: Tokenized) -> ChoiceReader | None:
-        request, formats = generation.request, self._formats
+        request, formats = generation.request, self._formats.of(generation.request.card)
         form, opened, shows = request.output, prompt.reasoning_opened, request.options.include_reasoning
         if form is None:
             return None

@@ -14,7 +14,7 @@ from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.messages import GatewayIn, Member, Role, Scrape, Scraped, Stats
 from blockyard.shared.process.service_main import rss_bytes
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
+from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 CHECK_WAIT_S = 10.0
@@ -57,7 +57,7 @@ class Gateway:
         self.meters, self.journal = self.client.meters, self.client.journal
         self.metrics = Metrics(links, self.meters, self.client.counts, config.metrics_names)
         self.streams = StreamedResponses(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
-        formats = OutputFormats.load(config.tools)
+        formats = ModelFormats(config.parser_plugins)
         self.pipeline = RequestPipeline(self.client, formats, config.log_requests)
         self.body_parser = BodyParser(config, formats)
         self.stall_detector = StallDetector(config.stall_timeout_s / 2)

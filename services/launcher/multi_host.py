@@ -11,7 +11,7 @@ from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
-from blockyard.shared.config import host_memory, kv_transfer, output_parsers, resolve, worker_roles
+from blockyard.shared.config import host_memory, http_server, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
@@ -42,8 +42,9 @@ def run(args: Sequence[str]) -> int:
     config = service_config(service, values)
     is_local = config.process.bus.bind.startswith("ipc://")
     of_worker = resolve.worker_notes(values, is_local) if service == "gpu_worker" else []
-    of_gateway = resolve.gateway_notes(values, find_model(service, values)) if service == "api_gateway" else []
-    for note in (*notes, *values.notes(), *of_worker, *of_gateway):
+    of_gateway = http_server.notes(values) if service == "api_gateway" else []
+    of_model = resolve.model_notes(values, find_model(service, values)) if service == "scheduler" else []
+    for note in (*notes, *values.notes(), *of_worker, *of_gateway, *of_model):
         print(note, file=sys.stderr)
     exec_service(service, config)
 
@@ -57,7 +58,7 @@ def service_config(service: str, values: Values) -> ServiceStruct:
         case "message_bus":
             return resolve.registry(process)
         case "api_gateway":
-            return resolve.gateway(values, model, process)
+            return resolve.gateway(values, process)
         case "tokenizer_pool":
             return resolve.tokenizer(values, model, process)
         case "detokenizer":
@@ -79,8 +80,10 @@ def find_model(service: str, values: Values) -> Checkpoint:
     needs_files = {
         "tokenizer_pool": True,
         "detokenizer": True,
-        "api_gateway": values["generation-config"] == "auto" or output_parsers.needs_template(values),
-        "scheduler": not values.get("enable-chunked-prefill", bool) or values.get("disable-sliding-window", bool),
+        "scheduler": not values.get("enable-chunked-prefill", bool)
+        or values.get("disable-sliding-window", bool)
+        or values["generation-config"] == "auto"
+        or output_parsers.needs_template(values),
     }
     if needs_files.get(service, False):
         return model_files.find(values, weights=False)

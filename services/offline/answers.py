@@ -6,9 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import TextOptions, Tokenize
+from blockyard.shared.messages import GrammarDefaults, TextOptions, Tokenize
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.request_fields.forced_calls import calls_grammar

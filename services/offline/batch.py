@@ -13,7 +13,6 @@ from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import ArrivalTimes, OutputCollector, RequestOutput, RingLost, request_output
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import BlockyardError, RequestError
 from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
@@ -21,8 +20,6 @@ from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.request_fields.sampling_fields import fitting_truncation
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
-
-NO_PARSERS = ToolDefaults()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +69,10 @@ class RequestBatch:
         card: ModelCard,
         client: RingClient,
         limiter: InflightLimiter,
-        tools: ToolDefaults = NO_PARSERS,
         progress: BatchProgress | None = None,
     ) -> None:
-        """`tools`: of the deployment, with the markers of reasoning. `progress`: told of everything that happens."""
+        """`progress`: told of everything that happens."""
         self._name, self._requests, self._card, self._client, self._limiter = name, requests, card, client, limiter
-        self._tools = tools
         self.progress = BatchProgress() if progress is None else progress
         self._arrival = ArrivalTimes(time.time(), client.clock())
         self._queued_s: dict[str, float] = {}  # request id -> when the scheduler accepted it
@@ -202,8 +197,8 @@ class RequestBatch:
             request_id=request_id,
             bad_words=params.bad_words,
             grammar=grammar,
-            reasoning_end=self._tools.reasoning_end if reasons_first else "",
-            reasoning_start=self._tools.reasoning_start if reasons_first else "",
+            reasoning_end=self._card.settings.tools.reasoning_end if reasons_first else "",
+            reasoning_start=self._card.settings.tools.reasoning_start if reasons_first else "",
             max_tokens=self._card.max_model_len if params.truncate is None else 0,
         )
 
@@ -237,7 +232,6 @@ class RequestBatch:
             max_tokens=params.max_tokens,
             seed=request.seed if params.seed is None else params.seed,
             prompt_field=where,
-            tools=self._tools,
         )
         frame = Generate(
             request_id=prompt.request_id,

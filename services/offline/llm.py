@@ -98,7 +98,7 @@ class LLM(RingOperations):
             "" if chat_template_content_format == "auto" else chat_template_content_format,
             tools,
             self._session.formats,
-            self._session.config.grammars,
+            self._session.settings.grammars,
         )
         return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, priority)
 

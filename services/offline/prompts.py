@@ -10,9 +10,8 @@ import msgspec
 
 from blockyard.services.offline.answers import NO_FORMATS, AnswerReading, answer_reading
 from blockyard.services.offline.sampling_params import DEFAULT_GRAMMARS, plain
-from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.messages import Tokenize
+from blockyard.shared.messages import GrammarDefaults, Tokenize
 from blockyard.shared.ring_client.request_fields.chat_messages import Message, read_messages
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats

@@ -66,7 +66,7 @@ class RunningModel:
 
     def default_params(self) -> SamplingParams:
         """Returns the parameters of requests without any, from --generation-config."""
-        defaults = msgspec.structs.asdict(self.session.config.defaults)
+        defaults = msgspec.structs.asdict(self.session.settings.defaults)
         max_new_tokens = defaults.pop("max_new_tokens")
         return SamplingParams(**defaults, max_tokens=max_new_tokens or DEFAULT_SAMPLING.max_tokens)
 
@@ -76,8 +76,8 @@ class RunningModel:
         self.session.close()  # waits if another thread is closing it
 
     def _check_params(self, params: Params, num_prompts: int) -> list[CheckedParams]:
-        card, config = self.session.card, self.session.config
-        flags = (config.max_logprobs, config.grammars, config.logits_processors)
+        card, settings = self.session.card, self.session.settings
+        flags = (settings.max_logprobs, settings.grammars, settings.logits_processors)
         if params is None:
             params = self.default_params()
         if isinstance(params, SamplingParams):

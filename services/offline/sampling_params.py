@@ -8,9 +8,15 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import GrammarDefaults, SamplingDefaults
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.messages import DEFAULT_SAMPLING, Grammar, Sampling, TextOptions
+from blockyard.shared.messages import (
+    DEFAULT_SAMPLING,
+    Grammar,
+    GrammarDefaults,
+    Sampling,
+    SamplingDefaults,
+    TextOptions,
+)
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
 from blockyard.shared.ring_client.request_fields.logits_processors import read_logits_processors

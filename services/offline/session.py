@@ -44,7 +44,8 @@ class Session:
             run_dir = undo.enter_context(RunDir(values.maybe("run-dir", str)))
             whole = resolve(values, model_files.find(values), local_bus(run_dir.path))
             self.config: GatewayConfig = whole.gateways[0]
-            self.formats = OutputFormats.load(self.config.tools)
+            self.settings = whole.scheduler.model
+            self.formats = OutputFormats.load(self.settings.tools, self.config.parser_plugins)
             self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
             gpus.check(whole.workers, os.environ)
             # `LLM.chat` passes templates of the calling script, which is trusted
@@ -94,8 +95,8 @@ class Session:
         """Runs a batch; cancelling the future cancels it. Raises RingLost, and so does the future if the ring ends."""
         self._check_alive()
         self._num_batches += 1
-        name, tools = f"llm{self._num_batches}", self.config.tools
-        batch = RequestBatch(name, requests, self.card, self._client, self._limiter, tools, progress)
+        name = f"llm{self._num_batches}"
+        batch = RequestBatch(name, requests, self.card, self._client, self._limiter, progress)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
 
     def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:

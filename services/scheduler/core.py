@@ -23,6 +23,7 @@ from blockyard.services.scheduler.transfers.handovers import TransferSettings
 from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
+    DEFAULT_SETTINGS,
     Attached,
     Broken,
     Cancel,
@@ -35,6 +36,7 @@ from blockyard.shared.messages import (
     KVSendEnded,
     Member,
     ModelCard,
+    ModelSettings,
     OutOfStep,
     PathLost,
     RefusalCount,
@@ -59,6 +61,7 @@ class FencedError(BlockyardError):
 class SchedulerSettings:
     names: list[str]  # served names
     root: str
+    model: ModelSettings = DEFAULT_SETTINGS  # for gateways
     batch: BatchLimits
     max_queue_len: int
     max_queue_tokens: int
@@ -85,7 +88,7 @@ class Scheduler:
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """`random_bytes`: for tickets, which a stranger may not guess."""
-        model = ServedModel(settings.names, settings.root, created)
+        model = ServedModel(settings.names, settings.root, created, settings.model)
         limits = QueueLimits(settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
         hasher = BlockHasher(settings.block_scope, settings.prefix_caching)
         self._names = settings.names

@@ -10,6 +10,7 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
     return SchedulerSettings(
         names=config.served_model_names,
         root=config.root,
+        model=config.model,
         batch=BatchLimits(
             config.max_num_seqs, config.max_num_batched_tokens, config.depth, late=config.scheduling_policy == "fair"
         ),

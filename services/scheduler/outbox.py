@@ -11,8 +11,8 @@ from blockyard.shared.messages import (
     TokenBatch,
     TokenRows,
     TokenStep,
-    Vector,
     VectorBatch,
+    VectorResult,
 )
 
 
@@ -59,9 +59,9 @@ class VectorOutbox:
     """The vectors of one step: one frame for each gateway, on the link that its requests came by."""
 
     def __init__(self) -> None:
-        self._by_gateway: dict[int, list[Vector]] = {}
+        self._by_gateway: dict[int, list[VectorResult]] = {}
 
-    def add(self, gateway: int, vector: Vector) -> None:
+    def add(self, gateway: int, vector: VectorResult) -> None:
         self._by_gateway.setdefault(gateway, []).append(vector)
 
     def flush(self, outbox: Outbox) -> None:

@@ -58,20 +58,29 @@ def _mentions_content(node: nodes.Node, names: set[str]) -> bool:
 
 def for_template(messages: list[Message], style: ContentStyle) -> list[Message]:
     """Returns new messages for a template of this style. Raises RequestError for content it cannot render."""
-    return [_with_reasoning(_with_arguments(_with_content(message, style))) for message in messages]
+    return [_for_template(message, style) for message in messages]
 
 
-def _with_content(message: Message, style: ContentStyle) -> Message:
+def _for_template(message: Message, style: ContentStyle) -> Message:
+    """Content as the style has it, arguments of calls decoded, and reasoning under all the names that templates use."""
+    shown = _with_functions(message, _with_arguments)
     content = message.get("content")
     if isinstance(content, list):
-        if style.loops:
-            return {**message, "content": [_part(part) for part in content]}
-        return {**message, "content": "\n".join(_texts(content))}
-    if style.loops and not style.tests_string and isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    if content is None and not style.loops:
-        return {**message, "content": ""}
-    return dict(message)
+        shown["content"] = [_part(part) for part in content] if style.loops else "\n".join(_texts(content))
+    elif style.loops and not style.tests_string and isinstance(content, str):
+        shown["content"] = [{"type": "text", "text": content}]
+    elif content is None and not style.loops:
+        shown["content"] = ""
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        shown["reasoning_content"] = reasoning
+        shown.setdefault("thinking", reasoning)
+    return shown
+
+
+def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """Arguments are JSON text in the API and objects in templates."""
+    return {**function, "arguments": template_arguments(function["arguments"])}
 
 
 def _part(part: Any) -> dict[str, Any]:
@@ -91,13 +100,6 @@ def _texts(content: list[Any]) -> Iterator[str]:
         yield text
 
 
-def _with_arguments(message: Message) -> Message:
-    """Decodes arguments of tool calls, which are JSON text in the API and objects in templates."""
-    return _with_functions(
-        message, lambda function: {**function, "arguments": template_arguments(function["arguments"])}
-    )
-
-
 def with_objects(messages: list[Message]) -> list[Message]:
     """Arguments that are text as objects, for templates that look into them. The same messages if there are none."""
 
@@ -109,7 +111,7 @@ def with_objects(messages: list[Message]) -> list[Message]:
 
 
 def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
-    """The message with the functions of its calls, as far as they have arguments, after `change`."""
+    """A copy of the message, with the functions of its calls, as far as they have arguments, after `change`."""
 
     def changed(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
@@ -118,12 +120,4 @@ def _with_functions(message: Message, change: Callable[[dict[str, Any]], dict[st
         return {**call, "function": change(function)}
 
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else message
-
-
-def _with_reasoning(message: Message) -> Message:
-    """Sets reasoning under all the names that templates use, as transformers does."""
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else dict(message)

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import decode_object
+from blockyard.shared.messages import SamplingDefaults
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -111,17 +111,20 @@ def sampling_defaults(values: Values, generation: dict[str, Any]) -> SamplingDef
     elif source is not None and source != "vllm":
         path = Path(source)
         found = read_json(path / "generation_config.json" if path.is_dir() else path)
-    known = SamplingDefaults.__struct_fields__
+    known = {field.name: field.type for field in msgspec.structs.fields(SamplingDefaults)}
     settings = {key: value for key, value in found.items() if key in known and value is not None}
     override = values.maybe("override-generation-config", dict) or {}
     unknown = [key for key in override if key not in known]
     where = values.where("override-generation-config")
     if unknown:
         raise ConfigError(f"{where}: {unknown[0]!r} is none of {', '.join(known)}")
-    try:
-        return msgspec.convert(settings | override, SamplingDefaults)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"{where if override else 'generation_config.json'}: {e}") from e
+    values_of: dict[str, Any] = {}
+    for key, value in (settings | override).items():
+        try:
+            values_of[key] = msgspec.convert(value, known[key])
+        except msgspec.ValidationError as e:
+            raise ConfigError(f"{where if override else 'generation_config.json'}: {e} - at `$.{key}`") from e
+    return SamplingDefaults(**values_of)
 
 
 def chat_template(values: Values) -> str | None:

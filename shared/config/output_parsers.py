@@ -11,10 +11,11 @@ from blockyard.shared import parser_plugins
 from blockyard.shared.chat_template_files import chat_templates
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.services.gateway import ToolDefaults
+from blockyard.shared.config.services.gateway import ParserPlugins
 from blockyard.shared.config.structured_outputs import FLAG as GRAMMAR_FLAG
 from blockyard.shared.config.structured_outputs import StructuredOutputsKeys, read_keys
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.reasoning_parsers import registry as reasoning_parsers
 from blockyard.shared.reasoning_parsers.interface import ReasoningFormat, opens_by_itself
 from blockyard.shared.tool_parsers import registry as tool_parsers
@@ -78,15 +79,17 @@ def output_parsers(values: Values, model: Checkpoint) -> OutputParsers:
     defaults = ToolDefaults(
         auto_choice=tools is not None and values.get("enable-auto-tool-choice", bool),
         parser=tools.name if tools else "",
-        parser_plugin=_plugin(values, _TOOLS),
         exclude_when_none=values.get("exclude-tools-when-tool-choice-none", bool),
         reasoning_parser=reasoning.name if reasoning else "",
-        reasoning_parser_plugin=_plugin(values, _REASONING),
         reasoning_end=reasoning.end if reasoning else "",
         reasoning_start=_start_of(reasoning) if reasoning else "",
         reasoning_other_ends=list(reasoning.other_ends) if reasoning else [],
     )
     return OutputParsers(defaults, notes)
+
+
+def plugins(values: Values) -> ParserPlugins:
+    return ParserPlugins(tools=_plugin(values, _TOOLS), reasoning=_plugin(values, _REASONING))
 
 
 def _start_of(reasoning: ReasoningFormat) -> str:

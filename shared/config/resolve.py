@@ -34,6 +34,7 @@ from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS, WorkerConfig
 from blockyard.shared.config.worker_roles import WorkersOfRole
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import ModelSettings
 
 ServiceStruct = RegistryConfig | GatewayConfig | TokenizerConfig | DetokenizerConfig | SchedulerConfig | WorkerConfig
 S = TypeVar("S", bound=msgspec.Struct)
@@ -69,23 +70,26 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
     to_start = worker_roles.workers_to_start(values)
     return Deployment(
         registry=registry(process("message_bus")),
-        gateways=[
-            gateway(values, model, process(name), i) for i, name in _numbered("api_gateway", values, "api-gateways")
-        ],
+        gateways=[gateway(values, process(name), i) for i, name in _numbered("api_gateway", values, "api-gateways")],
         tokenizers=[tokenizer(values, model, process(f"tokenizer_pool {i}")) for i in range(num_tokenizers(values))],
         detokenizers=[
             detokenizer(values, model, process(name)) for _, name in _numbered("detokenizer", values, "detokenizers")
         ],
         scheduler=scheduler(values, model, process("scheduler"), [each.values for each in to_start]),
         workers=workers(to_start, model, process),
-        notes=[*values.notes(), *gateway_notes(values, model), *worker_notes(values, is_local=True)],
+        notes=[
+            *values.notes(),
+            *http_server.notes(values),
+            *model_notes(values, model),
+            *worker_notes(values, is_local=True),
+        ],
         hung_timeout_s=values.get("hung-timeout", float),
     )
 
 
-def gateway_notes(values: Values, model: Checkpoint) -> list[str]:
-    """Returns a line for each flag of gateways without effect, and for each choice of `auto`. Raises ConfigError."""
-    return [*http_server.notes(values), *output_parsers.output_parsers(values, model).notes]
+def model_notes(values: Values, model: Checkpoint) -> list[str]:
+    """Returns a line for each choice of `auto` in how answers are read. Raises ConfigError."""
+    return output_parsers.output_parsers(values, model).notes
 
 
 def worker_notes(values: Values, is_local: bool) -> list[str]:
@@ -112,12 +116,11 @@ def registry(process: ProcessConfig) -> RegistryConfig:
     return RegistryConfig(process=process)
 
 
-def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: int = 0) -> GatewayConfig:
+def gateway(values: Values, process: ProcessConfig, index: int = 0) -> GatewayConfig:
     fields = _fields(values, "gateway")
     fields |= http_server.tls_fields(values, fields.pop("tls", {}))
     fields |= http_server.log_fields(values)
     http_server.check_socket(values)
-    structured_outputs.check_processor_pattern(values)
     base = values.get("metrics-port", int)
     if base and base + index > 65535:
         raise ConfigError(f"{values.where('metrics-port')}: {base} plus {index} gateways is beyond 65535")
@@ -130,9 +133,7 @@ def gateway(values: Values, model: Checkpoint, process: ProcessConfig, index: in
             "api_keys": http_server.read_keys(values, "api-key", "api-key-file"),
             "admin_keys": http_server.read_keys(values, "admin-key", "admin-key-file"),
             "served_model_names": served_names(values),
-            "defaults": msgspec.to_builtins(sampling_defaults(values, model.generation)),
-            "tools": msgspec.to_builtins(output_parsers.output_parsers(values, model).defaults),
-            "grammars": msgspec.to_builtins(structured_outputs.grammar_defaults(values)),
+            "parser_plugins": msgspec.to_builtins(output_parsers.plugins(values)),
         },
     )
 
@@ -185,6 +186,7 @@ def scheduler(
         | {
             "served_model_names": served_names(values),
             "root": model.name,
+            "model": msgspec.to_builtins(model_settings(values, model)),
             "max_num_seqs": max(worker_fields.num_seqs(each) for each in of_workers),
             "max_num_batched_tokens": max(budgets),
             "depth": run_ahead(values),
@@ -192,6 +194,19 @@ def scheduler(
             **kv_transfer.scheduler_fields(values),
         },
     )
+
+
+def model_settings(values: Values, model: Checkpoint) -> ModelSettings:
+    """Returns how requests to the model are read, for its card. Raises ConfigError."""
+    structured_outputs.check_processor_pattern(values)
+    template_kwargs = values.get("default-chat-template-kwargs", dict)
+    settled: dict[str, Any] = {
+        "defaults": sampling_defaults(values, model.generation),
+        "grammars": structured_outputs.grammar_defaults(values),
+        "tools": output_parsers.output_parsers(values, model).defaults,
+        "template_kwargs": msgspec.json.encode(template_kwargs) if template_kwargs else b"",
+    }
+    return ModelSettings(**_fields(values, "scheduler")["model"] | settled)
 
 
 def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) -> WorkerConfig:

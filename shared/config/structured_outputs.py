@@ -5,9 +5,8 @@ import re
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import GrammarEngine
+from blockyard.shared.messages import GrammarDefaults, GrammarEngine
 
 FLAG, ENGINE_FLAG = "structured-outputs-config", "guided-decoding-backend"
 

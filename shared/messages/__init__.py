@@ -37,6 +37,13 @@ from blockyard.shared.messages.membership import (
     TenantShare,
 )
 from blockyard.shared.messages.metrics import PastText, Scrape, Scraped, StatsRequest, StatsResponse
+from blockyard.shared.messages.model_settings import (
+    DEFAULT_SETTINGS,
+    GrammarDefaults,
+    ModelSettings,
+    SamplingDefaults,
+    ToolDefaults,
+)
 from blockyard.shared.messages.requests import (
     DEFAULT_SAMPLING,
     Accepted,
@@ -84,8 +91,8 @@ from blockyard.shared.messages.streams import (
     TokenLogprobs,
     TokenRows,
     TokenStep,
-    Vector,
     VectorBatch,
+    VectorResult,
     decode_logprobs,
     encode_logprobs,
 )

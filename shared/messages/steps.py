@@ -156,7 +156,7 @@ class SlotResult(FrameStruct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     detail: str = ""
     status: int = 500  # as in TokenStep
-    vector: bytes = b""  # as in Vector: the result of a slot without text, which is finished by it
+    vector: bytes = b""  # as in VectorResult: the result of a slot without text, which is finished by it
 
 
 class StepResult(Frame, frozen=True):

@@ -143,7 +143,7 @@ class TextDelta(FrameStruct, frozen=True):
     status: int = 500  # as in `TokenStep`
 
 
-class Vector(FrameStruct, frozen=True):
+class VectorResult(FrameStruct, frozen=True):
     """The result of a request without text. Sent again only with the request's next attempt."""
 
     request_id: str
@@ -158,7 +158,7 @@ class Vector(FrameStruct, frozen=True):
 class VectorBatch(Frame, frozen=True):
     """scheduler -> api_gateway: a step's vectors for one gateway, on the link that its requests came by."""
 
-    vectors: list[Vector]
+    vectors: list[VectorResult]
 
 
 class TextBatch(Frame, frozen=True):

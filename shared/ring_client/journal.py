@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs, Vector
+from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs, VectorResult
 from blockyard.shared.token_ids import num_ids
 
 MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
@@ -223,7 +223,7 @@ class JournalEntry:
             self.num_open -= 1
         return choice
 
-    def take_vector(self, vector: Vector) -> bool:
+    def take_vector(self, vector: VectorResult) -> bool:
         """Records the result of a request without text, which has one choice. False if it must not be delivered."""
         if vector.attempt != self.attempt or self.num_open == 0:
             return False

@@ -2,7 +2,7 @@
 
 import enum
 import types
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import msgspec
 import pytest
@@ -32,7 +32,7 @@ def sample(kind: Any) -> Any:
         return [sample(get_args(kind)[0])]
     if get_origin(kind) is tuple:
         return tuple(sample(k) for k in get_args(kind))
-    if isinstance(kind, types.UnionType):
+    if get_origin(kind) in (types.UnionType, Union):
         return sample(next(k for k in get_args(kind) if k is not type(None)))
     if issubclass(kind, enum.Enum):
         return list(kind)[-1]

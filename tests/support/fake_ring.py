@@ -12,6 +12,7 @@ from fake_links import FakeLinks
 
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
+    DEFAULT_SETTINGS,
     Accepted,
     Cancel,
     Control,
@@ -24,6 +25,7 @@ from blockyard.shared.messages import (
     Generate,
     Member,
     ModelCard,
+    ModelSettings,
     QueueCapacity,
     Refused,
     Role,
@@ -74,8 +76,11 @@ class Running:
 class FakeRing(FakeLinks):
     """Answers on the running loop. Tests set its attributes, read `sent`, and may send frames themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ModelSettings = DEFAULT_SETTINGS) -> None:
+        """`settings`: of the model."""
         super().__init__(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), *MEMBERS)
+        card = msgspec.structs.replace(CARD, settings=settings)
+        self.members[SCHEDULER] = member(Role.SCHEDULER, SCHEDULER, card=card)
         self.receive: Receive = lambda peer, event: None
         self.running: dict[str, Running] = {}
         self.capacity = QueueCapacity(100, 100_000)

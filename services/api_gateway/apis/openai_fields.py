@@ -82,14 +82,14 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     code: str | None
 
 
-class ErrorBody(msgspec.Struct, frozen=True):
+class OpenAIError(msgspec.Struct, frozen=True):
     error: ErrorInfo
 
 
 def error_body(error: RequestError) -> bytes:
     error_type = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     code = error.code or ERROR_CODES.get(error.status)
-    return encode(ErrorBody(ErrorInfo(str(error), error_type, error.field or None, code)))
+    return encode(OpenAIError(ErrorInfo(str(error), error_type, error.field or None, code)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from blockyard.services.api_gateway.bodies.body_frames import (
 from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedBody, parse_body
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
-from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
+from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class _LargeBody:
 class BodyParser:
     """`run` parses large bodies until it is cancelled. The process is started for the first large body."""
 
-    def __init__(self, config: GatewayConfig, formats: OutputFormats, max_cpu_s: float = MAX_CPU_S) -> None:
+    def __init__(self, config: GatewayConfig, formats: ModelFormats, max_cpu_s: float = MAX_CPU_S) -> None:
         """`max_cpu_s` limits the CPU time of one large body."""
         self._config, self._formats, self._max_cpu_s = config, formats, max_cpu_s
         self._waiting: asyncio.PriorityQueue[_LargeBody] = asyncio.PriorityQueue()

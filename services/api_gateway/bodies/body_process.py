@@ -27,7 +27,7 @@ from blockyard.services.api_gateway.requests.ignored_fields import MAX_HEADER_CH
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.process import settings
-from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
+from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,7 @@ def serve(stream: BinaryIO, out: BinaryIO, max_cpu_s: float) -> None:
     if first is None:
         return
     config = msgspec.msgpack.decode(first[0], type=GatewayConfig)
-    with contextlib.redirect_stdout(sys.stderr):  # what a user's file of formats prints is no frame
-        formats = OutputFormats.load(config.tools)
+    formats = ModelFormats(config.parser_plugins)
     gc.disable()  # decoded JSON has no cycles, and a collection would visit all of it
     while (frame := read_frame(stream)) is not None:
         data, body = frame
@@ -54,7 +53,7 @@ def serve(stream: BinaryIO, out: BinaryIO, max_cpu_s: float) -> None:
         out.flush()
 
 
-def _parse(body: bytes, context: ParseContext, config: GatewayConfig, formats: OutputFormats) -> bytes:
+def _parse(body: bytes, context: ParseContext, config: GatewayConfig, formats: ModelFormats) -> bytes:
     try:
         parsed = parse_body(body, context, config, formats)
         return framed(msgspec.structs.replace(parsed, ignored=_header_names(parsed.ignored)))
@@ -86,7 +85,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # this process ends at the end of its stream
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, hard))
-    serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[3]))
+    out = sys.stdout.buffer
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's file of formats prints is no frame
+        serve(sys.stdin.buffer, out, float(sys.argv[3]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.admission import Served
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
-from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
+from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.token_ids import pack
 
@@ -62,7 +62,7 @@ class ParsedText(msgspec.Struct, frozen=True, tag=True):
 ParsedBody = ParsedGeneration | ParsedText
 
 
-def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, formats: OutputFormats) -> ParsedBody:
+def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, formats: ModelFormats) -> ParsedBody:
     """Raises RequestError."""
     if context.endpoint == TOKENIZE:
         return _tokenize(body, context, config)
@@ -71,7 +71,7 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
     api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
-    request = api.parse(fields, card, config, formats, context.request_id)
+    request = api.parse(fields, card, config, formats.of(card), context.request_id)
     check_lengths(request)
     return ParsedGeneration(api.name, request, ignored)
 
@@ -100,7 +100,7 @@ def _tokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> Pars
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("either prompt or messages, and not both", "prompt")
     if asked.messages is not None:
-        work = chat_prompt(asked, card, config, read_tools(ChatRequest(tools=asked.tools), config.tools))
+        work = chat_prompt(asked, card, read_tools(ChatRequest(tools=asked.tools), card.settings.tools))
     else:
         work = msgspec.structs.replace(
             completion_prompts(asked.prompt, card)[0], add_special_tokens=asked.add_special_tokens

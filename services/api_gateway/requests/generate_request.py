@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.messages import ModelCard, Sampling, TextOptions, Tokenize, Tokenized
 from blockyard.shared.ring_client.request_fields.choices import Choices
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
@@ -51,7 +50,6 @@ class GenerateRequest:
     choices: Choices
     seed: int | None
     max_tokens: int | None  # None: as many as the context leaves
-    max_new_tokens: int | None  # the deployment's cap
     truncate: int | None  # truncate_prompt_tokens: keep this many of the prompt's last ids
     priority: int
     user: str
@@ -60,7 +58,6 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
-    reasoning: ToolDefaults | None = None  # the deployment's texts of reasoning
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""
@@ -70,9 +67,8 @@ class GenerateRequest:
             card=self.card,
             max_tokens=self.max_tokens,
             seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.card.settings.defaults.max_new_tokens,
             prompt_field=self.prompt_field,
             thinking_budget=self.thinking_budget,
-            tools=self.reasoning,
             call_is_forced=self.tools is not None and self.tools.is_forced,
         )

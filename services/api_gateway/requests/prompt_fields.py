@@ -5,7 +5,6 @@ from typing import Any, cast
 import msgspec
 
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, TokenizeRequest
-from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client.request_fields import limits
@@ -36,14 +35,12 @@ def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: M
     return out
 
 
-def chat_prompt(
-    request: ChatRequest | TokenizeRequest, card: ModelCard, config: GatewayConfig, tools: ToolUse | None
-) -> Tokenize:
+def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard, tools: ToolUse | None) -> Tokenize:
     if request.continue_final_message and request.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
         )
-    kwargs = config.chat_template_kwargs | _template_kwargs(request)
+    kwargs = _template_kwargs(request, card)
     messages = read_messages(request.messages)
     continues = bool(request.continue_final_message)
     return Tokenize(
@@ -60,15 +57,15 @@ def chat_prompt(
     )
 
 
-def thinking_is_off(request: ChatRequest, config: GatewayConfig) -> bool:
+def thinking_is_off(request: ChatRequest, card: ModelCard) -> bool:
     """Whether the template is told that the model does not reason."""
-    kwargs = config.chat_template_kwargs | _template_kwargs(request)
+    kwargs = _template_kwargs(request, card)
     return any(kwargs.get(name) is False for name in REASONING_SWITCHES)
 
 
-def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The variables that the request sets. Those of chat_template_kwargs go before fields that are named alike."""
-    kwargs: dict[str, Any] = {}
+def _template_kwargs(request: ChatRequest | TokenizeRequest, card: ModelCard) -> dict[str, Any]:
+    """The model's variables, then fields of the request, then its chat_template_kwargs: the last one counts."""
+    kwargs: dict[str, Any] = msgspec.json.decode(card.settings.template_kwargs or b"{}")
     if isinstance(request, ChatRequest):
         if request.reasoning_effort is not None:
             kwargs["reasoning_effort"] = request.reasoning_effort

@@ -47,10 +47,10 @@ def parse_chat(
     asked = limits.max_tokens("max_tokens", request.max_tokens, None)
     if request.max_completion_tokens is not None:
         asked = limits.max_tokens("max_completion_tokens", request.max_completion_tokens, None)
-    num_top = limits.num_logprobs("top_logprobs", request.top_logprobs, config.max_logprobs, card.vocab_size) or 0
+    num_top = _num_logprobs("top_logprobs", request.top_logprobs, card) or 0
     if num_top and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    tools = _tools(request, config)
+    tools = _tools(request, card)
     output = read_output_form(tools, formats)
     options = replace(
         _response_options(request, card, config, "chatcmpl-", name),
@@ -61,14 +61,14 @@ def parse_chat(
         custom_tools=_custom_tools(tools),
         function_call=tools is not None and tools.older,
     )
-    prompt = chat_prompt(request, card, config, tools)
+    prompt = chat_prompt(request, card, tools)
     num_logprobs = num_top if request.logprobs else None
-    grammar = read_grammar(request, config.grammars)
+    grammar = read_grammar(request, card.settings.grammars)
     if tools is not None:
-        grammar = calls_grammar(output, tools, formats, config.grammars, grammar)
+        grammar = calls_grammar(output, tools, formats, card.settings.grammars, grammar)
     of_prompt = options.prompt_logprobs
-    parsed = _generate_request(request, options, card, config, [prompt], asked, num_logprobs, of_prompt, grammar)
-    if parsed.thinking_budget is None and grammar is not None and thinking_is_off(request, config):
+    parsed = _generate_request(request, options, card, [prompt], asked, num_logprobs, of_prompt, grammar)
+    if parsed.thinking_budget is None and grammar is not None and thinking_is_off(request, card):
         parsed = replace(parsed, thinking_budget=0)  # the template may ignore it
     return _with_output(replace(parsed, prompt_field="messages", tools=tools), output, formats)
 
@@ -90,10 +90,11 @@ def _custom_tools(tools: ToolUse | None) -> tuple[str, ...]:
     return () if tools is None else tuple(tool.name for tool in tools.tools if tool.kind == ToolKind.CUSTOM)
 
 
-def _tools(request: ChatRequest, config: GatewayConfig) -> ToolUse | None:
-    """The request's tools, if this deployment can serve the choice. Raises RequestError."""
-    tools = read_tools(request, config.tools)
-    if tools is not None and tools.mode == ToolMode.AUTO and not (config.tools.auto_choice and config.tools.parser):
+def _tools(request: ChatRequest, card: ModelCard) -> ToolUse | None:
+    """The request's tools, if the model's deployment can serve the choice. Raises RequestError."""
+    settings = card.settings.tools
+    tools = read_tools(request, settings)
+    if tools is not None and tools.mode == ToolMode.AUTO and not (settings.auto_choice and settings.parser):
         raise RequestError(
             "a model that decides about calls needs the flags --enable-auto-tool-choice and --tool-call-parser of the "
             'server; without them tool_choice is "none", "required" or a named tool',
@@ -108,7 +109,7 @@ def parse_completion(
     """As `parse_chat`: the text of a completion is not read into parts."""
     echo = bool(request.echo)
     asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
-    num_top = limits.num_logprobs("logprobs", request.logprobs, config.max_logprobs, card.vocab_size)
+    num_top = _num_logprobs("logprobs", request.logprobs, card)
     prompts = [
         msgspec.structs.replace(p, add_special_tokens=request.add_special_tokens, want_text=echo and p.text is None)
         for p in completion_prompts(request.prompt, card)
@@ -124,8 +125,12 @@ def parse_completion(
         echo=echo,
         no_output=asked == 0,
     )
-    grammar = read_grammar(request, config.grammars)
-    return _generate_request(request, options, card, config, prompts, asked, num_top, of_prompt, grammar)
+    grammar = read_grammar(request, card.settings.grammars)
+    return _generate_request(request, options, card, prompts, asked, num_top, of_prompt, grammar)
+
+
+def _num_logprobs(field: str, value: int | None, card: ModelCard) -> int | None:
+    return limits.num_logprobs(field, value, card.settings.max_logprobs, card.vocab_size)
 
 
 def _response_options(
@@ -141,13 +146,13 @@ def _response_options(
     )
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is only for answers that are not streamed", "prompt_logprobs")
-    of_prompt = limits.num_logprobs("prompt_logprobs", request.prompt_logprobs, config.max_logprobs, card.vocab_size)
+    of_prompt = _num_logprobs("prompt_logprobs", request.prompt_logprobs, card)
     as_ids = request.return_tokens_as_token_ids
     return ResponseOptions(
         answer_id=prefix + (limits.name("request_id", request.request_id, MAX_ID_CHARS) or name),
         created=int(time.time()),
         model=card.names[0],
-        role=config.response_role,
+        role=card.settings.response_role,
         stream=bool(request.stream),
         include_usage=bool(include_usage) or continuous_usage,
         continuous_usage=continuous_usage,
@@ -163,14 +168,13 @@ def _generate_request(
     request: GenerationFields,
     options: ResponseOptions,
     card: ModelCard,
-    config: GatewayConfig,
     prompts: list[Tokenize],
     max_tokens: int | None,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
     grammar: FieldGrammar | None,
 ) -> GenerateRequest:
-    choices = read_choices(request, bool(request.stream))
+    choices, settings = read_choices(request, bool(request.stream)), card.settings
     n = choices.returned
     if choices.beam is not None and num_prompt_logprobs is not None:
         raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
@@ -179,22 +183,24 @@ def _generate_request(
             f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
         )
     processors = read_logits_processors(
-        msgspec.json.decode(request.logits_processors), config.logits_processor_pattern, config.logits_processors
+        msgspec.json.decode(request.logits_processors),
+        settings.logits_processor_pattern,
+        settings.logits_processors,
     )
     if choices.beam is not None and processors:
         raise RequestError("a beam search has no logits processors", "logits_processors")
-    budget = read_thinking_budget(request.thinking_token_budget, config.tools)
-    reasoning_end = config.tools.reasoning_end if grammar is not None or budget is not None else ""
+    budget = read_thinking_budget(request.thinking_token_budget, settings.tools)
+    reasoning_end = settings.tools.reasoning_end if grammar is not None or budget is not None else ""
     if grammar is not None and grammar.allows_reasoning:
         if budget is not None:
-            what = f"calls that {grammar.field} forces in the format {config.tools.parser}"
+            what = f"calls that {grammar.field} forces in the format {settings.tools.parser}"
             raise RequestError(f"thinking_token_budget does not limit {what}", "thinking_token_budget")
         reasoning_end = ""
     if grammar is not None and choices.beam is not None:
         raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
     salt, bad_words = read_salt(request.cache_salt), read_bad_words(request)
     truncate = fitting_truncation(read_truncation(request), max_tokens, card.max_model_len)
-    sampling = read_sampling(request, card.vocab_size, config.defaults)
+    sampling = read_sampling(request, card.vocab_size, settings.defaults)
     return GenerateRequest(
         card=card,
         options=options,
@@ -206,7 +212,7 @@ def _generate_request(
                 max_tokens=p.max_tokens if truncate is None else 0,
                 grammar=grammar.grammar if grammar is not None else None,
                 reasoning_end=reasoning_end,
-                reasoning_start=config.tools.reasoning_start if reasoning_end else "",
+                reasoning_start=settings.tools.reasoning_start if reasoning_end else "",
             )
             for p in prompts
         ],
@@ -223,12 +229,10 @@ def _generate_request(
         choices=choices,
         seed=None if request.seed is None else request.seed % 2**64,
         max_tokens=max_tokens,
-        max_new_tokens=config.defaults.max_new_tokens,
         truncate=truncate,
         user=limits.name("user", request.user, limits.MAX_USER_CHARS),
         priority=limits.integer("priority", request.priority, 0, -(2**31), 2**31 - 1),
         cache_salt=salt,
         grammar_field=grammar.field if grammar is not None else "",
         thinking_budget=budget,
-        reasoning=config.tools,
     )

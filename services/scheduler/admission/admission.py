@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
-from blockyard.shared.messages import Generate, Geometry, KVRole, ModelCard
+from blockyard.shared.messages import DEFAULT_SETTINGS, Generate, Geometry, KVRole, ModelCard, ModelSettings
 from blockyard.shared.token_ids import ID_BYTES, num_ids
 
 
@@ -14,6 +14,7 @@ class ServedModel:
     names: list[str]
     root: str  # empty: the first name
     created: int  # Unix time in seconds
+    settings: ModelSettings = DEFAULT_SETTINGS  # for gateways
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class ModelCapacity:
 
     def card(self, model: ServedModel) -> ModelCard:
         root = model.root or model.names[0]
-        return ModelCard(model.names, root, self.max_model_len, self.vocab_size, model.created, self.eos_token_ids)
+        return ModelCard(
+            model.names, root, self.max_model_len, self.vocab_size, model.created, self.eos_token_ids, model.settings
+        )
 
     def notes(self, groups: list[WorkerGroup]) -> list[str]:
         """Lines for the start-up report."""

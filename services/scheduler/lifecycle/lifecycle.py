@@ -11,7 +11,7 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
 from blockyard.services.scheduler.transfers.notices import TransferNotices
-from blockyard.shared.messages import FinishReason, Vector
+from blockyard.shared.messages import FinishReason, VectorResult
 
 
 class Lifecycle:
@@ -80,7 +80,9 @@ class Lifecycle:
         if request.has_text:
             self.streams.finish(sequence, finish, detail, status)
         else:
-            self.vectors.add(request.gateway, Vector(request.id, request.attempt, finish, detail=detail, status=status))
+            self.vectors.add(
+                request.gateway, VectorResult(request.id, request.attempt, finish, detail=detail, status=status)
+            )
         self.end(sequence)
 
     def fail(self, sequence: Sequence, detail: str, status: int = 500) -> None:

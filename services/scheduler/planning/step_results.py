@@ -22,7 +22,7 @@ from blockyard.shared.messages import (
     StepResult,
     TokenRows,
     TokenStep,
-    Vector,
+    VectorResult,
     decode_logprobs,
 )
 
@@ -158,7 +158,7 @@ class StepResults:
         """Sends the result of a request without text once its whole prompt is computed."""
         request = sequence.request
         if slot.vector:
-            vector = Vector(
+            vector = VectorResult(
                 request.id, request.attempt, FinishReason.STOP, slot.vector, sequence.reported_cached_tokens
             )
             self._lifecycle.vectors.add(request.gateway, vector)

@@ -187,14 +187,14 @@ STRUCTURED = (
         None,
         "Regular expression of the importable names that requests may give in `logits_processors`; the whole name has "
         "to match. Unset: none.",
-        ("gateway.logits_processor_pattern",),
+        ("scheduler.model.logits_processor_pattern",),
     ),
     Flag(
         "logits-processors",
         FlagKind.LIST,
         [],
         "Logits processors of every request: importable names of classes or functions.",
-        ("gateway.logits_processors",),
+        ("scheduler.model.logits_processors",),
     ),
     Flag(
         "enable-auto-tool-choice",
@@ -220,7 +220,7 @@ STRUCTURED = (
         FlagKind.BOOL,
         False,
         'Do not show tools to the model in requests with `tool_choice: "none"`.',
-        ("gateway.tools.exclude_when_none",),
+        ("scheduler.model.tools.exclude_when_none",),
     ),
     Flag(
         "enable-reasoning",

@@ -67,7 +67,7 @@ MODEL = (
         FlagKind.INT,
         20,
         "Most log-probabilities per position that a request may ask for; -1: the whole vocabulary.",
-        ("gateway.max_logprobs",),
+        ("scheduler.model.max_logprobs",),
         ge=-1,
     ),
     Flag(

@@ -50,7 +50,6 @@ SERVER = (
         {},
         "Variables of chat templates for requests that do not set them in `chat_template_kwargs`, e.g. "
         '{"enable_thinking": false}.',
-        ("gateway.chat_template_kwargs",),
     ),
     Flag(
         "trust-request-chat-template",
@@ -60,7 +59,11 @@ SERVER = (
         ("tokenizer.trust_request_chat_template",),
     ),
     Flag(
-        "response-role", FlagKind.TEXT, "assistant", "Role in answers of the chat endpoint.", ("gateway.response_role",)
+        "response-role",
+        FlagKind.TEXT,
+        "assistant",
+        "Role in answers of the chat endpoint.",
+        ("scheduler.model.response_role",),
     ),
     Flag("served-model-name", FlagKind.LIST, [], "Model names in the API, the first is echoed; unset: --model."),
     Flag(

@@ -1,13 +1,10 @@
 """Settings of an API gateway."""
 
 import enum
-from typing import Annotated, Any
 
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
-from blockyard.shared.messages.grammars import GrammarEngine
-from blockyard.shared.messages.requests import DEFAULT_SAMPLING, MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 
 def _anyone() -> list[str]:
@@ -28,37 +25,11 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
 
 
-class SamplingDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Values for sampling parameters that a request leaves out. `max_new_tokens` also caps every request."""
+class ParserPlugins(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Paths of a user's files on this machine: formats that `ToolDefaults` of a model may name."""
 
-    temperature: Temperature = DEFAULT_SAMPLING.temperature
-    top_k: TopK = DEFAULT_SAMPLING.top_k
-    top_p: TopP = DEFAULT_SAMPLING.top_p
-    min_p: MinP = DEFAULT_SAMPLING.min_p
-    repetition_penalty: RepetitionPenalty = DEFAULT_SAMPLING.repetition_penalty
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-
-
-class GrammarDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Structured output of a request that says nothing else."""
-
-    engine: GrammarEngine = GrammarEngine.AUTO
-    any_whitespace: bool = True
-    additional_properties: bool = True
-
-
-class ToolDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Tool calls and reasoning."""
-
-    auto_choice: bool = False  # the model may decide to call tools; needs a parser
-    parser: str = ""  # of tool calls; `shared/parser_plugins` finds it
-    parser_plugin: str = ""  # path of a file that may define it
-    exclude_when_none: bool = False  # chat templates do not show tools that the request does not let the model call
-    reasoning_parser: str = ""
-    reasoning_parser_plugin: str = ""
-    reasoning_end: str = ""  # the marker that ends reasoning, of the parser's family
-    reasoning_start: str = ""  # that begins it; empty: answers begin inside of reasoning
-    reasoning_other_ends: list[str] = []  # texts that end it as well, such as that of a tool call
+    tools: str = ""
+    reasoning: str = ""
 
 
 class MetricsNames(enum.StrEnum):
@@ -87,14 +58,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tls: TlsConfig | None = None
     cors: CorsConfig = CorsConfig()
     served_model_names: list[str] = []  # the first is echoed; for messages before a scheduler has joined
-    response_role: str = "assistant"
-    defaults: SamplingDefaults = SamplingDefaults()
-    grammars: GrammarDefaults = GrammarDefaults()
-    tools: ToolDefaults = ToolDefaults()
-    chat_template_kwargs: dict[str, Any] = {}  # of requests that do not set them
-    max_logprobs: int = 20  # -1: the whole vocabulary
-    logits_processors: list[str] = []  # importable by the worker; applied to every request
-    logits_processor_pattern: str = ""  # regular expression of the processors that requests may name; empty: none
+    parser_plugins: ParserPlugins = ParserPlugins()
     return_tokens_as_token_ids: bool = False
     enable_request_id_headers: bool = False
     enable_prompt_tokens_details: bool = False

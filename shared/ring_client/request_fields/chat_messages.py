@@ -1,11 +1,10 @@
-"""Checks chat messages of a request and turns them into the messages of a chat template."""
+"""Checks chat messages of a request and settles their spelling. The tokenizer makes of them what a template sees."""
 
 from typing import Any, Literal
 
 import msgspec
 
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.tool_parsers.call_arguments import template_arguments
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT
 
 NULL = msgspec.Raw(b"null")
@@ -13,7 +12,7 @@ NULL = msgspec.Raw(b"null")
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -28,7 +27,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: msgspec.Raw = NULL
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The function of an earlier call. Clients send back what their libraries parsed, too."""
 
     name: str
@@ -36,20 +35,20 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     parsed_arguments: msgspec.Raw = NULL
 
 
-class CalledCustom(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CalledCustom(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     name: str
     input: str
 
 
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     id: str | None = None
-    type: Literal["function", "custom"] = "function"
+    type: Literal["function", "custom"] | None = None  # None is "function"
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
     index: msgspec.Raw = NULL  # of a streamed call
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Also accepts the fields of an earlier answer that a client sends back."""
 
     role: str
@@ -66,73 +65,44 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     parsed: msgspec.Raw = NULL
 
 
-class TextPart(msgspec.Struct, frozen=True):
-    type: str
-    text: str
-
-
-class TemplateFunction(msgspec.Struct, frozen=True):
-    name: str
-    arguments: dict[str, Any] | str
-
-
-class TemplateCall(msgspec.Struct, frozen=True):
-    id: str
-    type: str
-    function: TemplateFunction
-
-
-class TemplateMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message as a chat template sees it. The tokenizer joins parts if the template expects one text."""
-
-    role: str
-    content: str | list[TextPart]
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[TemplateCall] | None = None
-    tool_call_id: str | None = None
-
-
 def read_messages(messages: list[Message] | None) -> bytes:
-    """Returns the messages as JSON for Tokenize. Raises RequestError."""
+    """Returns the messages as JSON for Tokenize, and changes them. Raises RequestError."""
     if not messages:
         raise RequestError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
-    shown = [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    for i, message in enumerate(messages):
+        _settle(message, f"messages[{i}]")
     try:
-        return msgspec.json.encode(shown)
+        return msgspec.json.encode(messages)
     except RecursionError as e:
         raise RequestError("the arguments of a call are nested too deeply", "messages") from e
 
 
-def _message(message: Message, where: str) -> TemplateMessage:
+def _settle(message: Message, where: str) -> None:
+    """Leaves one spelling of what a message may say in several. Fields that no template reads are dropped."""
     if bytes(message.audio) not in (bytes(NULL), b"[]"):
         raise not_built(f"{where}.audio")
-    content = message.content
-    if content is None:
+    if message.content is None:
         if message.role not in ("assistant", "tool"):  # a tool may have nothing to say
             raise RequestError("content is missing", f"{where}.content")
-        content = message.refusal or ""
-    shown: str | list[TextPart] = content if isinstance(content, str) else _parts(content, f"{where}.content")
-    role, call_id = message.role, None
-    if role == "tool":
-        call_id = message.tool_call_id
-        if not call_id:
+        message.content = message.refusal or ""
+    elif not isinstance(message.content, str):
+        message.content = _parts(message.content, f"{where}.content")
+    if message.role == "tool":
+        if not message.tool_call_id:
             raise RequestError("a message of the role tool needs the id of its call", f"{where}.tool_call_id")
-    elif role == "function":
+    elif message.role == "function":
         if not message.name:
             raise RequestError("a message of the role function needs the function's name", f"{where}.name")
-        role, call_id = "tool", _id_of(message.name)
-    return TemplateMessage(
-        role,
-        shown,
-        message.name,
-        message.reasoning_content or message.reasoning,
-        _calls(message, where),
-        call_id,
-    )
+        message.role, message.tool_call_id = "tool", _id_of(message.name)
+    else:
+        message.tool_call_id = None
+    message.reasoning_content = message.reasoning_content or message.reasoning
+    message.tool_calls = _calls(message, where)
+    message.refusal = message.reasoning = message.function_call = None
+    message.annotations = message.audio = message.parsed = NULL
 
 
-def _calls(message: Message, where: str) -> list[TemplateCall] | None:
+def _calls(message: Message, where: str) -> list[ToolCall] | None:
     """The calls of an assistant's message; an older `function_call` is one of them. None: there are none."""
     given, older = message.tool_calls or [], message.function_call
     if not given and older is None:
@@ -142,25 +112,26 @@ def _calls(message: Message, where: str) -> list[TemplateCall] | None:
         raise RequestError(f"calls belong into messages of the role assistant, not {message.role}", f"{where}.{field}")
     calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(given)]
     if older is not None:
-        calls.append(TemplateCall(_id_of(older.name), "function", _function(older)))
+        calls.append(_function_call(_id_of(older.name), older.name, older.arguments))
     return calls
 
 
-def _call(call: ToolCall, where: str) -> TemplateCall:
+def _call(call: ToolCall, where: str) -> ToolCall:
     if not call.id:
         raise RequestError("a tool call needs its id", f"{where}.id")
     if call.type == "custom":
         if call.custom is None:
             raise RequestError("a call of type custom needs the field custom", f"{where}.custom")
         # as templates show the tool: a function with one argument
-        return TemplateCall(call.id, "function", TemplateFunction(call.custom.name, {CUSTOM_INPUT: call.custom.input}))
+        return _function_call(call.id, call.custom.name, {CUSTOM_INPUT: call.custom.input})
     if call.function is None:
         raise RequestError("a call of type function needs the field function", f"{where}.function")
-    return TemplateCall(call.id, "function", _function(call.function))
+    return _function_call(call.id, call.function.name, call.function.arguments)
 
 
-def _function(function: CalledFunction) -> TemplateFunction:
-    return TemplateFunction(function.name, template_arguments(function.arguments))
+def _function_call(call_id: str, name: str, arguments: Any) -> ToolCall:
+    function = CalledFunction(name=name, arguments={} if arguments is None else arguments)
+    return ToolCall(id=call_id, type="function", function=function)
 
 
 def _id_of(name: str) -> str:
@@ -168,10 +139,10 @@ def _id_of(name: str) -> str:
     return f"call_{name}"
 
 
-def _parts(content: list[ContentPart], where: str) -> str | list[TextPart]:
+def _parts(content: list[ContentPart], where: str) -> str | list[ContentPart]:
     """Returns the text of a single part, or the list of parts."""
     texts = [_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
-    return texts[0] if len(texts) == 1 else [TextPart("text", text) for text in texts]
+    return texts[0] if len(texts) == 1 else [ContentPart(type="text", text=text) for text in texts]
 
 
 def _part(part: ContentPart, where: str) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, OutputConstraint, Sampling, Tokenized
 from blockyard.shared.token_ids import num_ids
@@ -23,12 +22,11 @@ def finalize_sampling(
     max_new_tokens: int | None = None,
     prompt_field: str = "prompt",
     thinking_budget: int | None = None,
-    tools: ToolDefaults | None = None,
     call_is_forced: bool = False,
 ) -> Sampling:
     """Returns the sampling of this prompt, with its bad words and its grammar.
 
-    Where the model reasons first, the grammar begins behind the end of reasoning (`tools` has its texts), and
+    Where the model reasons first, the grammar begins behind the end of reasoning (`card` has its texts), and
     `thinking_budget` limits the output tokens up to there; 0 is no reasoning beside a grammar. A forced call has room
     behind reasoning: `CALL_TOKENS`, or half of the output. `max_tokens` is limited to the rest of the context, and None
     means all of it; `max_new_tokens` caps it. A missing seed is drawn at random. Raises RequestError if the prompt does
@@ -51,7 +49,7 @@ def finalize_sampling(
     if call_is_forced:
         most = wanted - min(wanted // 2, CALL_TOKENS)
         thinking_budget = most if thinking_budget is None else min(thinking_budget, most)
-    constraint = None
+    constraint, tools = None, card.settings.tools
     if prompt.grammar is not None and (not prompt.begin_after or (prompt.only_behind and thinking_budget == 0)):
         constraint = OutputConstraint(prompt.grammar)
     elif prompt.begin_after:
@@ -60,8 +58,8 @@ def finalize_sampling(
             prompt.begin_after,
             thinking_budget,
             prompt.only_behind,
-            "" if tools is None else tools.reasoning_end,
-            [] if tools is None else tools.reasoning_other_ends,
+            tools.reasoning_end,
+            tools.reasoning_other_ends,
         )
     return msgspec.structs.replace(
         sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words, constraint=constraint

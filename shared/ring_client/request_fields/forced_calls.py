@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
+from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarDefaults, GrammarEngine, GrammarKind
 from blockyard.shared.ring_client.request_fields.output_format import CallForm, OutputForm, OutputFormats
 from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar
 from blockyard.shared.ring_client.request_fields.tool_schemas import moved

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from blockyard.shared import parser_plugins
-from blockyard.shared.config.services.gateway import ToolDefaults
+from blockyard.shared.config.services.gateway import ParserPlugins
+from blockyard.shared.errors import ConfigError, RequestError
+from blockyard.shared.messages import ModelCard, ToolDefaults
 from blockyard.shared.output_parsing.compose import in_order, read_content, trimmed, with_custom_inputs, without_marks
 from blockyard.shared.output_parsing.cut_calls import CALL_KINDS, CutCalls
 from blockyard.shared.output_parsing.parts import PartKind, Reading
@@ -19,23 +21,46 @@ from blockyard.shared.tool_parsers import forced
 from blockyard.shared.tool_parsers.interface import CallId, ToolFormat
 from blockyard.shared.tool_parsers.tools import ToolKind
 
+NO_PLUGINS = ParserPlugins()
+
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """The formats of --tool-call-parser and --reasoning-parser. A process loads them once."""
+    """The formats of --tool-call-parser and --reasoning-parser."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
 
     @classmethod
-    def load(cls, defaults: ToolDefaults) -> "OutputFormats":
+    def load(cls, defaults: ToolDefaults, plugins: ParserPlugins = NO_PLUGINS) -> "OutputFormats":
         """Raises ConfigError for an unknown name, or a plugin that does not import."""
+        tools, reasoning = defaults.parser, defaults.reasoning_parser
         return cls(
-            parser_plugins.tool_format(defaults.parser, defaults.parser_plugin) if defaults.parser else None,
-            parser_plugins.reasoning_format(defaults.reasoning_parser, defaults.reasoning_parser_plugin)
-            if defaults.reasoning_parser
-            else None,
+            parser_plugins.tool_format(tools, plugins.tools) if tools else None,
+            parser_plugins.reasoning_format(reasoning, plugins.reasoning) if reasoning else None,
         )
+
+
+class ModelFormats:
+    """The formats of all models, each loaded once."""
+
+    def __init__(self, plugins: ParserPlugins) -> None:
+        """Raises ConfigError for a plugin that does not import."""
+        parser_plugins.tool_formats(plugins.tools)
+        parser_plugins.reasoning_formats(plugins.reasoning)
+        self._plugins = plugins
+        self._loaded: dict[tuple[str, str], OutputFormats] = {}  # by the names of their parsers
+
+    def of(self, card: ModelCard) -> OutputFormats:
+        """Raises RequestError for a parser that this process does not have."""
+        tools = card.settings.tools
+        names = tools.parser, tools.reasoning_parser
+        if names not in self._loaded:
+            try:
+                self._loaded[names] = OutputFormats.load(tools, self._plugins)
+            except ConfigError as e:
+                raise RequestError(f"this server cannot read the model's answers: {e}", status=500) from e
+        return self._loaded[names]
 
 
 class CallForm(enum.StrEnum):

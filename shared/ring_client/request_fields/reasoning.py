@@ -1,7 +1,7 @@
 """Reads `thinking_token_budget`: how many tokens a model may think before its answer."""
 
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.ring_client.request_fields import limits
 
 FIELD = "thinking_token_budget"

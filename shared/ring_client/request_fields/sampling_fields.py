@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, TextOptions
+from blockyard.shared.messages import DEFAULT_SAMPLING, Sampling, SamplingDefaults, TextOptions
 from blockyard.shared.ring_client.request_fields import limits
 
 SEED_LOW, SEED_HIGH = -(2**63), 2**64 - 1  # as signed or as unsigned

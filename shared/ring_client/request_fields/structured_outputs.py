@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
+from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarDefaults, GrammarEngine, GrammarKind
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 JsonText = dict[str, Any] | str  # an object, or its JSON text

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.ring_client.request_fields.tool_schemas import check_parameters, with_json_types
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, Tool, ToolKind
 

@@ -25,7 +25,7 @@ from fake_ring import CARD, tokenized
 from rig import ROOT, Row, cpu_seconds, rss_mib, table
 
 from blockyard.shared.bus.links import Links
-from blockyard.shared.config.services.gateway import GatewayConfig, ToolDefaults
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.messages import (
@@ -33,6 +33,7 @@ from blockyard.shared.messages import (
     DetokenizerIn,
     FinishReason,
     Generate,
+    ModelSettings,
     QueueCapacity,
     Role,
     SchedulerIn,
@@ -40,6 +41,7 @@ from blockyard.shared.messages import (
     TextDelta,
     Tokenize,
     TokenizerIn,
+    ToolDefaults,
 )
 
 STREAMS, TOKENS, PORT = 256, 400, 18231
@@ -95,15 +97,15 @@ def bus(folder: str) -> BusConfig:
 class Ring:
     """Plays all other roles in one thread. `pace` is in events a second."""
 
-    def __init__(self, folder: str, pace: float, words: list[str]) -> None:
-        self.words = words
+    def __init__(self, folder: str, pace: float, load: Load) -> None:
+        self.words = load.words
         self.tokenizer: Links[TokenizerIn] = Links("tokenizer_pool", Role.TOKENIZER_POOL, bus(folder), TokenizerIn)
         self.scheduler: Links[SchedulerIn] = Links("scheduler", Role.SCHEDULER, bus(folder), SchedulerIn)
         self.detokenizer: Links[DetokenizerIn] = Links("detokenizer", Role.DETOKENIZER, bus(folder), DetokenizerIn)
         self.step_s = STREAMS / pace
         self.requests: list[str] = []
         self.gateway = 0
-        self.scheduler.update(card=CARD)
+        self.scheduler.update(card=msgspec.structs.replace(CARD, settings=ModelSettings(tools=load.tools)))
         for links in (self.tokenizer, self.scheduler, self.detokenizer):
             links.update(ready=True)
 
@@ -171,7 +173,7 @@ def measure(load: Load, pace: float) -> Row:
         process = ProcessConfig(name="bench", bus=bus(folder), log_level="warning")
         registry = spawn(folder, "message_bus", RegistryConfig(process=process))
         ring = subprocess.Popen([sys.executable, __file__, "ring", folder, str(pace), load.name])
-        config = GatewayConfig(process=process, host="127.0.0.1", port=PORT, tools=load.tools)
+        config = GatewayConfig(process=process, host="127.0.0.1", port=PORT)
         gateway = spawn(folder, "api_gateway", config)
         try:
             wait_ready()
@@ -216,6 +218,6 @@ def main() -> list[Row]:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ring"]:
         [chosen] = [load for load in loads() if load.name == sys.argv[4]]
-        Ring(sys.argv[2], float(sys.argv[3]), chosen.words).run()
+        Ring(sys.argv[2], float(sys.argv[3]), chosen).run()
     else:
         print(table(main()))

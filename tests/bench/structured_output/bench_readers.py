@@ -13,8 +13,7 @@ from blockyard.services.api_gateway.apis.interface import Usage
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
-from blockyard.shared.config.services.gateway import ToolDefaults
-from blockyard.shared.messages import TextDelta
+from blockyard.shared.messages import TextDelta, ToolDefaults
 from blockyard.shared.ring_client.choice_reader import ChoiceReader
 from blockyard.shared.ring_client.request_fields.output_format import (
     CallForm,

@@ -18,6 +18,7 @@ from blockyard.services.api_gateway.server import HttpServer, listening
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.messages import ModelSettings
 
 PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
 
@@ -63,8 +64,9 @@ async def _silence() -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _rig(join: bool = True, **fields: Any) -> AsyncIterator[Rig]:
+    settings = {name: fields.pop(name) for name in ModelSettings.__struct_fields__ if name in fields}
     config = GatewayConfig(process=PROCESS, **{"host": "127.0.0.1", "port": 0, "reuse_port": False} | fields)
-    ring = FakeRing()
+    ring = FakeRing(ModelSettings(**settings))
     gateway = Gateway(config, ring)
     ring.receive = gateway.handle
     async with listening(config, gateway) as server:
@@ -79,7 +81,7 @@ async def _rig(join: bool = True, **fields: Any) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 def rig() -> Callable[..., AbstractAsyncContextManager[Rig]]:
-    """`async with rig(**fields of GatewayConfig) as r`."""
+    """`async with rig(**fields of GatewayConfig and ModelSettings) as r`."""
     return _rig
 
 

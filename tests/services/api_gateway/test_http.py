@@ -11,9 +11,9 @@ import pytest
 from fake_ring import CARD, member
 
 from blockyard.services.api_gateway.server import tls_context
-from blockyard.shared.config.services.gateway import CorsConfig, SamplingDefaults, TlsConfig
+from blockyard.shared.config.services.gateway import CorsConfig, TlsConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Beam, BeamStop, Generate, Role, Tokenize
+from blockyard.shared.messages import Beam, BeamStop, Generate, ModelSettings, Role, SamplingDefaults, Tokenize
 from blockyard.shared.token_ids import unpack
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -354,3 +354,19 @@ async def test_two_models(rig) -> None:
         assert [to for to, f in r.ring.sent if isinstance(f, Tokenize | Generate)] == [56, 55]
         _, answer = await r.post(COMPLETION, {"prompt": "x", "model": "tiny-alias"})
         assert answer["model"] == "tiny"
+
+
+async def test_each_model_has_its_own_settings(rig) -> None:
+    other = ModelSettings(SamplingDefaults(temperature=0.2), response_role="bot", max_logprobs=1)
+    card = msgspec.structs.replace(CARD, names=["other"], settings=other)
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    async with rig(defaults=SamplingDefaults(temperature=0.6)) as r:
+        for role, incarnation in ((Role.TOKENIZER_POOL, 21), (Role.SCHEDULER, 22)):
+            r.ring.join(msgspec.structs.replace(member(role, incarnation, card=card), model="other"))
+        _, first = await r.post("/v1/chat/completions", asked | {"model": "tiny"})
+        status, refused = await r.post("/v1/chat/completions", asked | {"model": "other"})
+        _, second = await r.post("/v1/chat/completions", asked | {"model": "other", "top_logprobs": 1})
+        frames = {f.model: f.sampling.temperature for f in r.ring.frames(Generate) if isinstance(f, Generate)}
+    assert frames == {"tiny": 0.6, "other": 0.2}
+    assert [a["choices"][0]["message"]["role"] for a in (first, second)] == ["assistant", "bot"]
+    assert (status, refused["error"]["param"]) == (400, "top_logprobs")

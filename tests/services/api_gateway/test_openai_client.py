@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from blockyard.shared.config.services.gateway import ToolDefaults
+from blockyard.shared.messages import ToolDefaults
 
 USER = [{"role": "user", "content": "hi"}]
 

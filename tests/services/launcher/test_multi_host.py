@@ -10,7 +10,6 @@ import pytest
 from blockyard.services.launcher.multi_host import bus_config, run, service_config
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.config.parsed_flags import Values, from_command_line
-from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
@@ -46,10 +45,10 @@ def test_a_scheduler_alone_leaves_the_step_to_the_workers_geometry() -> None:
     assert config.max_num_batched_tokens == 2048
 
 
-def test_generation_defaults_reach_a_gateway_run_alone() -> None:
-    config = service_config("api_gateway", values("--model", "demo", "--generation-config", "auto", *TCP))
-    assert isinstance(config, GatewayConfig)
-    assert config.defaults.temperature == 0.7
+def test_generation_defaults_reach_a_scheduler_run_alone() -> None:
+    config = service_config("scheduler", values("--model", "demo", "--generation-config", "auto", *TCP))
+    assert isinstance(config, SchedulerConfig)
+    assert config.model.defaults.temperature == 0.7
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import pytest
 from fake_ring import CARD, FakeRing
 
@@ -13,9 +14,8 @@ from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import CompletionOutput
 from blockyard.services.offline.prompts import ChatOptions, read_conversations
 from blockyard.services.offline.sampling_params import SamplingParams, read
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Cancel, Generate, GrammarKind, Tokenize
+from blockyard.shared.messages import Cancel, Generate, GrammarKind, ModelSettings, Tokenize, ToolDefaults
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 from blockyard.shared.tool_parsers.interface import ToolFormat
@@ -52,8 +52,9 @@ def batch_of(
         ring.receive = receive
         ring.join_all()
         prompts = read_conversations([USER] * len(texts), ChatOptions(tools=tools, formats=formats), "tiny")
+        card = msgspec.structs.replace(CARD, settings=ModelSettings(tools=DEFAULTS))
         requests = [OfflineRequest(p, read(asked, CARD.vocab_size, 20), 1) for p in prompts]
-        batch = RequestBatch("b", requests, CARD, client, limiter, DEFAULTS)
+        batch = RequestBatch("b", requests, card, client, limiter)
         async with asyncio.timeout(20):
             await batch.run()
         assert client.journal.entries == {}

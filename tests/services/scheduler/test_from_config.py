@@ -7,12 +7,14 @@ import pytest
 from blockyard.services.scheduler.from_config import settings_of
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.messages import ModelSettings
 
 PROCESS = ProcessConfig(name="scheduler", bus=BusConfig(registry="ipc:///r", bind="ipc:///b"))
 # field of the file, a value other than its default, where the scheduler stores it
 SETTINGS = [
     ("served_model_names", ["a", "b"], "names"),
     ("root", "/m", "root"),
+    ("model", ModelSettings(max_logprobs=3), "model"),
     ("max_num_seqs", 7, "batch.max_num_seqs"),
     ("max_num_batched_tokens", 70, "batch.max_num_batched_tokens"),
     ("depth", 3, "batch.depth"),

@@ -25,8 +25,8 @@ from blockyard.shared.messages import (
     StepResult,
     TextDelta,
     TextOptions,
-    Vector,
     VectorBatch,
+    VectorResult,
 )
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
@@ -48,7 +48,7 @@ def ask(world: World, gateway: FakeGateway, frame: Generate) -> Journal:
     return journal
 
 
-def vectors(gateway: FakeGateway) -> list[Vector]:
+def vectors(gateway: FakeGateway) -> list[VectorResult]:
     return [vector for batch in gateway.vectors for vector in batch.vectors]
 
 
@@ -65,7 +65,7 @@ def test_a_vector_reaches_its_gateway_without_a_detokenizer(world: World) -> Non
     world.submit(gateway, "text", 4)
     world.settle()
     (vector,) = vectors(gateway)
-    assert vector == Vector("p", 0, FinishReason.STOP, array("f", [29, 28, 27]).tobytes())
+    assert vector == VectorResult("p", 0, FinishReason.STOP, array("f", [29, 28, 27]).tobytes())
     assert journal.refused is None and journal.detokenizer is None
     assert list(world.core._lifecycle.requests) == ["text"]  # it waits for a detokenizer
     world.add_detokenizer()
@@ -235,8 +235,8 @@ def test_a_client_hears_of_a_failure(world: World) -> None:
     member = Member("scheduler", Role.SCHEDULER, 900, "", ready=True, card=ModelCard(["m"], "m", 64, 100, 0))
     ring.client.handle(900, Joined(member))
     ring.ask(pooled())
-    late = Vector("p", 3, FinishReason.STOP, b"1234")  # of no attempt
-    failed = Vector("p", 0, FinishReason.FAILED, detail="it broke", status=422)
+    late = VectorResult("p", 3, FinishReason.STOP, b"1234")  # of no attempt
+    failed = VectorResult("p", 0, FinishReason.FAILED, detail="it broke", status=422)
     ring.client.handle(900, VectorBatch([late, failed, failed]))
     (error,) = ring.caller.errors
     assert (str(error), error.status, ring.caller.vectors) == ("it broke", 422, [])

@@ -91,7 +91,7 @@ def test_its_value_is_what_the_services_are_told(flag: Flag) -> None:
 def test_a_scheduler_has_no_setting_that_no_flag_reaches() -> None:
     plain, other = deploy().scheduler, deploy(*SCHEDULING.split()).scheduler
     same = {name for name in SchedulerConfig.__struct_fields__ if getattr(plain, name) == getattr(other, name)}
-    named = {"process", "served_model_names", "root", "block_scope", "stats_interval_s"}
+    named = {"process", "served_model_names", "root", "model", "block_scope", "stats_interval_s"}
     assert same == named | {"enable_chunked_prefill"}
     assert not deploy("--no-enable-chunked-prefill").scheduler.enable_chunked_prefill
 

@@ -10,9 +10,10 @@ from blockyard.shared.config import parsed_flags, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.parser_documents import markdown, with_tables
 from blockyard.shared.config.resolve import Deployment
-from blockyard.shared.config.services.gateway import ToolDefaults
+from blockyard.shared.config.services.gateway import ParserPlugins
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.tool_parsers.registry import FORMATS
 
 BUS = BusConfig(registry="ipc:///run/x/message-bus", bind="ipc:///run/x")
@@ -39,7 +40,7 @@ def deploy(*args: str, tokenizer: Path = Path("/t"), environ: dict[str, str] | N
 
 
 def tools(*args: str, **more: object) -> ToolDefaults:
-    return deploy(*args, **more).gateways[0].tools  # type: ignore[arg-type]
+    return deploy(*args, **more).scheduler.model.tools  # type: ignore[arg-type]
 
 
 def test_without_flags_nothing_is_read() -> None:
@@ -76,7 +77,7 @@ def test_the_environment_and_yaml_spell_them_alike() -> None:
 
 def test_enable_reasoning_is_said_by_the_parser() -> None:
     ring = deploy("--enable-reasoning", "--reasoning-parser", "qwen3")
-    assert ring.gateways[0].tools.reasoning_parser == "qwen3"
+    assert ring.scheduler.model.tools.reasoning_parser == "qwen3"
     assert ring.notes == ["--enable-reasoning: --reasoning-parser is enough"]
 
 
@@ -111,13 +112,13 @@ def test_errors_are_one_line_and_name_the_flag(args: list[str], line: str) -> No
 def test_auto_picks_by_the_chat_template_and_says_so() -> None:
     auto = ["--tool-call-parser", "auto", "--enable-auto-tool-choice", "--reasoning-parser", "auto"]
     ring = deploy(*auto, "--chat-template", HERMES + THINKS)
-    assert (ring.gateways[0].tools.parser, ring.gateways[0].tools.reasoning_parser) == ("hermes", "qwen3")
+    assert (ring.scheduler.model.tools.parser, ring.scheduler.model.tools.reasoning_parser) == ("hermes", "qwen3")
     assert ring.notes == [
         "--tool-call-parser auto: hermes, by the chat template",
         "--reasoning-parser auto: qwen3, by the chat template",
     ]
     ring = deploy(*auto, "--chat-template", "{{ messages }}")
-    assert ring.gateways[0].tools == ToolDefaults()
+    assert ring.scheduler.model.tools == ToolDefaults()
     assert [note.partition(": ")[2] for note in ring.notes] == [
         "the chat template has the marks of none that is known; tool calls stay in the text",
         "the chat template has the marks of none that is known; reasoning stays in the text",
@@ -146,12 +147,11 @@ def test_formats_of_a_plugin_are_values_of_the_flags(tmp_path: Path, monkeypatch
     plugins = ["--tool-parser-plugin", "mine.py", "--reasoning-parser-plugin", "mine.py"]
     assert tools("--tool-call-parser", "own", "--reasoning-parser", "notes", *plugins) == ToolDefaults(
         parser="own",
-        parser_plugin=str(path),
         reasoning_parser="notes",
-        reasoning_parser_plugin=str(path),
         reasoning_end="</n>",
         reasoning_start="<n>",
     )
+    assert deploy(*plugins).gateways[0].parser_plugins == ParserPlugins(tools=str(path), reasoning=str(path))
     assert tools("--tool-call-parser", "auto", "--chat-template", "{{ 1 }} OWN" + HERMES, *plugins).parser == "own"
     assert tools("--tool-call-parser", "hermes", *plugins).parser == "hermes"
     assert deploy(*plugins).notes == [

@@ -8,9 +8,9 @@ import pytest
 from blockyard.shared.config import host_memory, parsed_flags, resolve
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.resolve import Deployment
-from blockyard.shared.config.services.gateway import SamplingDefaults
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import SamplingDefaults
 
 BUS = BusConfig(registry="ipc:///run/x/message-bus", bind="ipc:///run/x")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "vocab_size": 4096}
@@ -41,7 +41,7 @@ def test_the_default_ring() -> None:
     )
     assert ring.workers[0].max_num_batched_tokens == 512
     assert ring.workers[0].max_model_len is None
-    assert ring.gateways[0].defaults == SamplingDefaults()
+    assert ring.scheduler.model.defaults == SamplingDefaults()
     assert ring.gateways[0].tls is None
     assert ring.notes == []
 
@@ -234,13 +234,13 @@ def test_disable_sliding_window_caps_the_context() -> None:
 
 def test_sampling_defaults(tmp_path: Path) -> None:
     own: dict[str, object] = {"temperature": 0.7, "top_p": 0.95, "do_sample": True, "eos_token_id": [1]}
-    assert deploy(generation=own).gateways[0].defaults == SamplingDefaults()
-    assert deploy("--generation-config", "vllm", generation=own).gateways[0].defaults == SamplingDefaults()
+    assert deploy(generation=own).scheduler.model.defaults == SamplingDefaults()
+    assert deploy("--generation-config", "vllm", generation=own).scheduler.model.defaults == SamplingDefaults()
     auto = deploy("--generation-config", "auto", "--override-generation-config", '{"top_p": 0.5}', generation=own)
-    assert auto.gateways[0].defaults == SamplingDefaults(temperature=0.7, top_p=0.5)
+    assert auto.scheduler.model.defaults == SamplingDefaults(temperature=0.7, top_p=0.5)
     (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 9}')
     folder = deploy("--generation-config", str(tmp_path), generation=own)
-    assert folder.gateways[0].defaults == SamplingDefaults(max_new_tokens=9)
+    assert folder.scheduler.model.defaults == SamplingDefaults(max_new_tokens=9)
 
 
 @pytest.mark.parametrize(

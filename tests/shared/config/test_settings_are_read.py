@@ -8,11 +8,12 @@ import pytest
 
 from blockyard.services.api_gateway.requests.schemas import CompletionRequest
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
-from blockyard.shared.config.services.gateway import CorsConfig, GatewayConfig, SamplingDefaults, TlsConfig
+from blockyard.shared.config.services.gateway import CorsConfig, GatewayConfig, ParserPlugins, TlsConfig
 from blockyard.shared.config.services.registry import RegistryConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.config.services.worker import KVTransferConfig, MockConfig, WorkerConfig
+from blockyard.shared.messages import GrammarDefaults, ModelSettings, SamplingDefaults, ToolDefaults
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.sampling_fields import read_sampling
 
@@ -20,7 +21,8 @@ ROOT = Path(__file__).parents[3]
 SHARED = [path for path in (ROOT / "shared").rglob("*.py") if "config" not in path.relative_to(ROOT).parts]
 FOLDERS = {"gpu_worker": ("gpu_worker", "kv_transfer")}  # that read a service's settings, if it is not one folder
 READERS: list[tuple[str, type[msgspec.Struct]]] = [
-    *(("api_gateway", kind) for kind in (GatewayConfig, CorsConfig, TlsConfig, SamplingDefaults)),
+    *(("api_gateway", kind) for kind in (GatewayConfig, CorsConfig, TlsConfig, ParserPlugins)),
+    *(("api_gateway", kind) for kind in (ModelSettings, SamplingDefaults, GrammarDefaults, ToolDefaults)),
     *(("gpu_worker", kind) for kind in (WorkerConfig, MockConfig, KVTransferConfig)),
     ("detokenizer", DetokenizerConfig),
     ("message_bus", RegistryConfig),
@@ -35,10 +37,10 @@ READERS: list[tuple[str, type[msgspec.Struct]]] = [
 )
 def test_a_setting_is_read(service: str, field: str) -> None:
     if field in limits.RANGES:  # read in a loop: a default that is no default of `Sampling` reaches it
-        other = msgspec.convert({field: 0.5 if "p" in field.split("_") else 2}, SamplingDefaults)
+        other = SamplingDefaults(**{field: 0.5 if "p" in field.split("_") else 2})
         assert getattr(read_sampling(CompletionRequest(), None, other), field) == getattr(other, field)
         return
-    read = re.compile(rf"\b(_?config|cors|tls|defaults|mock)\.{field}\b")
+    read = re.compile(rf"\b(_?config|cors|tls|plugins|settings|defaults|tools|mock)\.{field}\b")
     folders = [ROOT / "services" / name for name in FOLDERS.get(service, (service,))]
     sources = [*SHARED, *(path for folder in folders for path in folder.rglob("*.py"))]
     assert any(read.search(path.read_text("utf-8")) for path in sources)

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from recorded_answers import call, pieces_of
 
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import FinishReason, TextDelta
+from blockyard.shared.messages import FinishReason, TextDelta, ToolDefaults
 from blockyard.shared.output_parsing.parts import CALL_END, Part, PartKind
 from blockyard.shared.output_parsing.reader import read_all
 from blockyard.shared.ring_client.choice_reader import ChoiceReader, joined, open_reader

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockyard.shared.config.services.gateway import ToolDefaults
+from blockyard.shared.messages import ToolDefaults
 
 CHAT = "/v1/chat/completions"
 USER: list[Any] = [{"role": "user", "content": "hi"}]

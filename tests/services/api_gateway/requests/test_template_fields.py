@@ -7,9 +7,9 @@ import pytest
 
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
 from blockyard.services.api_gateway.requests.validate import parse_chat
-from blockyard.shared.config.services.gateway import GatewayConfig, ToolDefaults
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
-from blockyard.shared.messages import Generate, Grammar, GrammarKind, ModelCard, Tokenize
+from blockyard.shared.messages import Generate, Grammar, GrammarKind, ModelCard, ModelSettings, Tokenize, ToolDefaults
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 
 PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
@@ -38,7 +38,7 @@ async def sent(r: Any, path: str = CHAT, **fields: Any) -> Tokenize:
     ],
 )
 async def test_variables(rig, fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    async with rig(chat_template_kwargs={"a": 1, "b": 2}) as r:
+    async with rig(template_kwargs=b'{"a": 1, "b": 2}') as r:
         frame = await sent(r, **fields)
     assert msgspec.json.decode(frame.template_kwargs) == {"a": 1, "b": 2} | expected
 
@@ -79,10 +79,10 @@ async def test_the_end_of_reasoning_goes_with_grammars_and_budgets(rig) -> None:
 def test_thinking_that_is_off_is_a_budget_beside_a_grammar(fields: dict[str, Any], budget: int | None) -> None:
     """The template may ignore the switch."""
     tools = ToolDefaults(parser="hermes", reasoning_end="</think>", reasoning_start="<think>")
-    config = GatewayConfig(process=PROCESS, tools=tools)
+    card = ModelCard(["m"], "m", 100, 300, 0, [2], ModelSettings(tools=tools))
     body = {"messages": USER, "tools": TOOLS, "tool_choice": "required"} | fields
     request = msgspec.json.decode(msgspec.json.encode(body), type=ChatRequest)
-    parsed = parse_chat(request, ModelCard(["m"], "m", 100, 300, 0, [2]), config, OutputFormats.load(tools), "x")
+    parsed = parse_chat(request, card, GatewayConfig(process=PROCESS), OutputFormats.load(tools), "x")
     assert parsed.thinking_budget == budget
 
 

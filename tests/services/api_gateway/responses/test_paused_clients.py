@@ -11,9 +11,8 @@ from blockyard.services.api_gateway.apis.interface import Usage
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import FinishReason, TextDelta
+from blockyard.shared.messages import FinishReason, TextDelta, ToolDefaults
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.ring_client.choice_reader import joined, open_reader
 from blockyard.shared.ring_client.request_fields.output_format import (

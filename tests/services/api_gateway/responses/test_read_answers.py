@@ -10,8 +10,8 @@ from fake_ring import CARD, SCHEDULER, member
 from recorded_answers import pieces_of
 
 from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES
-from blockyard.shared.config.services.gateway import ToolDefaults
-from blockyard.shared.messages import Generate, Role, Tokenize
+from blockyard.shared.config.services.gateway import ParserPlugins
+from blockyard.shared.messages import Generate, Role, Tokenize, ToolDefaults
 
 CHAT = "/v1/chat/completions"
 HERMES = ToolDefaults(auto_choice=True, parser="hermes")
@@ -316,8 +316,8 @@ FRAIL = ToolFormat("frail", "none", read, lambda rules, tools, parallel: "")
 @pytest.mark.parametrize("at_end", [False, True])
 async def test_a_format_that_raises_fails_its_request_alone(rig, tmp_path: Path, at_end: bool) -> None:
     (tmp_path / "frail.py").write_text(PLUGIN)
-    config = ToolDefaults(auto_choice=True, parser="frail", parser_plugin=str(tmp_path / "frail.py"))
-    async with rig(tools=config) as r:
+    config, plugins = ToolDefaults(auto_choice=True, parser="frail"), ParserPlugins(tools=str(tmp_path / "frail.py"))
+    async with rig(tools=config, parser_plugins=plugins) as r:
         r.ring.step_s = 0.002
         r.ring.script = script("ab" if at_end else "ab!cd" + "e" * 50)
         other = asyncio.create_task(r.events("/v1/completions", {"prompt": "x", "max_tokens": 5}))

@@ -6,15 +6,38 @@ from typing import Any
 import msgspec
 import pytest
 
+from blockyard.services.tokenizer_pool.chat_messages import ContentStyle, for_template
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.chat_messages import Message, read_messages
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known
 
+STYLE = ContentStyle(loops=True, tests_string=True)  # of a template that takes content as it is
 
-def shown(*messages: dict[str, Any]) -> list[Any]:
+
+def sent(*messages: dict[str, Any]) -> bytes:
+    """What the tokenizer gets."""
     decoded, ignored = decode_known(msgspec.json.encode(messages), list[Message], strict=True)
     assert not ignored
-    return list(json.loads(read_messages(decoded)))
+    return read_messages(decoded)
+
+
+def shown(*messages: dict[str, Any]) -> list[Any]:
+    """What a template sees."""
+    return for_template(json.loads(sent(*messages)), STYLE)
+
+
+def test_messages_in_the_usual_spelling_are_sent_as_they_came() -> None:
+    function = {"name": "f", "arguments": '{"a": [1, 2]}'}
+    messages = [
+        {"role": "user", "content": "hi", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {
+            "role": "tool",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "tool_call_id": "1",
+        },
+    ]
+    assert json.loads(sent(*messages)) == messages
 
 
 def call(**fields: Any) -> dict[str, Any]:

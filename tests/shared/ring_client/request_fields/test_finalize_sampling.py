@@ -3,13 +3,22 @@
 import msgspec
 import pytest
 
-from blockyard.shared.config.services.gateway import ToolDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Grammar, GrammarKind, ModelCard, OutputConstraint, Sampling, Tokenized
+from blockyard.shared.messages import (
+    Grammar,
+    GrammarKind,
+    ModelCard,
+    ModelSettings,
+    OutputConstraint,
+    Sampling,
+    Tokenized,
+    ToolDefaults,
+)
 from blockyard.shared.ring_client.request_fields.finalize_sampling import CALL_TOKENS, finalize_sampling
 
-CARD = ModelCard(["m"], "m", 100, 300, 0, [2])
 TEXTS = ToolDefaults(reasoning_end="</think>", reasoning_other_ends=["<tool_call>"])
+CARD = ModelCard(["m"], "m", 100, 300, 0, [2])
+REASONS = msgspec.structs.replace(CARD, settings=ModelSettings(tools=TEXTS))
 ANY = Grammar(GrammarKind.JSON_OBJECT, "")
 
 
@@ -85,9 +94,7 @@ def test_a_grammar_without_reasoning_begins_at_once() -> None:
 
     def made(only_behind: list[int], grammar: Grammar | None) -> OutputConstraint | None:
         prompt = Tokenized("", bytes(4), b"", grammar=grammar, begin_after=[7], only_behind=only_behind)
-        return finalize_sampling(
-            Sampling(1), prompt, card=CARD, max_tokens=9, seed=0, thinking_budget=0, tools=TEXTS
-        ).constraint
+        return finalize_sampling(Sampling(1), prompt, card=REASONS, max_tokens=9, seed=0, thinking_budget=0).constraint
 
     assert made([5], ANY) == OutputConstraint(ANY)
     assert made([], ANY) == OutputConstraint(ANY, [7], 0, [], "</think>", ["<tool_call>"])

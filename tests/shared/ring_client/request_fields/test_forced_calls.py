@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
-from blockyard.shared.config.services.gateway import GrammarDefaults, ToolDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Grammar, GrammarEngine, GrammarKind
+from blockyard.shared.messages import Grammar, GrammarDefaults, GrammarEngine, GrammarKind, ToolDefaults
 from blockyard.shared.ring_client.request_fields.forced_calls import calls_grammar, forced_grammar
 from blockyard.shared.ring_client.request_fields.output_format import (
     CallForm,

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
-from blockyard.shared.config.services.gateway import GrammarDefaults
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
+from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarDefaults, GrammarEngine, GrammarKind
 from blockyard.shared.ring_client.request_fields.structured_outputs import (
     FieldGrammar,
     StructuredOutputsParams,

@@ -10,11 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
-from blockyard.shared.config.services.gateway import GrammarDefaults, ToolDefaults
 from blockyard.shared.errors import RequestError
 from blockyard.shared.grammars.guidance import GuidanceEngine
 from blockyard.shared.grammars.interface import Vocabulary
-from blockyard.shared.messages import GrammarKind
+from blockyard.shared.messages import GrammarDefaults, GrammarKind, ToolDefaults
 from blockyard.shared.ring_client.request_fields.forced_calls import MAX_CALLS, forced_grammar
 from blockyard.shared.ring_client.request_fields.tools import MAX_TOOLS, ToolMode, ToolUse, read_tools
 
