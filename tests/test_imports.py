@@ -91,6 +91,7 @@ LAYERS["shared"] += ("grammars", "output_parsing", "tool_parsers", "reasoning_pa
 LAYERS["shared"] += ("config", "process", "bus", "ring_client")
 LAYERS["shared/output_parsing"] = ("parts", "cut_calls", "markers", "text_input", "json_text", "reader", "compose")
 LAYERS["shared/grammars"] = (
+    "engine_order",
     "error_texts",
     "format_patterns",
     "interface",
@@ -149,7 +150,8 @@ LAYERS["shared/ring_client"] += (
 )
 LAYERS["services/tokenizer_pool"] = ("worker_frames", "job_limits", "token_chars", "chat_messages", "sandbox")
 LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "text_worker", "grammar_worker")
-LAYERS["services/tokenizer_pool"] += ("job_turns", "job_queue", "job_workers", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool"] += ("job_turns", "job_queue", "job_workers", "grammar_checks")
+LAYERS["services/tokenizer_pool"] += ("service", "__main__")
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")

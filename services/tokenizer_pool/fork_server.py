@@ -35,6 +35,7 @@ from blockyard.services.tokenizer_pool.worker_frames import (
 )
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import GrammarEngine
 from blockyard.shared.process import logs, settings
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     config: TokenizerConfig
     limits: JobLimits
+    engine: GrammarEngine = GrammarEngine.AUTO  # of grammar workers
 
 
 def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) -> None:

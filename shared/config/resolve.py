@@ -147,6 +147,7 @@ def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> Toke
             "served_model_names": served_names(values),
             "chat_template": chat_template(values),
             "block_scope": block_scope(values, model),
+            "grammar_engine": structured_outputs.grammar_defaults(values).engine,
         },
     )
 
