@@ -104,6 +104,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+LLAMA4_YARN = YARN | {"factor": 8.0, "rope_theta": 5000.0}
+VARIANTS += [
+    # a norm of q and k behind the rotation
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 0.01}),
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA4_YARN}),
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 0.01, "rope_parameters": LLAMA4_YARN}),
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 0.1, "rope_parameters": LLAMA4_YARN | {"attention_factor": 0.3}}),
+    ("llama4", {"use_qk_norm": False, "rms_norm_eps": 0.01, "rope_parameters": LLAMA4_YARN}),
+]
+
+
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
 def test_spellings(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     assert_same(write(tmp_path, name, fields), tmp_path)
