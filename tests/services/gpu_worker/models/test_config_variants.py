@@ -200,6 +200,21 @@ def test_tied_embeddings_beside_an_own_head(name: str, tmp_path: Path) -> None:
         notes.clear()
 
 
+@pytest.mark.parametrize("name", ["llama4-sees", "mistral3", "gemma3-sees", "gemma4-sees"])
+@pytest.mark.parametrize(("whole", "text"), [(True, False), (False, True)])
+def test_a_missing_head_where_two_flags_disagree(name: str, whole: bool, text: bool, tmp_path: Path) -> None:
+    """Llama 4 has its head within the text part, where that part's flag holds; the others have it beside the part."""
+    fields = BY_NAME[name].fields["text_config"] | {"tie_word_embeddings": text}
+    tiny = write(tmp_path, name, {"tie_word_embeddings": whole, "text_config": fields})
+    heads = {"lm_head__weight": None, "language_model__lm_head__weight": None}
+    rewrite(tmp_path, **heads)
+    if text if name == "llama4-sees" else whole:
+        assert_same(tiny, tmp_path)
+    else:
+        with pytest.raises(LoadError, match=r"^the checkpoint lacks lm_head\.weight$"):
+            start(tmp_path)
+
+
 @pytest.mark.parametrize("flag", [False, LEFT_OUT])
 def test_a_missing_head_of_an_untied_model_is_named(flag: Any, tmp_path: Path) -> None:
     write(tmp_path, "llama", {"tie_word_embeddings": flag})
