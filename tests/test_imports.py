@@ -170,7 +170,7 @@ LAYERS["services/offline"] += (
     "llm",
     "tune",
 )
-LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_engine")
+LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
