@@ -121,6 +121,7 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
         Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}', GrammarEngine.OUTLINES),
         "",
     ),
+    "states of outlines": (Grammar(GrammarKind.REGEX, r"(\w|-){900}", GrammarEngine.OUTLINES), "CPU time"),
     "10 MB": (regex("a" * 10_000_000), "10000000 bytes; at most"),
 }
 
@@ -132,6 +133,15 @@ def test_a_grammar_that_cannot_be_had_is_rejected_in_time(rig: CheckRig, name: s
     assert isinstance(verdict, TextRejected), name
     assert verdict.field == "grammar" and cause in verdict.message and verdict.message
     assert after == Grammar(GrammarKind.REGEX, "[a-z]+", GrammarEngine.GUIDANCE)
+
+
+@pytest.mark.parametrize("engine", OTHER_ENGINES)
+@pytest.mark.parametrize("escaped", [r"^a\/b\-c$", r"^a\/b$", r"\-\/\_"])
+def test_escapes_of_signs_end_in_a_verdict(rig: CheckRig, engine: GrammarEngine, escaped: str) -> None:
+    """A pattern as JavaScript writes it, alone and in a schema."""
+    in_schema = schema({"type": "object", "properties": {"a": {"type": "string", "pattern": escaped}}})
+    asked = [msgspec.structs.replace(one, engine=engine) for one in (regex(escaped), in_schema)]
+    assert len(rig.ask(*asked, GOOD)) == 3
 
 
 def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:
