@@ -55,3 +55,5 @@ class OutputConstraint(FrameStruct, frozen=True):
     only_behind: list[int] = []  # token ids of the marker that begins reasoning; empty: the output is inside of it
     end: str = ""  # the text of `begin_after`, which other tokens may spell; empty: its ids alone count
     other_ends: list[str] = []  # texts not allowed before `end` if a grammar follows: readers take them for an end
+    # Id of a token that ends reasoning within a grammar. Behind `budget` tokens it alone is allowed where it may come
+    inner_end: int | None = None

@@ -207,6 +207,7 @@ def _generate_request(
                 grammar=grammar.grammar if grammar is not None else None,
                 reasoning_end=reasoning_end,
                 reasoning_start=config.tools.reasoning_start if reasoning_end else "",
+                inner_end=grammar.inner_end if grammar is not None else "",
             )
             for p in prompts
         ],
