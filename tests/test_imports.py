@@ -183,7 +183,7 @@ LAYERS["services/kv_transfer"] = (
     "host_blocks",
 )
 LAYERS["services/kv_transfer"] += ("block_memory", "device_blocks", "link_sockets", "connectors", "sender_link")
-LAYERS["services/kv_transfer"] += ("receiver",)
+LAYERS["services/kv_transfer"] += ("receiver", "transfer_blocks", "link_counts", "sender_links", "endpoint")
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("bit_masks", "drops", "frames", "outgoing", "incoming")

@@ -36,7 +36,7 @@ TICKET = b"ticket of 16 byte"
 
 
 class RawMemory:
-    """A `KVMemory` that records how it is used."""
+    """`TransferBlocks` that records how it is used."""
 
     def __init__(self, layout: BlockLayout | None, num_blocks: int) -> None:
         self.layout = layout
