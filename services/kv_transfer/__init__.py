@@ -14,12 +14,12 @@ the `endpoint`.
 - `sender_links.SenderLinks`: a link for each worker that this one sends to, each a `sender_link.SenderLink`, which
   writes blocks to it. `link_counts`: sums of their counters.
 - `receiver.TransferReceiver`: accepts blocks from all other workers. `sender_processes` finds those that have ended.
-- `block_memory.BlockMemory`: the blocks for connectors, in host memory (`HostBlocks`) or on a GPU
-  (`device_blocks.DeviceBlocks`).
-- `copy_thread.CopyThread`: runs copies on a second thread, so that steps go on meanwhile. `host_blocks` has the copies
+- `block_copier.BlockCopier`: the blocks for connectors, in host memory (`HostCopier`) or on a GPU
+  (`device_copier.DeviceCopier`).
+- `copy_thread.CopyThread`: runs copies on a second thread, so that steps go on meanwhile. `host_copies` has the copies
   and their checksums, in numpy. `device/` has copies on a stream of a GPU. `link_sockets` makes the sockets of links.
 
 `gpu_worker` alone imports this package. One thread calls links, protocol and connectors. None of these calls waits,
-except `close`. Imports go down: links, `connectors`, `device_blocks`, `block_memory`, `copy_thread` and `host_blocks`,
+except `close`. Imports go down: links, `connectors`, `device_copier`, `block_copier`, `copy_thread` and `host_copies`,
 `staging`, `arena`, `device`, `protocol`, `layout`.
 """

@@ -107,8 +107,8 @@ def _extend_from_host(pool: BlockPool, hashes: list[bytes], found: PrefixMatch) 
         return
     rest = hashes[start:]
     if pool.index.has_none(rest):  # the usual case: one lookup of all hashes runs at C speed
-        is_held = [*map(pool.host.has, rest)]
-        end = is_held.index(False) if False in is_held else len(is_held)
+        is_in_host = [*map(pool.host.has, rest)]
+        end = is_in_host.index(False) if False in is_in_host else len(is_in_host)
         found.host_hashes.update(zip(range(start, start + end), rest[:end], strict=True))
         return
     for i in range(start, len(hashes)):

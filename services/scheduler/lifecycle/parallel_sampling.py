@@ -16,14 +16,14 @@ from blockyard.services.scheduler.sequences.requests import Phase, Request, Runn
 
 
 class ParallelSampling:
-    """Holds back sequences until a sibling has computed their prompt, and finds the blocks to share."""
+    """Parks sequences until a sibling has computed their prompt, and finds the blocks to share."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self.num_awaiting_prompt = 0
         self._waiting = waiting
 
     def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
-        """Queues sequences, or holds them back until their prompt is computed."""
+        """Queues sequences, or parks them until their prompt is computed."""
         for sequence in sequences:
             if (
                 sequence.prompt_source is None
@@ -68,7 +68,7 @@ class ParallelSampling:
     def find_prefix(
         self, group: WorkerGroup, record: PlanRecord, sequence: Sequence, found: PrefixMatch
     ) -> PrefixMatch | None:
-        """The blocks to start with in this plan; None if the sequence is held back for a sibling's prompt.
+        """The blocks to start with in this plan; None if the sequence is parked for a sibling's prompt.
 
         `found`: cached blocks, without siblings.
         """

@@ -82,9 +82,9 @@ class PartialPrefills:
         return longs, others
 
     def defer(self, sequence: Sequence) -> None:
-        if sequence.is_held:  # in a group's queue
+        if sequence.is_set_aside:  # in a group's queue
             self._waiting.requeue(sequence)
-        self._waiting.hold(sequence)
+        self._waiting.set_aside(sequence)
         self._deferred.append((sequence.ticket, sequence))
 
     def _release(self) -> None:

@@ -182,7 +182,7 @@ class PrefillPlanner:
                 self._schedule_chunk(group, builder, running, most)
 
     def _find_prefix(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence) -> PrefixMatch | None:
-        """The blocks to start with; None if the sequence is held back for a sibling's prompt."""
+        """The blocks to start with; None if the sequence is parked for a sibling's prompt."""
         found = group.kv_cache.find(sequence)
         if not sequence.has_siblings:
             return found

@@ -25,7 +25,7 @@ class Policy(Protocol):
         """The next sequence to schedule."""
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence waits no longer, or is held outside the order."""
+        """The sequence waits no longer, or is set aside, outside the order."""
 
     def key(self, sequence: Sequence) -> Key:
         """The rank of the sequence if it were scheduled now. No two sequences have the same key."""

@@ -144,24 +144,24 @@ class WaitingQueue:
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes out a sequence, held or not. Does nothing if it is not in the queue."""
+        """Takes out a sequence, set aside or not. Does nothing if it is not in the queue."""
         if not sequence.ticket:
             return
-        was_held = sequence.is_held
-        sequence.ticket, sequence.is_held = 0, False
+        was_set_aside = sequence.is_set_aside
+        sequence.ticket, sequence.is_set_aside = 0, False
         self.num_sequences -= 1
         self._uncount(sequence)
-        if not was_held:
+        if not was_set_aside:
             self.policy.remove(sequence)
 
-    def hold(self, sequence: Sequence) -> None:
+    def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence out of the policy's order. It still waits and counts, at a group's queue for example."""
         self.policy.remove(sequence)
         self._tickets += 1
-        sequence.ticket, sequence.is_held = self._tickets, True
+        sequence.ticket, sequence.is_set_aside = self._tickets, True
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a held sequence back into the policy's order."""
+        """Puts a sequence that was set aside back into the policy's order."""
         self._enter(sequence)
 
     def add_tokens(self, sequence: Sequence, num_tokens: int) -> None:
@@ -196,7 +196,7 @@ class WaitingQueue:
 
     def _enter(self, sequence: Sequence) -> None:
         self._tickets += 1
-        sequence.ticket, sequence.is_held = self._tickets, False
+        sequence.ticket, sequence.is_set_aside = self._tickets, False
         self.policy.push(sequence)
 
 

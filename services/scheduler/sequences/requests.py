@@ -155,7 +155,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     key: Key = ()  # of its current or last run
     ticket: int = 0  # its entry in the waiting queue; 0: none
-    is_held: bool = False  # it waits, but outside the queue's order: in a group's queue, or deferred
+    is_set_aside: bool = False  # it waits, but outside the queue's order: in a group's queue, or deferred
     num_beams: int = 1  # sequences that it counts as while it waits: the first beam counts as all beams
     queue_amount: QueueAmount = NO_AMOUNT  # what the waiting queue counts for it
     last_run: "RunningSequence | None" = None  # while it waits, results of its last run may be outstanding

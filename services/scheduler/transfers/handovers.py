@@ -65,7 +65,7 @@ class Handovers:
         return [
             (one, attached[worker])
             for one, worker in arrived
-            if one.ticket and not one.is_held and one.phase is Phase.WAITING and worker in attached
+            if one.ticket and not one.is_set_aside and one.phase is Phase.WAITING and worker in attached
         ]
 
     def reserve(self, sequence: Sequence, source: WorkerGroup, target: WorkerGroup) -> bool:
@@ -197,7 +197,7 @@ class Handovers:
         self._forget(sequence, handover)
         target = self._groups.attached.get(handover.target)
         if target is not None:
-            target.kv_cache.blocks.release(handover.held, ())
+            target.kv_cache.blocks.release(handover.held_blocks, ())
             self._groups.mark_dirty([target])
         transfer = self._ledger.transfers.get(handover.transfer)
         if transfer is not None and handover.landed is None:
@@ -261,7 +261,7 @@ class Handovers:
             hashes = [block_hash for block, block_hash in zip(blocks, hashes, strict=True) if block in landed]
             blocks = [block for block in blocks if block in landed]
         pool.land(blocks, hashes)
-        pool.release(handover.held, ())
+        pool.release(handover.held_blocks, ())
         self._groups.mark_dirty([target])
         if self._settings.fails and not is_whole:
             self._end_unlanded(sequence)

@@ -100,7 +100,7 @@ class TransferLedger:
         ends = [end for transfer in self.transfers.values() if transfer.is_aborted for end in transfer.ends]
         return sum(len(end.held_blocks) for end in ends)
 
-    def held(self, worker: int) -> "Counter[int]":
+    def held_blocks(self, worker: int) -> "Counter[int]":
         """Blocks of a worker that transfers hold, with the number of transfers."""
         ends = (end for transfer in self.transfers.values() for end in transfer.ends if end.worker == worker)
         return Counter(block for end in ends for block in end.held_blocks)

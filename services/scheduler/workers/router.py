@@ -98,7 +98,7 @@ class Router:
 
     def reserve(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Routes a sequence to the group where others were preempted for it: it is to preempt none elsewhere."""
-        if len(self._groups) > 1 and not sequence.is_held:
+        if len(self._groups) > 1 and not sequence.is_set_aside:
             self._add(
                 self._queue_of(group),
                 sequence,
@@ -170,7 +170,7 @@ class Router:
 
     def _add(self, queue: GroupQueue, sequence: Sequence, num_tokens: int, num_blocks: int) -> None:
         key = self._policy.key(sequence)
-        self._waiting.hold(sequence)
+        self._waiting.set_aside(sequence)
         self._nonempty[queue.group.worker] = queue
         queue.add(
             RoutedSequence(sequence, sequence.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent)

@@ -184,7 +184,7 @@ def test_an_unexpected_error_ends_a_send_and_not_the_worker(
     a, b = workers
     b.receive(1, A, [4])
     with monkeypatch.context() as patch:
-        patch.setattr(sender_link, "open_blocks", fails)
+        patch.setattr(sender_link, "make_copier", fails)
         a.send(send_to(b.geometry, B, 1, [1], [4]))
     a.turn()
     assert a.ended == {1: [KVSendEnded(A, 1, False)]} and a.transfers.num_open == 0

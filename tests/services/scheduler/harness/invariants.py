@@ -80,8 +80,8 @@ def live_handovers(core: Scheduler) -> list[Handover]:
 
 def held_by_transfers(core: Scheduler, worker: int) -> Counter[int]:
     """Blocks that transfers and handovers hold."""
-    reserved = Counter(b for h in live_handovers(core) if h.target == worker for b in h.held)
-    return core.ledger.held(worker) + reserved
+    reserved = Counter(b for h in live_handovers(core) if h.target == worker for b in h.held_blocks)
+    return core.ledger.held_blocks(worker) + reserved
 
 
 def check_handovers(core: Scheduler) -> None:
@@ -89,7 +89,7 @@ def check_handovers(core: Scheduler) -> None:
     handovers = core.handovers
     sequences = [c for r in core.lifecycle.requests.values() for c in r.active_sequences]
     waiting = [c for c in sequences if c.handover is not None and c.phase is Phase.WAITING]
-    assert all(c.is_held for c in waiting), "room is reserved for a sequence that other ones may have to wait for"
+    assert all(c.is_set_aside for c in waiting), "room is reserved for a sequence that other ones may have to wait for"
     arriving = [c for c in sequences if c.phase is Phase.ARRIVING]
     assert len(arriving) == handovers.num_arriving
     for sequence in arriving:
@@ -189,12 +189,12 @@ def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     assert not +runs
 
 
-def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
+def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     """Each routed sequence is in the queue of one attached group, and no group idles while a sequence could run."""
     queues, groups = core.router._queues, core.groups
     assert all(groups.get(worker) is queue.group for worker, queue in queues.items())
     routed_sequences = [routed.sequence for queue in queues.values() for routed in queue.entries if routed.waits]
-    assert len(routed_sequences) == len(is_held) and {*map(id, routed_sequences)} == {*map(id, is_held)}
+    assert len(routed_sequences) == len(set_aside) and {*map(id, routed_sequences)} == {*map(id, set_aside)}
     idle = [
         g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
     ]
@@ -279,8 +279,8 @@ def check(core: Scheduler, turn: int) -> None:
     assert len(waiting) == len(core.waiting)
     partial = core.partial_prefills
     held = {id(choice) for choice in partial.deferred()} if partial is not None else set[int]()
-    check_policy(core, [choice for choice in waiting if not choice.is_held])
-    check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
+    check_policy(core, [choice for choice in waiting if not choice.is_set_aside])
+    check_router(core, [choice for choice in waiting if choice.is_set_aside and id(choice) not in held])
     awaiting_prompt = [r for r in core.lifecycle.requests.values() if r.awaiting_prompt]
     assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core.parallel_sampling.num_awaiting_prompt
     check_handovers(core)
