@@ -176,12 +176,7 @@ class Scheduler:
         self.delay = PrefillDelay(settings.delay_factor) if settings.delay_factor else None
         self.fair_limiter = FairStepLimiter(policy) if policy.has_classes else None
         self.partial_prefills = PartialPrefills(partial, waiting) if partial.max_partial > 1 else None
-        limits = PrefillLimits(
-            delay=self.delay,
-            fair=self.fair_limiter,
-            partial=self.partial_prefills,
-            whole_prompts=partial.whole_prompts,
-        )
+        limits = PrefillLimits(self.delay, self.fair_limiter, self.partial_prefills, partial.whole_prompts)
         self.prefills = PrefillPlanner(
             *(lifecycle, waiting, self.parallel_sampling, self.handovers, self.acceptance),
             *(self.router, self.quarantine, self.controls, limits),

@@ -12,7 +12,7 @@ from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun
 
 
 class PoolBlocks:
-    """Implements `interfaces.KVMemory`. Blocks are read and written in place."""
+    """Implements `TransferBlocks`. Blocks are read and written in place."""
 
     def __init__(self, pool: KVPool, block_hashes: BlockHashes, host_swap: HostSwap) -> None:
         self._pool, self._block_hashes, self._host_swap = pool, block_hashes, host_swap

@@ -22,7 +22,7 @@ from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart
 NO_CLASS = 1 << 62  # above every class
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PrefillLimits:
     """What limits prefills besides slots, blocks and the token budget. None: it is off."""
 

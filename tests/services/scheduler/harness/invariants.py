@@ -81,7 +81,8 @@ def live_handovers(core: Scheduler) -> list[Handover]:
 def held_by_transfers(core: Scheduler, worker: int) -> Counter[int]:
     """Blocks that transfers and handovers hold."""
     reserved = Counter(b for h in live_handovers(core) if h.target == worker for b in h.held_blocks)
-    return core.ledger.held_blocks(worker) + reserved
+    ends = (end for one in core.ledger.transfers.values() for end in one.ends if end.worker == worker)
+    return Counter(b for end in ends for b in end.held_blocks) + reserved
 
 
 def check_handovers(core: Scheduler) -> None:
