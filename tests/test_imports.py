@@ -182,10 +182,10 @@ LAYERS["services/kv_transfer"] = (
     "arena",
     "staging",
     "host",
-    "host_blocks",
+    "host_copies",
 )
-LAYERS["services/kv_transfer"] += ("block_memory", "device_blocks", "link_sockets", "connectors", "sender_link")
-LAYERS["services/kv_transfer"] += ("receiver",)
+LAYERS["services/kv_transfer"] += ("block_copier", "device_copier", "link_sockets", "connectors", "sender_link")
+LAYERS["services/kv_transfer"] += ("receiver", "transfer_blocks", "link_counts", "sender_links", "endpoint")
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("bit_masks", "drops", "frames", "outgoing", "incoming")

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
+from blockyard.services.scheduler.kv_cache.sliding_window import max_len
 from blockyard.shared.messages import Generate, Geometry, KVRole, ModelCard
 from blockyard.shared.token_ids import ID_BYTES, num_ids
 
@@ -104,7 +104,7 @@ def _least_of(geometries: list[Geometry]) -> ModelCapacity:
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
         geometries[0].eos_token_ids,
-        min(SlidingWindow(g.window, g.block_size, g.max_num_batched_tokens).max_len(g.num_blocks) for g in geometries),
+        min(max_len(g.window, g.block_size, g.num_blocks) for g in geometries),
         min(g.vector_size for g in geometries),
     )
 

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.config.services.worker import USUAL_SEQS
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -13,7 +14,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     process: ProcessConfig
     served_model_names: list[str]  # the first is echoed in answers
     root: str = ""  # path or hub name of the weights, as /v1/models shows it
-    max_num_seqs: int = 256  # sequences in the batch
+    max_num_seqs: int = USUAL_SEQS  # sequences in the batch
     max_num_batched_tokens: int = 2048  # of one step
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"

@@ -258,7 +258,7 @@ class World:
                 self.turn()
 
     def _count_waiting_rows(self, worker: FakeWorker, answer: Frame) -> None:
-        group = self.core._groups.attached.get(worker.incarnation)
+        group = self.core.groups.get(worker.incarnation)
         runner = worker.loop._runner._runner
         if isinstance(answer, StepResult) and group is not None and group.in_flight and runner is not None:
             rows = {slot for rows in group.in_flight[0].rows for slot in rows.slots}
@@ -316,7 +316,7 @@ class World:
             moving = [w for w, one in self.transfers.items() if one.outgoing]
             noticed = [w for w, one in self.transfers.items() if one.notices]
             if not workers and not detokenizers and not gateways and not moving and not noticed:
-                if not self.core._lifecycle.handovers.ledger.transfers:
+                if not self.core.ledger.transfers:
                     return
                 self.now += self.shape.kv_lease_s + 1.0
                 self.turn()
@@ -364,15 +364,15 @@ class World:
     def check_idle(self) -> None:
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-        assert not self.core._lifecycle.requests
+        assert not self.core.lifecycle.requests
         assert (stats.arriving, stats.transfers_open, stats.blocks_quarantined) == (0, 0, 0)
-        for group in self.core._groups.attached.values():
+        for group in self.core.groups.values():
             check_group(self.core, group)
             assert group.kv_cache.blocks.num_free == group.kv_cache.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids
         for worker in self.workers.values():
             self.check_names(worker)
-        for text_outbox in self.core._lifecycle.streams.text_outboxes.values():
+        for text_outbox in self.core.streams.text_outboxes.values():
             assert text_outbox.num_streams == 0
         for detokenizer in self.detokenizers.values():
             assert not detokenizer.streams or detokenizer.lost_frames, "a detokenizer's stream was never closed"
