@@ -84,7 +84,7 @@ def test_choices_that_are_no_longer_listed_end(ring: type[Ring]) -> None:
     it.steps(4)
     it.output("a", 1).finish = STOP  # the gateway has its final delta, the scheduler does not know yet
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
-    assert sorted(it.world.core._lifecycle.requests["a"].sequences) == [0, 2]
+    assert sorted(it.world.lifecycle.requests["a"].sequences) == [0, 2]
     it.finish()
 
 
@@ -106,7 +106,7 @@ def test_a_cut_link_to_a_detokenizer_is_told_to_the_gateways(ring: type[Ring]) -
     it.submit("a", 5, n=2, max_tokens=30)
     for _ in range(10):
         it.world.work(it.worker)
-    assert "short" not in it.world.core._lifecycle.requests
+    assert "short" not in it.world.lifecycle.requests
     it.world.blink(it.detokenizer.incarnation)
     assert it.gateway.lost == {"short", "a"}
     it.finish()

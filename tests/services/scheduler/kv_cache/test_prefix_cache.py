@@ -33,7 +33,7 @@ def starts(it: Ring) -> list[SlotStart]:
 
 
 def index_of(it: Ring) -> dict[bytes, int]:
-    return it.world.core._groups.attached[it.worker.incarnation].kv_cache.blocks.index._block_of
+    return it.world.groups.attached[it.worker.incarnation].kv_cache.blocks.index._block_of
 
 
 def names_of(ids: list[int], salt: str = "") -> list[bytes]:
@@ -272,7 +272,7 @@ def test_an_attached_worker_keeps_its_cached_blocks(ring: type[Ring]) -> None:
 
 def test_hashes_that_do_not_match_the_blocks_are_ignored(ring: type[Ring]) -> None:
     it = ring()
-    group = it.world.core._groups.attached[it.worker.incarnation]
+    group = it.world.groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):
         frame = Attached(it.worker.incarnation, 1, group.geometry, blocks, names)
         group.kv_cache.restore(frame)

@@ -126,7 +126,7 @@ def test_a_sequence_that_has_arrived_is_not_seated_if_it_or_its_group_ends_befor
     target = next(w for w in it.workers[1:] if it.frames(KVReceive, w))
     it.work(target)
     it.world.move(it.source.incarnation)
-    core, handovers = it.world.core, it.world.core._lifecycle.handovers
+    core, handovers = it.world.core, it.world.lifecycle.handovers
     for worker in (target, it.source):
         notices = it.world.transfers[worker.incarnation].notices
         while notices:
@@ -173,6 +173,6 @@ def test_a_sequence_whose_blocks_land_last_gets_a_plan_at_once() -> None:
     it = Pair()
     it.submit("a", NUM_PROMPT)
     it.prefill()
-    it.world.core._groups._check_all_at = math.inf
+    it.world.groups._check_all_at = math.inf
     it.finish()
     assert len(it.starts(it.target)) == 1

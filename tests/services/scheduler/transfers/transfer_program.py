@@ -45,7 +45,7 @@ class TransferProgram(Program):
     def __init__(self, shape: Shape, num_workers: int) -> None:
         super().__init__(shape)
         self.max_workers = max(WORKERS)
-        self.handovers = self.world.core._lifecycle.handovers
+        self.handovers = self.world.lifecycle.handovers
         self.counted: Counter[str] = Counter()
         for _ in range(num_workers - 1):
             self.world.add_worker()

@@ -213,7 +213,7 @@ def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> No
     world.break_down(it.worker.incarnation)
     it.worker = world.add_worker()
     it.submit("next", 3, max_tokens=4, priority=0)
-    choices = world.core._lifecycle.requests["suspect"].active_sequences
+    choices = world.lifecycle.requests["suspect"].active_sequences
     while not any(choice.ticket and choice.awaits_results() for choice in choices):
         world.work(it.worker)
         while it.detokenizer.inbox:

@@ -60,7 +60,7 @@ def submit(world: World, request_id: str, prompt: list[int], max_tokens: int = 4
 
 
 def where(world: World, request_id: str) -> int:
-    (choice,) = world.core._lifecycle.requests[request_id].sequences.values()
+    (choice,) = world.lifecycle.requests[request_id].sequences.values()
     queues = world.core._workers.router._queues.items()
     queued_ids = [
         worker for worker, queue in queues for routed in queue.entries if routed.waits and routed.sequence is choice
@@ -159,7 +159,7 @@ def test_a_cancelled_sequence_leaves_its_group_queue(two: World) -> None:
     for request_id in queued_ids:
         gateway.journals[request_id].cancelled = True
         two.tell(gateway.incarnation, Cancel(request_id, 0))
-    assert len(two.core._lifecycle.waiting) <= 16 - len(queued_ids)
+    assert len(two.lifecycle.waiting) <= 16 - len(queued_ids)
     two.settle()
     two.check_outputs()
     two.check_idle()
