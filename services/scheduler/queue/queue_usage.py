@@ -1,4 +1,4 @@
-"""What each tenant and user has in the waiting queue, and which request is refused when the queue is full."""
+"""Counts each tenant's and user's part of the waiting queue, and chooses the request that a full queue refuses."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -11,7 +11,7 @@ ShareOf = Callable[[QueueAmount], tuple[float, int]]  # share of the queue, and 
 
 
 class UserUsage:
-    """What one user has in the queue."""
+    """One user's part of the queue."""
 
     __slots__ = ("amount", "unaccepted")
 

@@ -11,18 +11,6 @@ class BlockTable:
     Entries stay when their block is given up outside the sliding window, because positions count them.
     """
 
-    __slots__ = (
-        "block_size",
-        "blocks",
-        "capacity",
-        "copied_from",
-        "is_hash_due",
-        "next_hash_at",
-        "num_cached",
-        "num_freed",
-        "num_hashed",
-    )
-
     def __init__(
         self, block_size: int, blocks: list[int], num_cached: int, num_freed: int, copied_from: int | None
     ) -> None:
