@@ -270,7 +270,7 @@ class World:
 
     def _count_waiting_rows(self, worker: FakeWorker, answer: Frame) -> None:
         group = self.groups.attached.get(worker.incarnation)
-        runner = worker.loop._runner._runner
+        runner = worker.runner._runner
         if isinstance(answer, StepResult) and group is not None and group.in_flight and runner is not None:
             rows = {slot for rows in group.in_flight[0].rows for slot in rows.slots}
             self.num_waiting_rows += len(rows & getattr(runner._batch, "waiting", set()))
@@ -289,8 +289,8 @@ class World:
 
     def move(self, worker: int, count: int = 1 << 30, fails: bool = False) -> None:
         """A worker sends blocks to others. With `fails` the last of them is broken on the way."""
-        awake = {incarnation: one for incarnation, one in self.workers.items() if one.loop._runner._runner is not None}
-        kvs = {incarnation: one.loop._runner.block_hashes for incarnation, one in awake.items()}
+        awake = {incarnation: one for incarnation, one in self.workers.items() if one.runner._runner is not None}
+        kvs = {incarnation: one.runner.block_hashes for incarnation, one in awake.items()}
         fake_transfers.move(self.transfers, kvs, worker, count, fails)
 
     def notify(self, worker: int, is_doubled: bool = False) -> None:
@@ -358,7 +358,7 @@ class World:
 
     def check_names(self, worker: FakeWorker) -> None:
         """The block hashes that a worker reports match the tokens in the journals."""
-        kv, size = worker.loop._runner.block_hashes, self.shape.block_size
+        kv, size = worker.runner.block_hashes, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
             root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
