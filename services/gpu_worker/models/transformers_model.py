@@ -64,7 +64,7 @@ OWN_ATTENTION = "it computes its attention itself, and looks up no other one (At
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
-    """Raises ConfigError for a model that transformers does not have, or whose layers are not ours to run."""
+    """Raises ConfigError for a model that transformers does not have, or with layers that we cannot run."""
     layers = trace_layers(config, table.dtype)
     causal, hf_config = make_on_meta(config, table.dtype)
     name, positions = type(causal).__name__, getattr(hf_config, "max_position_embeddings", None)
@@ -358,7 +358,7 @@ def _line(error: Exception) -> str:
 
 
 def place_buffers(causal: Any, device: torch.device) -> None:
-    """Makes what is no weight, such as the frequencies of rotations. On the meta device it stays there."""
+    """Makes buffers that are no weights, such as the frequencies of rotations. On the meta device they stay there."""
     if device.type == "meta":
         return
     for module in causal.modules():
