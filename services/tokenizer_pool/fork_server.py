@@ -44,7 +44,7 @@ PAUSE_S = 0.05  # before the next worker, in case one ends right after its start
 
 
 class Workload(Protocol):
-    """What a fork server loads once, and its workers do."""
+    """The work of a fork server's workers, loaded once by the server."""
 
     notes: list[str]  # describe what was loaded
 
@@ -53,7 +53,7 @@ class Workload(Protocol):
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service writes to the stdin of a fork server."""
+    """Settings that the service writes to the stdin of a fork server."""
 
     config: TokenizerConfig
     limits: JobLimits

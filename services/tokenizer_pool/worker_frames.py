@@ -57,7 +57,7 @@ class Kill(LocalFrame, frozen=True):
 
 
 class ModelVocabulary(LocalFrame, frozen=True):
-    """What the server of grammar workers waits for before it makes its engine."""
+    """The model's vocabulary, for which the server of grammar workers waits before it makes its engines."""
 
     vocab_size: int  # 0: the tokenizer's own
     eos_token_ids: list[int]

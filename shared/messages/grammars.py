@@ -42,7 +42,7 @@ class Grammar(FrameStruct, frozen=True):
 
 
 class OutputConstraint(FrameStruct, frozen=True):
-    """What limits each token of a choice, from the first output token on.
+    """The constraint on each token of a choice, from the first output token on.
 
     Without `begin_after` the grammar begins at once. With it, output is free until it ends with that marker, and the
     grammar begins behind the marker; with `only_behind`, too, only of output that begins with those ids, while the

@@ -1,4 +1,4 @@
-"""What a family of models is to the rest: how its calls are read and forced, and how names and ids are spelt."""
+"""The interface of tool-call formats: how calls are read and forced, and how names and ids are spelt."""
 
 import enum
 import secrets

@@ -105,7 +105,7 @@ def _tools(request: ChatRequest, config: GatewayConfig) -> ToolUse | None:
 def parse_completion(
     request: CompletionRequest, card: ModelCard, config: GatewayConfig, _formats: OutputFormats, name: str
 ) -> GenerateRequest:
-    """As `parse_chat`: the text of a completion is not read into parts."""
+    """Parses a completion, whose text is not read into parts: see `parse_chat`."""
     echo = bool(request.echo)
     asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
     num_top = limits.num_logprobs("logprobs", request.logprobs, config.max_logprobs, card.vocab_size)

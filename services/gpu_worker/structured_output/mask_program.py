@@ -188,7 +188,7 @@ class MaskProgram:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> MaskWords:
-    """A mask that allows these ids; others than those of the vocabulary are left out."""
+    """A mask that allows these ids; ids outside the vocabulary are left out."""
     words = np.zeros(num_mask_words(vocab_size), np.int32)
     ids = np.array([token for token in token_ids if 0 <= token < vocab_size], np.uint32)
     np.bitwise_or.at(words.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31))

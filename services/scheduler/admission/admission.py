@@ -76,7 +76,7 @@ class ModelCapacity:
 
 
 def capacity_of(geometries: list[Geometry]) -> ModelCapacity:
-    """What every group can serve; with roles, what the best pair of groups can serve. `geometries` is not empty."""
+    """Returns the capacity that every group has; with roles, the best pair of groups. `geometries` is not empty."""
     if len({g.kv_role for g in geometries}) > 1:
         alike = {
             (g.kv_role, g.kv_layout, g.num_blocks, g.max_model_len, g.max_num_batched_tokens): g for g in geometries

@@ -290,7 +290,7 @@ class BlockTable:
 
 
 class SharedProgress:
-    """What all sequences of a decode batch have in common. Written by the `DecodeBatch` that made it."""
+    """Progress that all sequences of a decode batch share. Written by the `DecodeBatch` that made it."""
 
     __slots__ = ("last_plan", "num_scheduled_tokens")
 

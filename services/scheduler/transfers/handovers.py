@@ -125,7 +125,7 @@ class Handovers:
         )
 
     def send(self, group: WorkerGroup, running: RunningSequence, now: float) -> list[KVSend]:
-        """What the plan that is being built sends, after it has scheduled tokens of the sequence: one or nothing."""
+        """Returns the sends of the plan that is being built, after it scheduled tokens of the sequence: one or none."""
         handover = running.sequence.handover
         assert handover is not None
         transfer = self._ledger.transfers.get(handover.transfer)

@@ -1,4 +1,4 @@
-"""What workers say of KV transfers, and what they are asked: failures, expired leases and audits."""
+"""Handles workers' notices of KV transfers, and asks workers: failures, expired leases and audits."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What happens when a worker comes, answers an Attach, is lost or begins anew."""
+"""Handles workers that join, attach, are lost or sleep, and finds where waiting sequences may start."""
 
 import logging
 

@@ -217,7 +217,7 @@ def test_an_answer_to_an_earlier_attach_is_ignored(ring: type[Ring]) -> None:
     world, worker = it.world, it.worker
     world.tell(it.gateway.incarnation, Control("1", ControlVerb.RESET_PREFIX_CACHE))
     assert worker.incarnation not in world.core.groups
-    world.tell(worker.incarnation, Attached(worker.incarnation, 1, worker.loop._runner.geometry, [0], b"h" * 16))
+    world.tell(worker.incarnation, Attached(worker.incarnation, 1, worker.runner.geometry, [0], b"h" * 16))
     assert worker.incarnation not in world.core.groups, "the answer to a repeated first Attach"
     it.finish()
     assert worker.incarnation in world.core.groups

@@ -36,9 +36,9 @@ class CheckRig:
         self.verdicts[work.request_id] = verdict
 
     def ask(self, *grammars: Grammar) -> list[Verdict]:
-        return self.runner.run(self._ask(grammars))
+        return self.runner.run(self.ask_all(grammars))
 
-    async def _ask(self, grammars: tuple[Grammar, ...]) -> list[Verdict]:
+    async def ask_all(self, grammars: tuple[Grammar, ...]) -> list[Verdict]:
         self.verdicts.clear()
         for index, grammar in enumerate(grammars):
             self.checks.submit(7, Tokenize(str(index), "m", text="x", grammar=grammar))
@@ -217,7 +217,7 @@ def test_the_loop_goes_on_during_a_burst(rig: CheckRig) -> None:
     async def burst() -> list[Verdict]:
         beats = asyncio.create_task(beat())
         try:
-            return await rig._ask(tuple(bad))
+            return await rig.ask_all(tuple(bad))
         finally:
             beats.cancel()
 
@@ -247,7 +247,7 @@ def test_the_end_of_the_fork_server_costs_no_verdict(rig: CheckRig) -> None:
     before = rig.checks.worker_pids
 
     async def ask_and_kill() -> list[Verdict]:
-        asking = asyncio.create_task(rig._ask(tuple(regex(f"z{{{n}}}") for n in range(4, 44))))
+        asking = asyncio.create_task(rig.ask_all(tuple(regex(f"z{{{n}}}") for n in range(4, 44))))
         await asyncio.sleep(0)
         for server in {parent_of(pid) for pid in before}:
             os.kill(server, signal.SIGKILL)

@@ -5,17 +5,18 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import msgspec
 from fake_links import FakeLinks
 
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock.batch import Pattern
-from blockyard.services.gpu_worker.mock.kv import state_of
 from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.services.scheduler.batch.worker_groups import BatchLimits
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroups
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
 from blockyard.shared.messages import (
@@ -88,6 +89,16 @@ class World:
         self.sent: list[Outgoing] = []  # all frames sent, for scenarios to inspect
         self.done: list[Journal] = []  # journals of gateways that are gone
         self._incarnations = itertools.count(2)
+
+    # --- parts of the scheduler, for scenarios that look at them or act in them
+
+    @property
+    def groups(self) -> WorkerGroups:
+        return self.core.worker_groups
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self.core.lifecycle
 
     # --- members
 
@@ -278,8 +289,8 @@ class World:
 
     def move(self, worker: int, count: int = 1 << 30, fails: bool = False) -> None:
         """A worker sends blocks to others. With `fails` the last of them is broken on the way."""
-        awake = {incarnation: one for incarnation, one in self.workers.items() if one.loop._runner._runner is not None}
-        kvs = {incarnation: one.loop._runner.block_hashes for incarnation, one in awake.items()}
+        awake = {incarnation: one for incarnation, one in self.workers.items() if one.runner._runner is not None}
+        kvs = {incarnation: one.runner.block_hashes for incarnation, one in awake.items()}
         fake_transfers.move(self.transfers, kvs, worker, count, fails)
 
     def notify(self, worker: int, is_doubled: bool = False) -> None:
@@ -347,14 +358,14 @@ class World:
 
     def check_names(self, worker: FakeWorker) -> None:
         """The block hashes that a worker reports match the tokens in the journals."""
-        kv, size = worker.loop._runner.block_hashes, self.shape.block_size
+        kv, size = worker.runner.block_hashes, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
             root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
             for out in journal.outputs.values():
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
                 names = split_hashes(block_hashes(root, ids.tobytes(), size, journal.frame.extra_keys))
-                states |= {name: state_of(ids[: size * end].tobytes()) for end, name in enumerate(names, 1)}
+                states |= {name: crc32(ids[: size * end]) for end, name in enumerate(names, 1)}
         for block, name in kv.hashes.items():
             held = kv.state(block)
             assert states.get(name, held) == held, f"block {block} does not hold what its name says"

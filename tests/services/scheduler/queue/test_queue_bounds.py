@@ -18,7 +18,7 @@ def accepted(it: Ring) -> list[str]:
 
 
 def reasons(it: Ring) -> dict[str, int]:
-    return dict(it.world.core.requests.num_refused)
+    return {count.reason: count.total for count in it.world.core.stats().refused}
 
 
 def busy(ring: type[Ring], **shape: object) -> Ring:

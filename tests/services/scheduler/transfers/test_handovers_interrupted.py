@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from blockyard.services.scheduler.batch import worker_groups
 from blockyard.services.scheduler.sequences.requests import Phase
 from blockyard.shared.messages import Cancel, KVAbort, KVAudit, KVLanded, KVOpenTransfers, KVReceive, KVRole
 
@@ -168,11 +169,11 @@ def test_late_notices_of_the_target_seat_nothing_twice() -> None:
     assert len(it.starts(it.target)) == 1
 
 
-def test_a_sequence_whose_blocks_land_last_gets_a_plan_at_once() -> None:
+def test_a_sequence_whose_blocks_land_last_gets_a_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for the check of all groups."""
+    monkeypatch.setattr(worker_groups, "CHECK_ALL_S", math.inf)
     it = Pair()
     it.submit("a", NUM_PROMPT)
     it.prefill()
-    it.world.core.worker_groups._check_all_at = math.inf
     it.finish()
     assert len(it.starts(it.target)) == 1
