@@ -69,7 +69,10 @@ def split_hashes(names: bytes) -> list[bytes]:
 def _hashes_with_keys(
     parent: bytes, token_ids: bytes, block_size: int, keys: Sequence[ExtraKey], first: int
 ) -> list[bytes]:
-    """As `hash_list`. A block's keys are hashed behind its ids, each with where it begins in the block or before."""
+    """Hashes blocks that have keys: see `hash_list`.
+
+    A block's keys are hashed behind its ids, each with where it begins in the block or before.
+    """
     names = []
     for start in range(first, first + len(token_ids) // 4 // block_size * block_size, block_size):
         ids = token_ids[4 * (start - first) : 4 * (start - first + block_size)]

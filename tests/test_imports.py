@@ -92,6 +92,7 @@ LAYERS["shared"] += ("grammars", "output_parsing", "tool_parsers", "reasoning_pa
 LAYERS["shared"] += ("config", "process", "bus", "ring_client")
 LAYERS["shared/output_parsing"] = ("parts", "cut_calls", "markers", "text_input", "json_text", "reader", "compose")
 LAYERS["shared/grammars"] = (
+    "engine_order",
     "error_texts",
     "format_patterns",
     "interface",
@@ -150,7 +151,8 @@ LAYERS["shared/ring_client"] += (
 )
 LAYERS["services/tokenizer_pool"] = ("worker_frames", "job_limits", "token_chars", "chat_messages", "sandbox")
 LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "text_worker", "grammar_worker")
-LAYERS["services/tokenizer_pool"] += ("job_turns", "job_queue", "job_workers", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool"] += ("job_turns", "job_queue", "job_workers", "grammar_checks")
+LAYERS["services/tokenizer_pool"] += ("service", "__main__")
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
@@ -169,7 +171,7 @@ LAYERS["services/offline"] += (
     "llm",
     "tune",
 )
-LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_engine")
+LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
@@ -181,10 +183,10 @@ LAYERS["services/kv_transfer"] = (
     "arena",
     "staging",
     "host",
-    "host_blocks",
+    "host_copies",
 )
-LAYERS["services/kv_transfer"] += ("block_memory", "device_blocks", "link_sockets", "connectors", "sender_link")
-LAYERS["services/kv_transfer"] += ("receiver",)
+LAYERS["services/kv_transfer"] += ("block_copier", "device_copier", "link_sockets", "connectors", "sender_link")
+LAYERS["services/kv_transfer"] += ("receiver", "transfer_blocks", "link_counts", "sender_links", "endpoint")
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("bit_masks", "drops", "frames", "outgoing", "incoming")

@@ -19,7 +19,7 @@ _SHIFT, _MIX_1, _MIX_2 = tl.constexpr(SHIFT), tl.constexpr(MIX_1), tl.constexpr(
 
 
 class Memory(Protocol):
-    """What the kernel needs of a tensor [layers, num_blocks, words] int64, contiguous."""
+    """A contiguous tensor [layers, num_blocks, words] int64, as far as the kernel needs it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -1,4 +1,4 @@
-"""What an expert makes of its gate and its up projection, in torch."""
+"""Gate functions of experts, in torch: they join the gate and the up projection."""
 
 import enum
 

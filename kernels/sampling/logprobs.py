@@ -22,7 +22,7 @@ _SPANS = 32  # spans of a program of the first kernel
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """What `gather_logprobs` writes, for the rows whose slots ask for it; all contiguous."""
+    """Outputs of `gather_logprobs`, for rows whose slots ask for log-probabilities; all contiguous."""
 
     logprob: Tensor  # [rows] float32, of the sampled token
     rank: Tensor  # [rows] int32, 1 is the likeliest; ties share the best rank

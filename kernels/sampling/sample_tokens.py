@@ -133,8 +133,8 @@ def sample_tokens(
     num_tiles = ceil_div(vocab, _LANES * _RUNS * 8)
     num_spans = num_tiles * _LANES
     sharing = 1 if batch_invariant else rows
-    tiles, programs = _split(num_tiles, _PROGRAMS // sharing)
-    wide_tiles, wide_programs = _split(num_tiles, _WIDE_PROGRAMS // sharing)
+    tiles, programs = split_tiles(num_tiles, _PROGRAMS // sharing)
+    wide_tiles, wide_programs = split_tiles(num_tiles, _WIDE_PROGRAMS // sharing)
     made = _Scratch(logits.device, rows)
     spans = made.floats(num_spans), made.make(torch.int8, num_spans)
     parts, limit = (made.floats(programs), made.floats(programs)), made.floats(1)
@@ -190,7 +190,7 @@ class _Scratch:
         return self.make(torch.int32, width)
 
 
-def _split(tiles: int, programs: int) -> tuple[int, int]:
+def split_tiles(tiles: int, programs: int) -> tuple[int, int]:
     """The number of tiles of a program, and of programs, which is at most `programs`, for one row."""
     each = ceil_div(tiles, max(1, min(tiles, programs)))
     return each, ceil_div(tiles, each)

@@ -18,7 +18,7 @@ NUM_RESULTS = 3  # words a row: outcome, token, number of computed tokens
 
 
 class SlotOutcome(IntEnum):
-    """What a step did to a row's slot."""
+    """The outcome of a step for a row's slot."""
 
     NOTHING = 0  # a padding row, or the slot had ended before
     PART = auto()  # not all known tokens are computed yet

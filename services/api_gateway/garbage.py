@@ -17,7 +17,7 @@ NEVER = 1 << 30
 
 
 def begin() -> None:
-    """What has been loaded so far is not visited again. Ends automatic full collections."""
+    """Excludes all current objects from later collections, and ends automatic full collections."""
     gc.collect()
     gc.freeze()
     young, middle, _ = gc.get_threshold()

@@ -73,23 +73,6 @@ class DecodedText(NamedTuple):
 class Stream:
     """Decoder, stop strings and position of one choice. Fed by `take`, ended by `end`."""
 
-    __slots__ = (
-        "_decoder",
-        "_has_gap",
-        "_min_tokens",
-        "_stops",
-        "_uncut",
-        "as_ids",
-        "attempt",
-        "choice",
-        "count",
-        "gateway",
-        "number",
-        "request_id",
-        "scheduler",
-        "shows_stop",
-    )
-
     def __init__(self, scheduler: int, opened: StreamOpen, table: TokenTable) -> None:
         options = opened.options
         self.request_id = opened.request_id

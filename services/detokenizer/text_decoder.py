@@ -93,18 +93,6 @@ class PieceDecoder:
 class WindowDecoder:
     """For tokenizers where neighbours change a token's text: decodes each token with the ids of the text before it."""
 
-    __slots__ = (
-        "_ids",
-        "_last_added",
-        "_shown",
-        "_shown_special",
-        "_skip_special",
-        "_spaces",
-        "_start",
-        "_table",
-        "_tokenizer",
-    )
-
     def __init__(
         self,
         table: TokenTable,

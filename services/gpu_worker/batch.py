@@ -6,8 +6,8 @@ import numpy as np
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
+from blockyard.services.gpu_worker.kv.host_swap import HostSwap, copy_blocks
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
 from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -30,7 +30,7 @@ class Batch:
     ) -> None:
         """store: host memory for KV blocks, None without --swap-space. matchers: None for no structured output."""
         self.block_hashes = BlockHashes(pool.num_blocks)
-        self.transfers = Transfers(self.block_hashes, geometry.block_size, store)
+        self.host_swap = HostSwap(self.block_hashes, geometry.block_size, store)
         self.matchers = matchers
         self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device, matchers)
         self._eos = frozenset(geometry.eos_token_ids)
@@ -41,7 +41,7 @@ class Batch:
         """Drops all slots and keeps KV and block hashes."""
         shape = self._geometry
         self.block_hashes.readmit_all()
-        self.transfers.reset()
+        self.host_swap.reset()
         self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
         self.sampler.reset(num_slots)
         if self.matchers is not None:
@@ -63,11 +63,11 @@ class Batch:
             if self.matchers is not None:
                 self.matchers.end(slot)
         self._ended_owners.append(endings)
-        self.transfers.begin(plan)
+        self.host_swap.begin(plan)
         if plan.copies:
             copy_blocks(self._pool, self.block_hashes, plan.copies)
         for start in plan.starts:
-            lacks_kv = self.transfers.starts_without_kv(plan, start)
+            lacks_kv = self.host_swap.starts_without_kv(plan, start)
             if slots.start(start):
                 if lacks_kv:
                     slots.fail(start.slot)
@@ -78,7 +78,7 @@ class Batch:
                     self.matchers.start(start)
         for added in plan.blocks:
             slots.add_blocks(added)
-        self.transfers.extend(plan.blocks)
+        self.host_swap.extend(plan.blocks)
         errors = slots.errors
         if not errors:
             return []
@@ -95,7 +95,7 @@ class Batch:
             hashes.readmit(start.slot)
             if start.slot in failed or start.slot in slots.errors:
                 hashes.exclude(start.slot, start.blocks)
-        for slot in self.transfers.slots_without_kv:
+        for slot in self.host_swap.slots_without_kv:
             hashes.exclude(slot, self.blocks_of(slot).tolist())
         hashes.add(plan.full_blocks)
         for slot in failed:

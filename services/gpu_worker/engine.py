@@ -13,8 +13,8 @@ from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads, usable_cores
 from blockyard.services.gpu_worker.interfaces import Report
-from blockyard.services.gpu_worker.kv import host_blocks
 from blockyard.services.gpu_worker.kv import scales as kv_scales
+from blockyard.services.gpu_worker.kv import swap_space
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
@@ -120,13 +120,13 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         tuning = compile_kernels(compiler, model, tuner, need, kv_dtype, eos_ids, config, report)
         report.phase("planning memory")
         host_plan = plan_host(need, free_memory() // config.replicas, config.swap_space_gib)
-        moving = host_blocks.staging_bytes(device.type, host_plan) + planned_bytes(device, config.kv_transfer)
+        moving = swap_space.staging_bytes(device.type, host_plan) + planned_bytes(device, config.kv_transfer)
         plan = plan_memory(config, model, need, kv_dtype, device, moving)
         report.note(*plan.notes, *host_plan.notes)
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, device, config.batch_invariant)
         report.note(*kv_scales.set_pool_scales(pool, scales, config))
-        store = host_blocks.make_store(host_plan, pool)
+        store = swap_space.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     matchers = MatcherProcesses(
         config.tokenizer_path or config.model_path,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.bus.member_list import Event
 from blockyard.shared.messages import (
     Frame,
@@ -21,9 +22,7 @@ from blockyard.shared.messages import (
     WorkerIn,
 )
 
-if TYPE_CHECKING:  # they import torch
-    from blockyard.services.kv_transfer.arena import Arena
-    from blockyard.services.kv_transfer.layout import BlockLayout
+if TYPE_CHECKING:
     from blockyard.shared.bus.poller import Readable
 
 Report = Callable[[str, float, list[str]], None]  # of a start: phase, fraction done, notes so far
@@ -75,32 +74,6 @@ class CachedBlocks(Protocol):
     def host_blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
 
 
-class KVMemory(Protocol):
-    """The KV blocks of a runner, as its transfers to and from other workers use them.
-
-    Implemented by `kv.pool_memory.PoolMemory` and by the mock.
-    """
-
-    @property
-    def arena(self) -> "Arena": ...
-
-    @property
-    def layout(self) -> "BlockLayout | None":
-        """The layout of blocks, without `scope`; None while the scales of an 8-bit KV cache are not known."""
-
-    def begin_send(self, transfer: int, blocks: list[int]) -> None:
-        """These full blocks are read from the arena until `end`."""
-
-    def begin_receive(self, transfer: int, blocks: list[int]) -> None:
-        """Another worker writes these blocks until `end`: they have no hash now, and no KV until they have landed."""
-
-    def landed(self, blocks: list[int]) -> None:
-        """Received blocks have their KV."""
-
-    def end(self, transfer: int) -> None:
-        """Transfers no longer read or write blocks for this number."""
-
-
 class StepRunner(Protocol):
     """Executes plans in launch order. Implemented by `runner.Runner` and by the mock."""
 
@@ -149,7 +122,7 @@ class OffloadableRunner(StepRunner, Protocol):
     """A runner that can free its memory and take it back later."""
 
     @property
-    def kv_memory(self) -> KVMemory:
+    def kv_memory(self) -> TransferBlocks:
         """Only for a worker with KV transfers."""
 
     def release_memory(self, weights: bool = True) -> None:

@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.execution.eager import HostSteps
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
+from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -84,8 +84,8 @@ class Runner:
         return self.batch.block_hashes
 
     @property
-    def kv_memory(self) -> PoolMemory:
-        return PoolMemory(self.pool, self.batch.block_hashes, self.batch.transfers)
+    def kv_memory(self) -> PoolBlocks:
+        return PoolBlocks(self.pool, self.batch.block_hashes, self.batch.host_swap)
 
     @property
     def in_flight(self) -> int:
@@ -159,7 +159,7 @@ class Runner:
             if len(slots):
                 results.extend(self.host.run(slots, counts))
         self.batch.complete(plan, results)
-        failed, has_prefill = self.batch.transfers.pop_failed_fetches(plan), bool((counts > 1).any())
+        failed, has_prefill = self.batch.host_swap.pop_failed_fetches(plan), bool((counts > 1).any())
         step_s = time.perf_counter() - start
         self._done.append(CompletedPlan(plan, results, time.time(), step_s, failed, has_prefill=has_prefill))
         return ()

@@ -10,7 +10,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """What the attention of a latent layer needs beside the query: the rows of its KV cache and its up-projections."""
+    """The inputs of a latent layer's attention beside the query: the rows of its KV cache and its up-projections."""
 
     rows: Tensor  # [tokens, latent + rotated], before norm and rotation; tokens may be strided
     norm: RMSNorm  # of the latent

@@ -1,7 +1,7 @@
 """Owns the memory of KV blocks, and moves blocks between workers and between a worker and its host memory.
 
 `gpu_worker.kv` uses `arena` (the memory of `KVPool`) and `host/` (KV offload to host memory), `gpu_worker.transfers`
-the links between workers.
+the `endpoint`.
 
 - `arena.Arena`: all KV blocks of a worker. Other processes of the same host can map it.
 - `host/`: copies between KV blocks and host memory, for `--swap-space`.
@@ -9,14 +9,17 @@ the links between workers.
 - `protocol/`: the frames between two workers, and the state of transfers on each side. It imports no torch and no zmq.
 - `staging.StagingMemory`: buffers for packed blocks, which `nixl` sends.
 - `connectors/`: copies of block contents into another worker's arena, by mapped memory, TCP or nixl.
-- `sender_link.SenderLink`: writes blocks to one other worker.
+- `endpoint.TransferEndpoint`: all that sends and receives for one generation of the memory. `transfer_blocks`: what it
+  needs of the worker.
+- `sender_links.SenderLinks`: a link for each worker that this one sends to, each a `sender_link.SenderLink`, which
+  writes blocks to it. `link_counts`: sums of their counters.
 - `receiver.TransferReceiver`: accepts blocks from all other workers. `sender_processes` finds those that have ended.
-- `block_memory.BlockMemory`: the blocks for connectors, in host memory (`HostBlocks`) or on a GPU
-  (`device_blocks.DeviceBlocks`).
-- `copy_thread.CopyThread`: runs copies on a second thread, so that steps go on meanwhile. `host_blocks` has the copies
+- `block_copier.BlockCopier`: the blocks for connectors, in host memory (`HostCopier`) or on a GPU
+  (`device_copier.DeviceCopier`).
+- `copy_thread.CopyThread`: runs copies on a second thread, so that steps go on meanwhile. `host_copies` has the copies
   and their checksums, in numpy. `device/` has copies on a stream of a GPU. `link_sockets` makes the sockets of links.
 
 `gpu_worker` alone imports this package. One thread calls links, protocol and connectors. None of these calls waits,
-except `close`. Imports go down: links, `connectors`, `device_blocks`, `block_memory`, `copy_thread` and `host_blocks`,
+except `close`. Imports go down: links, `connectors`, `device_copier`, `block_copier`, `copy_thread` and `host_copies`,
 `staging`, `arena`, `device`, `protocol`, `layout`.
 """

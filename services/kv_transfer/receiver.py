@@ -15,7 +15,7 @@ from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.faults import FaultyReader
 from blockyard.services.kv_transfer.connectors.interface import BlockReader
 from blockyard.services.kv_transfer.connectors.nixl_access import NixlAccesses, NixlReader
-from blockyard.services.kv_transfer.connectors.selection import make_reader, open_blocks
+from blockyard.services.kv_transfer.connectors.selection import make_copier, make_reader
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, differences
 from blockyard.services.kv_transfer.link_sockets import MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
@@ -91,7 +91,7 @@ class TransferReceiver:
         self._me, self._layout, self._arena, self._copies = receiver, layout, arena, copies
         self._config = config or KVTransferConfig()
         self._generation = arena.generation
-        self._own, self._staging = open_blocks(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
+        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
         self._needs_ticket = needs_ticket

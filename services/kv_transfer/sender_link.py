@@ -15,9 +15,9 @@ from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.connectors.faults import FaultyWriter
 from blockyard.services.kv_transfer.connectors.interface import BlockWriter, Payload
 from blockyard.services.kv_transfer.connectors.nixl import OPEN_S
-from blockyard.services.kv_transfer.connectors.selection import make_writer, open_blocks
+from blockyard.services.kv_transfer.connectors.selection import make_copier, make_writer
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.frames import (
@@ -85,7 +85,7 @@ class SenderLink:
         self._broken = ""  # why the connector has failed
         self._layout, self._arena, self._copies = layout, arena, copies
         self._generation, self._config, self._endpoint = arena.generation, config, endpoint
-        self._own, self._staging = open_blocks(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
+        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
         self._writer: BlockWriter | None = None
         self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops

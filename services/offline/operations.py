@@ -12,6 +12,7 @@ from blockyard.shared.ring_client.client import RingClient
 MODES = ("abort", "wait", "keep")
 SCHEDULING = "scheduling"  # the part that sleep level 0 stops
 NO_POOLING = "models that generate text are served, and no pooling models"
+PROFILE_FROM_OUTSIDE = "the services are processes: a profiler such as py-spy or Nsight Systems attaches to them"
 TAGS = (*MemoryTag, SCHEDULING)
 
 
@@ -54,6 +55,9 @@ class RingOperations:
         if not tags or SCHEDULING in tags:
             self._ask(Control("", ControlVerb.RESUME))
 
+    def is_sleeping(self) -> bool:
+        return any(state.sleep_level for state in self._ask(Control("", ControlVerb.STATUS)))
+
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Drops all cached KV. Running requests compute theirs again; the arguments have no effect."""
         self._ask(Control("", ControlVerb.RESET_PREFIX_CACHE))
@@ -82,6 +86,12 @@ class RingOperations:
 
     def reward(self, *_: object, **__: object) -> NoReturn:
         raise not_built("reward", NO_POOLING)
+
+    def start_profile(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("start_profile", PROFILE_FROM_OUTSIDE)
+
+    def stop_profile(self, *_: object, **__: object) -> NoReturn:
+        raise not_built("stop_profile", PROFILE_FROM_OUTSIDE)
 
     def collective_rpc(self, *_: object, **__: object) -> NoReturn:
         raise not_built("collective_rpc", "workers are processes that take the scheduler's steps alone")

@@ -1,4 +1,4 @@
-"""What the offline API returns and raises, with vLLM's names, and how it is built from a request's frames."""
+"""Outputs and errors of the offline API, with vLLM's names, and their construction from a request's frames."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -102,20 +102,6 @@ class RingLost(BlockyardError, RuntimeError):
 
 class OutputCollector:
     """Collects the text and log-probabilities of one choice: the sink of its journal entry."""
-
-    __slots__ = (
-        "_add_tokens",
-        "_detokenize",
-        "_reader",
-        "finish",
-        "first_s",
-        "last_s",
-        "logprobs",
-        "num_tokens",
-        "parts",
-        "stop_reason",
-        "text",
-    )
 
     def __init__(self, add_tokens: Callable[[int], None], detokenize: bool, reader: ChoiceReader | None = None) -> None:
         """`add_tokens` is called with the number of new tokens, for the progress bar."""

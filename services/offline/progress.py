@@ -12,7 +12,7 @@ class RichProgressBar:
     """Shows finished prompts and tokens/s. A context manager; `show` updates it."""
 
     def __init__(self, num_prompts: int) -> None:
-        # rich takes 0.1 s to import
+        # rich takes 0.1 s to import: only progress bars need it
         from rich import console, progress  # noqa: PLC0415
 
         self._progress = progress.Progress(

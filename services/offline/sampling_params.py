@@ -48,7 +48,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class RequestOutputKind(enum.Enum):
-    """What an engine returns of a request that is not finished; `LLM` always returns finished outputs."""
+    """The outputs that an engine returns for an unfinished request; `LLM` always returns finished ones."""
 
     CUMULATIVE = 0  # each output has everything so far
     DELTA = 1  # each output has only the new part

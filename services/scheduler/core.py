@@ -9,17 +9,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from blockyard.services.scheduler.admission.admission import ServedModel
-from blockyard.services.scheduler.admission.request_handler import RequestHandler
-from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
+from blockyard.services.scheduler.admission.admission import Admission, ServedModel
+from blockyard.services.scheduler.admission.gateways import Gateways
+from blockyard.services.scheduler.admission.request_handler import Acceptance, RequestHandler
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroups
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
+from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
-from blockyard.services.scheduler.outbox import Outbox, Outgoing
-from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.outbox import Outbox, Outgoing, VectorOutbox
+from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
+from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits, PartialPrefills
+from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
+from blockyard.services.scheduler.planning.prefill_planner import PrefillLimits, PrefillPlanner
 from blockyard.services.scheduler.planning.step_planner import StepPlanner
+from blockyard.services.scheduler.planning.step_results import StepResults
 from blockyard.services.scheduler.queue.policies import POLICIES
-from blockyard.services.scheduler.queue.queue_bounds import QueueLimits
-from blockyard.services.scheduler.transfers.handovers import TransferSettings
+from blockyard.services.scheduler.queue.policy import Policy
+from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
+from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.sequences.requests import Sequence
+from blockyard.services.scheduler.transfers.audit import TransferAudit
+from blockyard.services.scheduler.transfers.failures import LinkBackoff
+from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
+from blockyard.services.scheduler.transfers.ledger import TransferLedger
+from blockyard.services.scheduler.transfers.notices import TransferNotices
+from blockyard.services.scheduler.workers.controls import Controls
+from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
+from blockyard.services.scheduler.workers.router import Router
+from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
@@ -66,7 +86,7 @@ class SchedulerSettings:
     max_queue_len: int
     max_queue_tokens: int
     max_queue_delay_s: float | None = None  # maximum wait of a new request
-    delay_factor: float = 0.0  # see AdmissionDelay
+    delay_factor: float = 0.0  # see PrefillDelay
     partial_prefills: PartialPrefillLimits = field(default_factory=PartialPrefillLimits)
     policy: str = "fcfs"
     may_sleep: bool = False
@@ -87,56 +107,106 @@ class Scheduler:
         created: int,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
-        """`random_bytes`: for tickets, which a stranger may not guess."""
-        model = ServedModel(settings.names, settings.root, created, settings.model)
-        limits = QueueLimits(settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
-        hasher = BlockHasher(settings.block_scope, settings.prefix_caching)
-        self._names = settings.names
-        self._num_steps = 0
+        """`random_bytes`: for tickets, which a stranger may not guess.
+
+        Each part is made here, once, and given to those that use it. Limits that are off are None.
+        """
+        self._names, self._num_steps = settings.names, 0
         self._answered: set[int] = set()  # workers with a result since the last call of `step`
-
-        self._outbox = Outbox()
-        self._groups = WorkerGroups(incarnation, settings.batch, hasher)
-        transfers = TransferSettings(settings.kv_lease_s, random_bytes, settings.load_failure_policy == "fail")
-        self._lifecycle = Lifecycle(POLICIES[settings.policy](), self._groups, self._outbox, transfers)
-        self._requests = RequestHandler(model, limits, self._lifecycle, self._groups, self._outbox)
-        self._workers = Workers(
-            self._groups,
-            self._lifecycle,
-            self._requests,
-            self._outbox,
-            settings.delay_factor,
-            settings.may_sleep,
-            settings.decode_prefill_tokens,
+        policy = POLICIES[settings.policy]()
+        self.outbox = Outbox()
+        self.worker_groups = WorkerGroups(
+            incarnation, settings.batch, BlockHasher(settings.block_scope, settings.prefix_caching)
         )
-        self._planner = StepPlanner(
-            incarnation, self._lifecycle, self._requests, self._workers, settings.partial_prefills
+        self.groups = self.worker_groups.attached  # by the worker's incarnation
+        self._make_queue(settings, policy)
+        self._make_transfers(incarnation, settings, random_bytes)
+        self.lifecycle = Lifecycle(
+            self.worker_groups, self.waiting, self.parallel_sampling, self.handovers, self.streams, self.vectors
         )
-        self.groups = self._groups.attached  # by the worker's incarnation
+        self.beams = BeamScheduler(self.lifecycle, self.waiting, self.parallel_sampling, self.worker_groups)
+        self._make_admission(ServedModel(settings.names, settings.root, created, settings.model))
+        self._make_workers(settings)
+        self._make_planning(incarnation, settings, policy)
 
-    @property
-    def before_preempt(self) -> list[Callable[[WorkerGroup], None]]:
-        """Functions that are called before each preemption."""
-        return self._lifecycle.before_preempt
+    def _make_queue(self, settings: SchedulerSettings, policy: Policy) -> None:
+        limits = QueueLimits(settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
+        self.waiting = WaitingQueue(policy)
+        self.wait_estimate = WaitEstimate(self.waiting, self.groups)
+        self.bounds = QueueBounds(self.waiting, self.wait_estimate, limits)
+        self.parallel_sampling = ParallelSampling(self.waiting)
+        self.streams, self.vectors = DetokenizerStreams(self.groups), VectorOutbox()
+
+    def _make_transfers(
+        self, incarnation: int, settings: SchedulerSettings, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        groups, outbox = self.worker_groups, self.outbox
+        transfers = TransferSettings(random_bytes, settings.load_failure_policy == "fail")
+        self.ledger = TransferLedger(incarnation, settings.kv_lease_s)
+        self.audit, self.link_backoff = TransferAudit(self.ledger), LinkBackoff()
+        self.handovers = Handovers(
+            *(groups, self.waiting, outbox, self.ledger, self.audit, self.link_backoff, transfers),
+            self._fail,
+        )
+        self.notices = TransferNotices(self.handovers, self.ledger, self.audit, self.link_backoff, groups, outbox)
+
+    def _fail(self, sequence: Sequence, detail: str) -> None:
+        """The lifecycle drops handovers, and is made after them."""
+        self.lifecycle.fail(sequence, detail)
+
+    def _make_admission(self, model: ServedModel) -> None:
+        lifecycle, streams, outbox = self.lifecycle, self.streams, self.outbox
+        self.admission = Admission(model)
+        self.gateways = Gateways(lifecycle, streams, outbox)
+        self.acceptance = Acceptance(lifecycle, self.waiting, streams, self.bounds, outbox)
+        self.requests = RequestHandler(
+            *(self.admission, self.bounds, self.acceptance, self.gateways, lifecycle),
+            *(self.waiting, self.parallel_sampling, self.beams, streams, outbox),
+        )
+
+    def _make_workers(self, settings: SchedulerSettings) -> None:
+        groups, outbox, waiting, acceptance = self.worker_groups, self.outbox, self.waiting, self.acceptance
+        self.quarantine = CrashQuarantine()
+        self.router = Router(
+            waiting, self.groups, acceptance, self.handovers, self.link_backoff, settings.decode_prefill_tokens
+        )
+        self.workers = Workers(groups, self.lifecycle, self.admission, self.router, self.notices, outbox)
+        self.sleep = WorkerSleep(groups, self.bounds, outbox, self.workers)
+        self.controls = Controls(groups, self.sleep, outbox, settings.may_sleep)
+
+    def _make_planning(self, incarnation: int, settings: SchedulerSettings, policy: Policy) -> None:
+        partial, lifecycle, waiting = settings.partial_prefills, self.lifecycle, self.waiting
+        self.delay = PrefillDelay(settings.delay_factor) if settings.delay_factor else None
+        self.fair_limiter = FairStepLimiter(policy) if policy.has_classes else None
+        self.partial_prefills = PartialPrefills(partial, waiting) if partial.max_partial > 1 else None
+        limits = PrefillLimits(self.delay, self.fair_limiter, self.partial_prefills, partial.whole_prompts)
+        self.prefills = PrefillPlanner(
+            *(lifecycle, waiting, self.parallel_sampling, self.handovers, self.acceptance),
+            *(self.router, self.quarantine, self.controls, limits),
+        )
+        self.planner = StepPlanner(
+            *(incarnation, self.prefills, lifecycle, waiting, self.parallel_sampling, self.beams, self.fair_limiter)
+        )
+        self.results = StepResults(lifecycle, waiting, self.beams, self.vectors)
 
     @property
     def card(self) -> ModelCard | None:
         """None until a group is attached; a new object after each change."""
-        return self._requests.admission.card
+        return self.admission.card
 
     @property
     def notes(self) -> list[str]:
         """Lines for the start-up report."""
-        return self._requests.admission.notes
+        return self.admission.notes
 
     @property
     def roles(self) -> frozenset[KVRole]:
         """Returns the roles of the groups in `notes`."""
-        return self._requests.admission.roles
+        return self.admission.roles
 
     @property
     def phase(self) -> str:
-        return self._workers.phase or ("serving" if self.groups else "waiting for a worker")
+        return self.controls.phase or ("serving" if self.groups else "waiting for a worker")
 
     @property
     def idle(self) -> bool:
@@ -151,22 +221,25 @@ class Scheduler:
             self._on_result(peer, frame, now)
             return
         if not isinstance(frame, Generate | KVLanded | KVSendEnded | KVOpenTransfers) or len(self.groups) < 2:
-            self._groups.mark_all_dirty()  # with several groups, the router marks the group of a new request
+            self.worker_groups.mark_all_dirty()  # with several groups, the router marks the group of a new request
         match frame:
             case Generate() | Cancel() | Stop() | PathLost():
-                self._requests.on_message(peer, frame, now)
+                self.requests.on_message(peer, frame, now)
             case Control():
-                self._requests.gateways.add(peer)
-                self._workers.on_control(peer, frame, now)
-            case Attached() | Slept() | OutOfStep():
-                self._workers.on_message(peer, frame, now)
+                self.gateways.add(peer)
+                self.controls.take(peer, frame, now)
+            case Attached():
+                self._on_attached(peer, frame)
+            case Slept():
+                self.sleep.on_slept(peer, frame)
+            case OutOfStep():
+                self.workers.on_out_of_step(peer, frame, now)
             case KVOpenTransfers():
-                self._lifecycle.transfer_notices.on_audited(peer, frame, now)
+                self.notices.on_audited(peer, frame, now)
             case KVLanded() | KVSendEnded():
-                self._lifecycle.transfer_notices.on_message(peer, frame, now)
-            case Broken() if peer in self.groups:
-                self._workers.on_broken(self.groups[peer], frame.detail, now)
-                self.on_member_lost(peer)
+                self.notices.on_message(peer, frame, now)
+            case Broken():
+                self._on_broken(peer, frame, now)
             case Fenced():
                 raise FencedError(f"another scheduler has taken worker {peer:x}: this one ends")
 
@@ -174,19 +247,31 @@ class Scheduler:
         """A member joined, or its entry changed."""
         if member.model not in ("", *self._names):
             return
-        if member.role is Role.GPU_WORKER and member.ready:
-            self._workers.on_ready(member.incarnation, now)
+        if member.role is Role.GPU_WORKER and member.ready and not self.sleep.is_asleep(member.incarnation):
+            self.workers.on_ready(member.incarnation, now)
         elif member.role is Role.DETOKENIZER and member.ready:
-            self._groups.mark_all_dirty()
-            self._requests.on_detokenizer(member.incarnation)
+            self.worker_groups.mark_all_dirty()
+            self.requests.on_detokenizer(member.incarnation)
         elif member.role is Role.API_GATEWAY:
-            self._requests.gateways.add(member.incarnation)
+            self.gateways.add(member.incarnation)
 
     def on_member_lost(self, incarnation: int) -> None:
         """A member died, or its link broke with frames on it."""
-        self._workers.on_lost(incarnation)
-        self._groups.mark_all_dirty()
-        self._requests.on_member_lost(incarnation)
+        self.workers.on_lost(incarnation)
+        self.controls.on_lost(incarnation)
+        self.worker_groups.mark_all_dirty()
+        self.requests.on_member_lost(incarnation)
+
+    def _on_attached(self, worker: int, frame: Attached) -> None:
+        group = self.workers.on_attached(worker, frame)
+        if group is not None:
+            self.sleep.on_attached(group)
+
+    def _on_broken(self, worker: int, frame: Broken, now: float) -> None:
+        """The device of a worker failed."""
+        if worker in self.groups:
+            self.quarantine.blame(self.groups[worker], frame.detail, now, self.lifecycle.fail)
+            self.on_member_lost(worker)
 
     def _on_result(self, worker: int, result: StepResult, now: float) -> None:
         group = self.groups.get(worker)
@@ -197,69 +282,84 @@ class Scheduler:
             log.error(
                 "worker %x answered plan %d, which is not what was sent: attaching it again", worker, result.number
             )
-            self._workers.attach_again(worker, now)
+            self.workers.attach_again(worker, now)
             return
         self._num_steps += 1
         group.pacer.on_completed(result.step_s, result.launch_s, result.stamp_s, now)
         if worker in self._answered:
-            self._lifecycle.streams.end_batches()
+            self.streams.end_batches()
         self._answered.add(worker)
-        self._groups.mark_dirty((group,))
-        if record.chunk_sizes:
-            self._workers.admission_delay.on_prefill_step(result.step_s)
-        self._planner.results.apply(group, record, result, now)
+        self.worker_groups.mark_dirty((group,))
+        if self.delay is not None and record.chunk_sizes:
+            self.delay.on_prefill_step(result.step_s)
+        self.results.apply(group, record, result, now)
 
     # admit, build plans, send
 
     def step(self, now: float) -> list[Outgoing]:
         """Admits, builds plans, and returns the frames to send: plans first, because workers wait for them."""
-        self._workers.update(now)
-        if now >= self._requests.acceptance.next_expiry_s:
-            self._requests.expire(now)
-        self._workers.route()
+        if self.quarantine.probations:
+            self.quarantine.update()
+        if now >= self.notices.check_at:
+            self.notices.update(now)
+        if self.worker_groups.asked:
+            self.workers.repeat_attach(now)
+        if now >= self.acceptance.next_expiry_s:
+            self.requests.expire(now)
+        self._route()
         self._build_plans(now)
-        self._workers.answer_controls(now)
+        if self.controls.open:
+            self.controls.answer_done(now)
         return self._take_frames(now)
 
     def wake_at(self) -> float | None:
         """When to call `step` next if no frame comes."""
-        return self._groups.timers.next()
+        return self.worker_groups.timers.next()
+
+    def _route(self) -> None:
+        """With several groups, moves waiting sequences to group queues."""
+        if self.quarantine.probations:  # a quarantined request could wait behind others in the queue of a group
+            self.router.requeue_all()
+            self.worker_groups.mark_all_dirty()
+        elif len(self.groups) > 1:
+            self.worker_groups.mark_dirty(self.router.route())
 
     def _build_plans(self, now: float) -> None:
         """For each group to which something happened, as many plans as may be in flight."""
-        while dirty := self._groups.take_dirty(now):
+        groups = self.worker_groups
+        while (dirty := groups.take_dirty(now)) and not self.controls.frozen:
             for group in dirty:
-                while self._groups.timers.may_send(group.worker, group.pacer, now):
-                    plan = self._planner.plan(group, now)
+                while groups.timers.may_send(group.worker, group.pacer, now):
+                    plan = self.planner.plan(group, now)
                     if plan is None:
                         break
                     group.pacer.on_sent(group.in_flight[-1].load, now)
-                    self._outbox.plan(group.worker, plan)
-            self._workers.route_preempted()
+                    self.outbox.plan(group.worker, plan)
+            if len(self.groups) > 1 and not self.quarantine.probations:  # what was preempted may run in another group
+                groups.mark_dirty(self.router.route())
 
     def _take_frames(self, now: float) -> list[Outgoing]:
-        bounds, results = self._requests.bounds, self._planner.results
-        if now >= bounds.wait.next_sample_s:
-            bounds.wait.sample(now, results.num_output_tokens, results.num_prompt_tokens)
-        for text_outbox in self._lifecycle.streams.text_outboxes.values():
-            text_outbox.flush(self._outbox)
-        self._lifecycle.vectors.flush(self._outbox)
+        bounds, results = self.bounds, self.results
+        if now >= self.wait_estimate.next_sample_s:
+            self.wait_estimate.sample(now, results.num_output_tokens, results.num_prompt_tokens)
+        for text_outbox in self.streams.text_outboxes.values():
+            text_outbox.flush(self.outbox)
+        self.vectors.flush(self.outbox)
         self._answered.clear()
-        if self._lifecycle.waiting.usage.amount.sequences or bounds.was_full or bounds.told_full:
-            self._requests.tell_capacity()
-        return self._outbox.take()
+        if self.waiting.usage.amount.sequences or bounds.was_full or bounds.told_full:
+            self.requests.tell_capacity()
+        return self.outbox.take()
 
     def stats(self) -> Stats:
-        lifecycle, requests, results = self._lifecycle, self._requests, self._planner.results
-        ledger = lifecycle.handovers.ledger
-        groups, cache_stats, waiting = self.groups.values(), self._groups.cache_stats, lifecycle.waiting
+        results, ledger, num_arriving = self.results, self.ledger, self.handovers.num_arriving
+        groups, cache_stats, waiting = self.groups.values(), self.worker_groups.cache_stats, self.waiting
         return Stats(
             running=sum(len(group.running) for group in groups),
-            waiting=len(waiting) + lifecycle.parallel_sampling.num_awaiting_prompt + lifecycle.handovers.num_arriving,
-            requests_total=requests.num_requests,
+            waiting=len(waiting) + self.parallel_sampling.num_awaiting_prompt + num_arriving,
+            requests_total=self.requests.num_requests,
             prompt_tokens_total=results.num_prompt_tokens,
             output_tokens_total=results.num_output_tokens,
-            preemptions_total=lifecycle.num_preemptions,
+            preemptions_total=self.lifecycle.num_preemptions,
             blocks_used=sum(group.kv_cache.blocks.num_used for group in groups),
             blocks_total=sum(group.kv_cache.blocks.num_ids for group in groups),
             steps_total=self._num_steps,
@@ -270,20 +370,20 @@ class Scheduler:
             blocks_saved_total=cache_stats.num_saved,
             blocks_fetched_total=cache_stats.num_fetched,
             waiting_tokens=waiting.usage.amount.tokens,
-            wait_s=requests.bounds.wait_s,
-            displaced_total=self._planner.prefills.num_displaced,
-            refused=[RefusalCount(reason, total) for reason, total in requests.num_refused.items()],
+            wait_s=self.bounds.wait_s,
+            displaced_total=self.prefills.num_displaced,
+            refused=[RefusalCount(reason, total) for reason, total in self.requests.num_refused.items()],
             tenants=waiting.policy.largest_tenants(MAX_TENANTS),
             step_sizes=list(results.step_sizes),
             step_tokens_total=results.num_step_tokens,
-            arriving=lifecycle.handovers.num_arriving,
+            arriving=num_arriving,
             transfers_open=len(ledger.transfers),
             transfers_landed_total=ledger.num_landed,
             transfers_aborted_total=ledger.num_aborted,
             blocks_quarantined=ledger.num_quarantined,
             transfer_blocks_failed_total=ledger.num_failed_blocks,
             transfer_notices_dropped_total=ledger.num_dropped,
-            transfer_audit_differences_total=lifecycle.handovers.audit.num_differences,
+            transfer_audit_differences_total=self.audit.num_differences,
             second_token_counts=list(results.second_tokens),
             second_token_us_total=round(1e6 * results.second_token_s),
         )

@@ -71,7 +71,7 @@ class VectorOutbox:
 
 
 class DetokenizerOutbox:
-    """What a step sends to one live detokenizer."""
+    """Frames that a step sends to one live detokenizer."""
 
     __slots__ = ("_batches", "_closes", "_opens", "_rows", "_stamp_s", "_steps", "incarnation", "num_streams")
 

@@ -35,6 +35,7 @@ from blockyard.services.tokenizer_pool.worker_frames import (
 )
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
+from blockyard.shared.messages import GrammarEngine
 from blockyard.shared.process import logs, settings
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ PAUSE_S = 0.05  # before the next worker, in case one ends right after its start
 
 
 class Workload(Protocol):
-    """What a fork server loads once, and its workers do."""
+    """The work of a fork server's workers, loaded once by the server."""
 
     notes: list[str]  # describe what was loaded
 
@@ -52,10 +53,11 @@ class Workload(Protocol):
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service writes to the stdin of a fork server."""
+    """Settings that the service writes to the stdin of a fork server."""
 
     config: TokenizerConfig
     limits: JobLimits
+    engine: GrammarEngine = GrammarEngine.AUTO  # of grammar workers
 
 
 def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) -> None:

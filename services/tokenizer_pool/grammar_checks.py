@@ -1,4 +1,4 @@
-"""Verdicts about grammars, from a cache or from grammar workers. The service loop never waits for them."""
+"""Verdicts about grammars, from a cache or from the workers of engines. The service loop never waits for them."""
 
 import asyncio
 import hashlib
@@ -10,16 +10,18 @@ import msgspec
 
 from blockyard.services.tokenizer_pool.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.job_limits import JobLimits
-from blockyard.services.tokenizer_pool.job_workers import JobWorkers
-from blockyard.services.tokenizer_pool.worker_frames import Answer, ModelVocabulary
+from blockyard.services.tokenizer_pool.job_workers import JobWorkers, OnAnswer
+from blockyard.services.tokenizer_pool.worker_frames import OTHER_ENGINE, Answer, ModelVocabulary
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
+from blockyard.shared.grammars.engine_order import AUTO_ORDER, engine_behind, engine_order
 from blockyard.shared.messages import (
     BUSY,
     MAX_GRAMMAR_BYTES,
     TAKES_LONG,
     UNAVAILABLE,
     Grammar,
+    GrammarEngine,
     TextRejected,
     Tokenize,
     Tokenized,
@@ -28,6 +30,7 @@ from blockyard.shared.messages import (
 log = logging.getLogger(__name__)
 
 Verdict = Grammar | TextRejected
+OnFailure = Callable[[GrammarEngine, str], None]
 OnVerdict = Callable[[int, Tokenize, Verdict], None]
 
 MODULE = "blockyard.services.tokenizer_pool.grammar_worker"
@@ -36,11 +39,73 @@ MAX_WAITING = 256  # different grammars of one tenant that wait; gateways send a
 FIELD = "grammar"  # of a rejection; the gateway names the request's own field
 
 
+class EngineWorkers:
+    """An engine that no grammar needs takes no memory: xgrammar and lm-format-enforcer load torch."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._model: ModelVocabulary | None = None
+        self._pending: list[Tokenize] = []  # jobs that came before the workers started
+        self._workers: JobWorkers | None = None
+        self._needed = asyncio.Event()
+
+    @property
+    def pids(self) -> list[int]:
+        return self._workers.worker_pids if self._workers is not None else []
+
+    def start(self) -> None:
+        """Starts the fork server, which imports the engine and waits for the vocabulary."""
+        self._needed.set()
+        self._workers = JobWorkers(MODULE, self._settings)
+        if self._model is not None:
+            self._workers.set_vocabulary(self._model)
+        for job in self._pending:
+            self._workers.submit(0, job)
+        self._pending.clear()
+
+    def set_model(self, model: ModelVocabulary) -> None:
+        self._model = model
+        if self._workers is not None:
+            self._workers.set_vocabulary(model)
+
+    def submit(self, job: Tokenize) -> None:
+        if self._workers is not None:
+            self._workers.submit(0, job)
+        else:
+            self._pending.append(job)
+            self._needed.set()
+
+    async def run(self, on_answer: OnAnswer, on_failure: OnFailure) -> None:
+        """Serves until cancelled. If no worker can be had, forgets all jobs and calls `on_failure` with the cause."""
+        while True:
+            await self._needed.wait()
+            if self._workers is None:
+                self.start()
+            assert self._workers is not None
+            try:
+                await self._workers.load()
+                await self._workers.run(on_answer)
+            except BlockyardError as e:
+                log.warning("no grammars can be checked by %s: %s", self._settings.engine.value, e)
+                self._needed.clear()
+                on_failure(self._settings.engine, str(e))
+            finally:
+                self._workers.close()
+                self._workers = None
+
+
 class _Check:
     """A grammar that waits for its verdict, with all works that have it. The first is the job that workers have."""
 
     def __init__(self, peer: int, work: Tokenize) -> None:
         self.works = [(peer, work)]
+        self.engine = engine_order(self.grammar)[0]  # whose workers have the job
+        self.cause = ""  # of the first engine that has refused the grammar
+
+    @property
+    def grammar(self) -> Grammar:
+        assert self.job.grammar is not None
+        return self.job.grammar
 
     @property
     def job(self) -> Tokenize:
@@ -54,29 +119,29 @@ class _Check:
 
 
 class GrammarChecks:
-    """Asks grammar workers about each grammar once."""
+    """Asks the workers of an engine about each grammar once, and those of the next engine if it is refused."""
 
     def __init__(self, config: TokenizerConfig, limits: JobLimits) -> None:
-        self._settings = ServerSettings(config=config, limits=limits)
+        self._engines: dict[GrammarEngine, EngineWorkers] = {
+            name: EngineWorkers(ServerSettings(config=config, limits=limits, engine=name))
+            for name in GrammarEngine
+            if name != GrammarEngine.AUTO
+        }
+        usual = config.grammar_engine
+        self._usual = self._engines[AUTO_ORDER[0] if usual == GrammarEngine.AUTO else usual]
         self._model: ModelVocabulary | None = None
         self._known: OrderedDict[bytes, Grammar | str] = OrderedDict()  # with its engine and no source; or why not
         self._waiting: dict[str, _Check] = {}  # by the hash of the grammar, in hexadecimal
         self._num_waiting: Counter[str] = Counter()  # by tenant
         self._on_verdict: OnVerdict = lambda peer, work, verdict: None
-        self._workers: JobWorkers | None = None
-        self._needed = asyncio.Event()
 
     @property
     def worker_pids(self) -> list[int]:
-        return self._workers.worker_pids if self._workers is not None else []
+        return [pid for workers in self._engines.values() for pid in workers.pids]
 
     def start(self) -> None:
-        """Starts the fork server, which imports the engines before a grammar needs them."""
-        self._workers = JobWorkers(MODULE, self._settings)
-        if self._model is not None:
-            self._workers.set_vocabulary(self._model)
-        for key, check in self._waiting.items():
-            self._workers.submit(0, _job(key, check.job))
+        """Starts the workers of the usual engine before a grammar needs them."""
+        self._usual.start()
 
     def set_model(self, vocab_size: int, eos_token_ids: list[int]) -> None:
         """Sets the model's vocabulary. Verdicts about another one are forgotten."""
@@ -84,8 +149,8 @@ class GrammarChecks:
         if model != self._model:
             self._model = model
             self._known.clear()
-            if self._workers is not None:
-                self._workers.set_vocabulary(model)
+            for workers in self._engines.values():
+                workers.set_model(model)
 
     def submit(self, peer: int, work: Tokenize) -> None:
         """Calls `on_verdict` for this work: now, or when the grammar was compiled."""
@@ -112,33 +177,23 @@ class GrammarChecks:
     async def run(self, on_verdict: OnVerdict) -> None:
         """Serves until cancelled."""
         self._on_verdict = on_verdict
-        while True:
-            if self._workers is None:
-                self.start()
-            assert self._workers is not None
-            try:
-                await self._workers.load()
-                await self._workers.run(self._answered)
-            except BlockyardError as e:
-                log.warning("no grammars can be checked: %s", e)
-                self._reject_waiting(str(e))
-            finally:
-                self._workers.close()
-                self._workers = None
-            await self._needed.wait()
+        async with asyncio.TaskGroup() as tasks:
+            for workers in self._engines.values():
+                tasks.create_task(workers.run(self._answered, self._reject_waiting))
 
     def _begin(self, key: str, peer: int, work: Tokenize) -> None:
         if self._num_waiting[work.tenant] >= MAX_WAITING:
             message = f"{self._num_waiting[work.tenant]} grammars wait to be compiled; try again"
             self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, BUSY))
             return
-        self._waiting[key] = _Check(peer, work)
+        self._waiting[key] = check = _Check(peer, work)
         self._num_waiting[work.tenant] += 1
         if self._model is None:  # no scheduler has joined
             self.set_model(0, [])
-        if self._workers is not None:
-            self._workers.submit(0, _job(key, work))
-        self._needed.set()
+        self._send(key, check)
+
+    def _send(self, key: str, check: _Check) -> None:
+        self._engines[check.engine].submit(_job(key, check.job))
 
     def _end(self, key: str) -> _Check:
         """Removes a check that waits."""
@@ -148,6 +203,9 @@ class GrammarChecks:
 
     def _answered(self, _peer: int, answer: Answer) -> None:
         key = answer.request_id
+        if isinstance(answer, TextRejected) and answer.code == OTHER_ENGINE:
+            self._ask_next(key, answer.message)
+            return
         check = self._end(key)
         if isinstance(answer, TextRejected) and answer.code == TAKES_LONG:
             for peer, work in check.take_quick():
@@ -163,16 +221,22 @@ class GrammarChecks:
         if isinstance(answer, Tokenized) and answer.grammar is not None:
             known = msgspec.structs.replace(answer.grammar, source="")
         elif isinstance(answer, TextRejected):
-            known = answer.message
+            known = check.cause or answer.message
         self._known[bytes.fromhex(key)] = known
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         for peer, work in check.works:
             self._on_verdict(peer, work, _verdict(work, known))
 
-    def _reject_waiting(self, why: str) -> None:
-        self._needed.clear()
-        for key in list(self._waiting):
+    def _ask_next(self, key: str, cause: str) -> None:
+        check = self._waiting[key]
+        behind = engine_behind(check.grammar, check.engine)
+        assert behind is not None, "a worker has said that there is another engine"
+        check.engine, check.cause = behind, check.cause or cause
+        self._send(key, check)
+
+    def _reject_waiting(self, engine: GrammarEngine, why: str) -> None:
+        for key in [key for key, check in self._waiting.items() if check.engine == engine]:
             for peer, work in self._end(key).works:
                 message = f"the grammar could not be compiled: {why}"
                 self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, UNAVAILABLE))

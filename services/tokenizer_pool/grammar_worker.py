@@ -1,7 +1,7 @@
 """`python -m blockyard.services.tokenizer_pool.grammar_worker FD`: the fork server of workers that check grammars.
 
-It imports all engines at once, and makes them when the service has told it the model's vocabulary. Its workers compile
-one grammar after the other. Their jobs are `Tokenize` frames with nothing but a grammar.
+It imports the library of one engine at once, and makes the engine when the service has told it the model's vocabulary.
+Its workers compile one grammar after the other. Their jobs are `Tokenize` frames with nothing but a grammar.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from blockyard.services.tokenizer_pool.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.job_limits import ProcessLimits
 from blockyard.services.tokenizer_pool.worker_frames import (
     MAX_FRAME_BYTES,
+    OTHER_ENGINE,
     Answer,
     ModelVocabulary,
     Task,
@@ -23,29 +24,27 @@ from blockyard.services.tokenizer_pool.worker_frames import (
 )
 from blockyard.shared import tokenizer_files
 from blockyard.shared.errors import RequestError
-from blockyard.shared.grammars.engines import Engines, import_engine
+from blockyard.shared.grammars.engines import Engines, fallback, import_engine
 from blockyard.shared.grammars.interface import GrammarError, Vocabulary
-from blockyard.shared.messages import GrammarEngine, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import Grammar, TextRejected, Tokenize, Tokenized
 from blockyard.shared.process.settings import give_way
 
 
 class GrammarWorkload:
-    """The engines of the model's vocabulary."""
+    """An engine of the model's vocabulary."""
 
     def __init__(self, settings: ServerSettings, model: ModelVocabulary) -> None:
         files = tokenizer_files.load(settings.config.tokenizer_path)
         size = model.vocab_size or files.vocab_size
         self._engines = Engines(Vocabulary(files.tokenizer.to_str(), size, model.eos_token_ids))
-        self._limits = settings.limits
+        self._name, self._limits = settings.engine, settings.limits
         self.notes: list[str] = []
-        for name in GrammarEngine:
-            # one that cannot be had is asked for again by each of its grammars, which are refused with the same words
-            with contextlib.suppress(GrammarError):
-                if name != GrammarEngine.AUTO:
-                    self._engines.load(name)
+        # one that cannot be had is asked for again by each of its grammars, which are refused with the same words
+        with contextlib.suppress(GrammarError):
+            self._engines.load(self._name)
 
     def serve(self, sock: socket.socket) -> None:
-        """Answers each job by a Tokenized with the grammar and its engine, or by TextRejected."""
+        """Answers each job by a Tokenized with the grammar and its engine, or by TextRejected, with OTHER_ENGINE."""
         os.setsid()  # the server does not give way: while it loads, all new grammars wait
         give_way()
         limits = ProcessLimits(self._limits)
@@ -63,16 +62,22 @@ class GrammarWorkload:
         assert work.grammar is not None
         try:
             with limits.checking():
-                return Tokenized(work.request_id, b"", b"", grammar=self._engines.resolve(work.grammar))
-        except (GrammarError, RequestError) as e:
+                return self._checked(work.request_id, work.grammar)
+        except RequestError as e:
             return TextRejected(work.request_id, "grammar", str(e))
+
+    def _checked(self, request_id: str, grammar: Grammar) -> Answer:
+        try:
+            resolved = self._engines.resolve_with(self._name, grammar)
+            return Tokenized(request_id, b"", b"", grammar=resolved)
+        except GrammarError as e:
+            return TextRejected(request_id, "grammar", str(e), OTHER_ENGINE if fallback(grammar, self._name) else "")
 
 
 def load(settings: ServerSettings, control: socket.socket) -> GrammarWorkload:
     """Imports what takes seconds before the model's vocabulary is known."""
-    for name in (GrammarEngine.XGRAMMAR, GrammarEngine.OUTLINES, GrammarEngine.LM_FORMAT_ENFORCER):
-        with contextlib.suppress(GrammarError):
-            import_engine(name)
+    with contextlib.suppress(GrammarError):  # an optional package
+        import_engine(settings.engine)
     data = control.recv(MAX_FRAME_BYTES)
     if not data:
         raise BrokenPipeError  # the service is gone

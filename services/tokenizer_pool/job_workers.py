@@ -96,7 +96,7 @@ class Server:
 
     @property
     def was_killed(self) -> bool:
-        """Of a closed one: whether SIGKILL ended it, from outside or by `stop`."""
+        """Whether SIGKILL ended this closed server, from outside or by `stop`."""
         return self._process.returncode == -signal.SIGKILL
 
     def close(self) -> None:

@@ -103,6 +103,7 @@ class TextCodec:
             begin_after=begin_after,
             reasoning_opened=opened,
             only_behind=self._unopened(request.reasoning_start, data) if begin_after and not opened else [],
+            inner_end=self._tokenizer.token_to_id(request.inner_end) if request.inner_end else None,
         )
 
     def _open_reasoning(self, end: str, ids: bytes) -> list[int]:

@@ -12,6 +12,7 @@ Work = Tokenize | Detokenize
 Answer = Tokenized | Detokenized | TextRejected
 
 LENGTH = struct.Struct("<I")  # before each frame of a worker's stream
+OTHER_ENGINE = "other_engine"  # code of a rejection by a grammar worker: another engine may take the grammar
 
 
 class LocalFrame(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -56,7 +57,7 @@ class Kill(LocalFrame, frozen=True):
 
 
 class ModelVocabulary(LocalFrame, frozen=True):
-    """What the server of grammar workers waits for before it makes its engines."""
+    """The model's vocabulary, for which the server of grammar workers waits before it makes its engines."""
 
     vocab_size: int  # 0: the tokenizer's own
     eos_token_ids: list[int]

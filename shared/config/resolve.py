@@ -148,6 +148,7 @@ def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> Toke
             "served_model_names": served_names(values),
             "chat_template": chat_template(values),
             "block_scope": block_scope(values, model),
+            "grammar_engine": structured_outputs.grammar_defaults(values).engine,
         },
     )
 
@@ -246,10 +247,7 @@ def workers(
         return [worker(to_start[0], model, process(to_start[0].name))]
     has_gpu = worker_fields.kv_on_gpu(to_start[0].values)
     made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
-    return [
-        msgspec.structs.replace(config, group=i, replicas=num, gpu=i if has_gpu else None)
-        for i, config in enumerate(made)
-    ]
+    return [msgspec.structs.replace(config, replicas=num, gpu=i if has_gpu else None) for i, config in enumerate(made)]
 
 
 def block_scope(values: Values, model: Checkpoint) -> str:

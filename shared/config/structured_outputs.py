@@ -40,7 +40,7 @@ def read_keys(values: Values) -> StructuredOutputsKeys:
 
 
 def grammar_defaults(values: Values) -> GrammarDefaults:
-    """What a request gets that says nothing else. Raises ConfigError for a key that is unknown, refused or wrong."""
+    """Returns the settings of requests without their own. Raises ConfigError for an unknown, refused or wrong key."""
     where, keys = values.where(FLAG), read_keys(values)
     if keys.enable_in_reasoning:
         raise ConfigError(

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+_TIE = "tie_word_embeddings"
 _OF_WHOLE = (
     "architectures",
     "eos_token_id",
-    "tie_word_embeddings",
+    _TIE,
 )  # the whole model's values are used, not the text part's
+_HEAD_IN_TEXT_PART = ["Llama4ForConditionalGeneration"]  # whose text part's flag holds for its head
 _OF_BOTH = ("model_type", "dtype", "torch_dtype", "quantization_config", "bos_token_id", "pad_token_id")  # or those
 
 
@@ -21,4 +23,6 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return dict(config)
     whole = {key: config[key] for key in (*_OF_WHOLE, *_OF_BOTH) if config.get(key) is not None}
+    if config.get("architectures") == _HEAD_IN_TEXT_PART:
+        whole.pop(_TIE, None)
     return whole | text | {key: whole[key] for key in _OF_WHOLE if key in whole}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from blockyard.shared.grammars.engine_order import engine_behind, engine_order
 from blockyard.shared.grammars.error_texts import without_source
 from blockyard.shared.grammars.guidance import GuidanceEngine
 from blockyard.shared.grammars.interface import (
@@ -21,8 +22,6 @@ from blockyard.shared.grammars.schemas import read_choices, read_schema
 from blockyard.shared.grammars.token_texts import token_texts
 from blockyard.shared.grammars.trial_walks import TrialWalks
 from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind
-
-AUTO_ORDER = (GrammarEngine.GUIDANCE, GrammarEngine.XGRAMMAR)
 
 
 class Engines:
@@ -73,21 +72,34 @@ class Engines:
 
     def resolve(self, grammar: Grammar) -> Grammar:
         """Returns the grammar with the first engine that takes it. Raises GrammarError with the first one's cause."""
-        _check_source(grammar)
-        names = (grammar.engine,) if grammar.engine != GrammarEngine.AUTO else AUTO_ORDER
-        if grammar.kind == GrammarKind.STRUCTURAL_TAG and grammar.engine == GrammarEngine.AUTO:
-            names = (GrammarEngine.XGRAMMAR,)
         refusals: list[GrammarError] = []
-        for name in names:
-            resolved = msgspec.structs.replace(grammar, engine=name)
+        name: GrammarEngine | None = engine_order(grammar)[0]
+        while name is not None:
             try:
-                if refusals:
-                    _refuse_before_loading(grammar)
-                self.compile(resolved)
-                return resolved
+                return self.resolve_with(name, grammar)
             except GrammarError as e:
                 refusals.append(e)
+                name = fallback(grammar, name)
         raise refusals[0]
+
+    def resolve_with(self, name: GrammarEngine, grammar: Grammar) -> Grammar:
+        """Returns the grammar with this engine. Raises GrammarError if the engine does not take it."""
+        _check_source(grammar)
+        resolved = msgspec.structs.replace(grammar, engine=name)
+        self.compile(resolved)
+        return resolved
+
+
+def fallback(grammar: Grammar, name: GrammarEngine) -> GrammarEngine | None:
+    """Returns the engine that may take what this one has refused, if any."""
+    if (behind := engine_behind(grammar, name)) is None:
+        return None
+    try:
+        _check_source(grammar)
+        _refuse_before_loading(grammar)
+    except GrammarError:
+        return None
+    return behind
 
 
 def _check_source(grammar: Grammar) -> None:

@@ -175,7 +175,7 @@ def _lark(ebnf: str) -> str:
 
 
 def _plain_character(escape: re.Match[str]) -> str:
-    """What the translator of EBNF reads right: beyond ASCII the character itself."""
+    """Returns a spelling that the translator of EBNF reads right: beyond ASCII the character itself."""
     code = int(escape[1] or escape[2] or escape[3] or "d800", 16)
     if 0xD800 <= code < 0xE000 or code > 0x10FFFF:  # no character, or no number
         return escape[0]

@@ -1,4 +1,4 @@
-"""What each engine of structured output offers."""
+"""The interface of the engines of structured output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

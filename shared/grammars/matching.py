@@ -35,7 +35,7 @@ class GrammarState(Protocol):
 
 
 class MatcherRules:
-    """What the matchers of an engine have in common: the bits of end-of-sequence ids, and the limit of a step."""
+    """Rules that the matchers of an engine share: the bits of end-of-sequence ids, and the limit of a step."""
 
     def __init__(self, vocabulary: Vocabulary, step_s: float = STEP_S) -> None:
         self.step_s = step_s

@@ -20,7 +20,9 @@ from blockyard.shared.messages import Grammar, GrammarKind
 NAME = "xgrammar"
 MOST_WHITESPACE = 21  # characters between JSON tokens, of any kind: a line break and its indentation
 # Escapes within strings: "\\u0061" would be another spelling of a name that the schema knows. JSON needs no others.
-_ESCAPES = re.compile(r"^(\w*basic_escape\w*) ::= .*$", re.MULTILINE)
+# Rules of a client that have such a name in a structural tag have other bodies.
+_HEX = r" \[A-Fa-f0-9\]" * 4
+_ESCAPES = re.compile(rf'^(\w*basic_escape\w*) ::= \(\(\[\\"\\\\/bfnrt\]\) \| \("u"{_HEX}\)\)$', re.MULTILINE)
 _FEW_ESCAPES = r'\1 ::= ["\\\\bfnrt]'
 
 
@@ -65,7 +67,7 @@ class XgrammarEngine:
             case GrammarKind.LARK:
                 return self._compiler.compile_lark(replace_lark_schemas(source, refuse_lark_schema))
             case GrammarKind.STRUCTURAL_TAG:
-                return self._compiler.compile_structural_tag(_structural_tag(source))
+                return self._with_few_escapes(self._tag_rules(_structural_tag(source)))
 
     def _schema(self, schema: Schema, grammar: Grammar) -> xgrammar.CompiledGrammar:
         source = msgspec.json.encode(xgrammar_schema(schema, grammar.additional_properties)).decode()
@@ -75,6 +77,15 @@ class XgrammarEngine:
             strict_mode=False,
             max_whitespace_cnt=MOST_WHITESPACE if grammar.any_whitespace else None,
         )
+        return self._with_few_escapes(rules)
+
+    def _tag_rules(self, tag: str) -> xgrammar.Grammar:
+        try:
+            return xgrammar.Grammar.from_structural_tag(tag)
+        except (RuntimeError, ValueError):  # tokens given by their texts need the vocabulary
+            return self._compiler.compile_structural_tag(tag).grammar
+
+    def _with_few_escapes(self, rules: xgrammar.Grammar) -> xgrammar.CompiledGrammar:
         return self._compiler.compile_grammar(_ESCAPES.sub(_FEW_ESCAPES, str(rules)))
 
 

@@ -9,7 +9,7 @@ NO_TOKEN = 0xFFFFFFFF  # stands for "no token" in a list of token ids
 
 
 class Role(enum.StrEnum):
-    """What a member does; the values are the folder names under `services`."""
+    """The service that a member runs; the values are the folder names under `services`."""
 
     API_GATEWAY = "api_gateway"
     TOKENIZER_POOL = "tokenizer_pool"

@@ -42,7 +42,7 @@ class Grammar(FrameStruct, frozen=True):
 
 
 class OutputConstraint(FrameStruct, frozen=True):
-    """What limits each token of a choice, from the first output token on.
+    """The constraint on each token of a choice, from the first output token on.
 
     Without `begin_after` the grammar begins at once. With it, output is free until it ends with that marker, and the
     grammar begins behind the marker; with `only_behind`, too, only of output that begins with those ids, while the
@@ -55,3 +55,5 @@ class OutputConstraint(FrameStruct, frozen=True):
     only_behind: list[int] = []  # token ids of the marker that begins reasoning; empty: the output is inside of it
     end: str = ""  # the text of `begin_after`, which other tokens may spell; empty: its ids alone count
     other_ends: list[str] = []  # texts not allowed before `end` if a grammar follows: readers take them for an end
+    # Id of a token that ends reasoning within a grammar. Behind `budget` tokens it alone is allowed where it may come
+    inner_end: int | None = None

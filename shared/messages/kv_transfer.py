@@ -12,7 +12,7 @@ from blockyard.shared.messages.base import Frame, FrameStruct
 
 
 class KVRole(enum.StrEnum):
-    """What a worker group is preferred for. Without a live group of a role, the others serve."""
+    """The work for which a worker group is preferred. Without a live group of a role, the others serve."""
 
     BOTH = "both"
     PREFILL = "prefill"

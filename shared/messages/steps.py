@@ -127,7 +127,7 @@ class BlockCopy(FrameStruct, frozen=True):
 
 
 class StepPlan(Frame, frozen=True):
-    """What changed since the last plan, then the slots that run. Applied in the order of the fields, except that
+    """Changes since the last plan, then the slots that run. Applied in the order of the fields, except that
     copies of blocks come after `ends` and before `starts`."""
 
     scheduler: int

@@ -35,6 +35,7 @@ class Tokenize(Frame, frozen=True):
     reasoning_start: str = ""  # the marker that begins reasoning; empty: answers begin inside of reasoning
     tenant: str = ""  # as in Generate: jobs of tenants are run in turns
     quick: bool = False  # is expected to take little time: runs before long jobs, with a small limit of CPU time
+    inner_end: str = ""  # the special token that ends reasoning within the grammar; empty: there is none in it
 
 
 class Tokenized(Frame, frozen=True):
@@ -48,6 +49,7 @@ class Tokenized(Frame, frozen=True):
     begin_after: list[int] = []  # ids of `reasoning_end`; empty too if the prompt has ended reasoning
     reasoning_opened: bool | None = None  # the prompt ends with the start of `reasoning_markers`; False: with the end
     only_behind: list[int] = []  # ids of `reasoning_start`; empty too if the prompt ends with it
+    inner_end: int | None = None  # id of `inner_end`; None too if it is no token
 
 
 class Detokenize(Frame, frozen=True):

@@ -19,7 +19,7 @@ CALL_KINDS = (PartKind.CALL, PartKind.ARGUMENTS, PartKind.CALL_END)
 
 @dataclass(frozen=True, slots=True)
 class CutCalls:
-    """What tells the beginning of a call from content, in the answers to one request.
+    """Tells the beginning of a call from content, in the answers to one request.
 
     `openings` are compared without whitespace. `only_calls`: a grammar allows no content. `text_is_call`: the end of
     the text ends the call, as that of a custom tool whose answer is its text.

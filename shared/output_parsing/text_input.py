@@ -69,7 +69,7 @@ class TextInput:
         return is_cut
 
     def release(self) -> None:
-        """What was read since `keep` stays read."""
+        """Ends `keep`: text that was read since stays read."""
         self._kept -= 1
         self._kept_at_end = min(self._kept_at_end, self._kept)
         if not self._kept:

@@ -1,4 +1,4 @@
-"""What the reasoning of a family of models is to the rest."""
+"""The interface of reasoning formats."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

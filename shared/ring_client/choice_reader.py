@@ -33,19 +33,6 @@ class ChoiceReader:
     `on_error` is told.
     """
 
-    __slots__ = (
-        "_as_they_are",
-        "_call_id",
-        "_cut",
-        "_ids",
-        "_last",
-        "_meter",
-        "_num_calls",
-        "_on_error",
-        "_reader",
-        "_shows_reasoning",
-    )
-
     def __init__(
         self,
         read: Format,

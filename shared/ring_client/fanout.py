@@ -58,7 +58,7 @@ class Fanout:
                 self._cancel(request_id, attempt, now)
 
     def vectors(self, batch: VectorBatch, now: float) -> None:
-        """As `text`, for requests whose result is a vector: it comes whole, from their scheduler."""
+        """Handles requests whose result is a vector, which comes whole from their scheduler: see `text`."""
         for vector in batch.vectors:
             entry = self._journal.entries.get(vector.request_id)
             if entry is None or not entry.take_vector(vector):

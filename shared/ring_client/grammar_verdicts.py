@@ -1,4 +1,4 @@
-"""What tokenizers said of grammars, so that one that is known to be bad is refused without asking again.
+"""Caches tokenizers' verdicts about grammars, so that a known bad one is refused without asking again.
 
 A grammar that is known to be good needs no check, and its prompt does not wait behind the checks of others.
 """

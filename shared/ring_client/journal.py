@@ -40,19 +40,6 @@ class RequestOwner(Protocol):
 class ChoiceLog:
     """One choice: its delivered output and times."""
 
-    __slots__ = (
-        "chars_sent",
-        "finish",
-        "first_s",
-        "index",
-        "itl_s",
-        "last_s",
-        "output_ids",
-        "queued_s",
-        "reopened",
-        "sink",
-    )
-
     def __init__(self, index: int, sink: Sink) -> None:
         self.index = index
         self.sink = sink
@@ -91,29 +78,6 @@ class ChoiceLog:
 
 class JournalEntry:
     """One open request: a prompt and its choices."""
-
-    __slots__ = (
-        "accepted",
-        "arrived_s",
-        "attempt",
-        "cached_tokens",
-        "choices",
-        "detokenizer",
-        "gaps",
-        "has_output",
-        "heard_s",
-        "hides_output",
-        "not_before_s",
-        "num_open",
-        "num_returned",
-        "opened_s",
-        "owner",
-        "prompt_logprobs",
-        "request",
-        "request_id",
-        "scheduler",
-        "vector",
-    )
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ MAX_LOST = 5  # lost members after which a job fails; what can end a process run
 
 
 class JobKind(NamedTuple):
-    """What jobs wait for each other."""
+    """Kinds of jobs; those of one kind wait for each other."""
 
     model: str
     tenant: str = ""

@@ -1,4 +1,4 @@
-"""What a family of models is to the rest: how its calls are read and forced, and how names and ids are spelt."""
+"""The interface of tool-call formats: how calls are read and forced, and how names and ids are spelt."""
 
 import enum
 import secrets
@@ -50,6 +50,8 @@ class ToolFormat:
     write_answer: Callable[[GrammarRules, Sequence[Tool], str], str] | None = None
     # `read` yields reasoning too, and reads answers from their first character, where its grammar begins as well
     reads_reasoning: bool = False
+    # The special token of the grammar of forced calls that ends reasoning and comes nowhere else in it
+    reasoning_end: str = ""
 
 
 def new_call_id(form: CallId, name: str, index: int) -> str:

@@ -77,7 +77,7 @@ class ValueReader:
                 return True
 
     def _opened(self, text: TextInput, closer: str) -> Reading["_Open"]:
-        """What a bracket that was read opens. A set of Python, which has the brackets of an object, is a list."""
+        """Returns the value that a bracket opens. A set of Python, which has an object's brackets, is a list."""
         if closer != "}":
             return _Open(closer, False)
         place = text.keep()

@@ -57,7 +57,7 @@ class TextSchemas:
         return terms
 
     def _own(self, schema: dict[str, Any]) -> list[str | None]:
-        """What the keywords say that hold no other schemas."""
+        """Returns the terms of the keywords that hold no other schemas."""
         if "string" not in named_types(schema.get("type")):
             return [None]
         terms: list[str | None] = []

@@ -21,7 +21,7 @@ class TextSyntax(enum.StrEnum):
 
 
 class TextGrammar(msgspec.Struct, frozen=True):
-    """What a custom tool takes as its text."""
+    """The grammar of a custom tool's text."""
 
     syntax: TextSyntax
     definition: str

@@ -180,6 +180,14 @@ def rss_mib(pid: int) -> float:
     raise RuntimeError(f"no VmRSS of process {pid}")
 
 
+def pss_mib(pid: int) -> float:
+    """Resident memory, MiB; of a page that several processes share each has its part."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"no Pss of process {pid}")
+
+
 def percentile(values: list[float], share: float) -> float:
     """The smallest value that at least `share` of all are not above."""
     ordered = sorted(values)

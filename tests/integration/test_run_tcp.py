@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tcp_addresses import free_port
 
 SRC = Path(__file__).parents[2] / ".src"
 SERVICES = ("message-bus", "gpu-worker", "tokenizer-pool", "scheduler", "detokenizer", "api-gateway")
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from blockyard.services.kv_transfer import arena, device_blocks
+from blockyard.services.kv_transfer import arena, device_copier
 from blockyard.services.kv_transfer.device.ipc_memory import HANDLE_BYTES, MappedMemory
 
 POLLS = 3  # until a copy is complete
@@ -111,6 +111,6 @@ def mapped_blocks(memory: MappedMemory, offset: int, shape: tuple[int, int, int]
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu()
     monkeypatch.setattr(arena, "cuda_driver", lambda: FakeDriver(gpu))
-    monkeypatch.setattr(device_blocks, "CudaStream", lambda device: FakeStream(gpu))
-    monkeypatch.setattr(device_blocks, "MappedBlocks", mapped_blocks)
+    monkeypatch.setattr(device_copier, "CudaStream", lambda device: FakeStream(gpu))
+    monkeypatch.setattr(device_copier, "MappedBlocks", mapped_blocks)
     return gpu

@@ -21,7 +21,7 @@ import torch
 
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
+from blockyard.services.kv_transfer.host_copies import Words, blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
 from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
@@ -312,9 +312,9 @@ def peer_of(settings: dict[str, Any]) -> Peer:
 def small_copies_of_gpus() -> None:
     """Makes copies to mapped GPU memory as small as those of host memory, so that a transfer has many."""
     # imports Triton, which must not be imported before TRITON_INTERPRET is set
-    from blockyard.services.kv_transfer import device_blocks, staging
+    from blockyard.services.kv_transfer import device_copier, staging
 
-    device_blocks.DeviceBlocks.chunk_bytes = staging.GPU_BUFFER_BYTES = 4 << 20
+    device_copier.DeviceCopier.chunk_bytes = staging.GPU_BUFFER_BYTES = 4 << 20
 
 
 PEERS = {"send": run_sender, "receive": run_receiver}

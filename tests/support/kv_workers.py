@@ -14,7 +14,7 @@ from kv_peers import LARGE, forkserver
 
 from blockyard.services.gpu_worker.transfers.worker_transfers import WorkerTransfers
 from blockyard.services.kv_transfer.arena import HostArena
-from blockyard.services.kv_transfer.host_blocks import Words, blocks_of
+from blockyard.services.kv_transfer.host_copies import Words, blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
@@ -36,7 +36,7 @@ TICKET = b"ticket of 16 byte"
 
 
 class RawMemory:
-    """A `KVMemory` that records how it is used."""
+    """`TransferBlocks` that records how it is used."""
 
     def __init__(self, layout: BlockLayout | None, num_blocks: int) -> None:
         self.layout = layout

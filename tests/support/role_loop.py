@@ -77,7 +77,7 @@ class RoleLoop:
 
     @property
     def ledger(self) -> TransferLedger:
-        return self.core._lifecycle.handovers.ledger
+        return self.core.ledger
 
     def add_worker(self, config: WorkerConfig, start: Callable[[WorkerConfig], OffloadableRunner]) -> int:
         incarnation = WORKER + len(self.workers)

@@ -95,22 +95,6 @@ class ChatAnswer(msgspec.Struct, frozen=True):
 class ChatEvents:
     """The events of one choice. A call begins with an event of its name; its arguments follow as they come."""
 
-    __slots__ = (
-        "_arguments_head",
-        "_arguments_tail",
-        "_call_head",
-        "_call_tail",
-        "_head",
-        "_index",
-        "_is_open",
-        "_num_calls",
-        "_options",
-        "_plain_tail",
-        "_prompt_ids",
-        "_text_tail",
-        "text_head",
-    )
-
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
         self._options, self._index, self._prompt_ids = options, index, prompt_ids
         self._num_calls = 0

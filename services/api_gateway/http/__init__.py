@@ -1,4 +1,4 @@
-"""What every HTTP request passes before and after its endpoint.
+"""The steps that every HTTP request passes before and after its endpoint.
 
 `connections` bounds open connections, `middleware` assigns request ids, checks keys and content types, answers CORS
 preflights and turns errors into OpenAI's error body. `access` decides which key a route needs (`Access`, `Guard`).

@@ -106,7 +106,7 @@ def _tools(request: ChatRequest, card: ModelCard) -> ToolUse | None:
 def parse_completion(
     request: CompletionRequest, card: ModelCard, config: GatewayConfig, _formats: OutputFormats, name: str
 ) -> GenerateRequest:
-    """As `parse_chat`: the text of a completion is not read into parts."""
+    """Parses a completion, whose text is not read into parts: see `parse_chat`."""
     echo = bool(request.echo)
     asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
     num_top = _num_logprobs("logprobs", request.logprobs, card)
@@ -213,6 +213,7 @@ def _generate_request(
                 grammar=grammar.grammar if grammar is not None else None,
                 reasoning_end=reasoning_end,
                 reasoning_start=settings.tools.reasoning_start if reasoning_end else "",
+                inner_end=grammar.inner_end if grammar is not None else "",
             )
             for p in prompts
         ],

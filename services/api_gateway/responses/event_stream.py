@@ -23,21 +23,6 @@ MERGE = 64  # this many kept deltas are merged into one
 class EventStream:
     """A journal sink that writes events to the answer's `ResponseWriter`, or keeps the text while that is paused."""
 
-    __slots__ = (
-        "_echo",
-        "_events",
-        "_fixed",
-        "_head",
-        "_kept",
-        "_num_unmerged",
-        "_options",
-        "_plain",
-        "_reader",
-        "_tail",
-        "_usage",
-        "_writer",
-    )
-
     def __init__(
         self,
         options: ResponseOptions,

@@ -38,19 +38,6 @@ class ResponseWriter:
     keep their text and register a callback that writes it on `resume`.
     """
 
-    __slots__ = (
-        "_on_resume",
-        "_resume_below",
-        "_resumed",
-        "_transport",
-        "_unread",
-        "_unread_text",
-        "chunked",
-        "last_read_s",
-        "last_write_s",
-        "paused",
-    )
-
     def __init__(self, unread_text: "UnreadText") -> None:
         self.chunked = True
         self.paused = True

@@ -56,7 +56,6 @@ class StreamChunk(msgspec.Struct):
     choices: list[ChunkChoice] = []
     usage: ChunkUsage | None = None
     error: msgspec.Raw = msgspec.Raw()  # null and a missing field mean no error
-    stamp: float = 0.0  # with Blockyard's `return_stamps`: CLOCK_REALTIME at the end of the worker's step
 
 
 decode_chunk = msgspec.json.Decoder(StreamChunk).decode

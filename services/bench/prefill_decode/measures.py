@@ -21,7 +21,7 @@ Lengths = tuple[int, int]  # tokens of input and output
 
 
 class PDSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What is sent. Lengths are in tokens."""
+    """Numbers and lengths of the requests to send. Lengths are in tokens."""
 
     prompt: int = 8192  # length of the long prompts
     runs: int = 7  # prompts alone
@@ -47,7 +47,7 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class PDFigures(msgspec.Struct):
-    """What was measured of a server; None where it was not asked for. Times are in ms."""
+    """Figures of one server; None where an item was not asked for. Times are in ms."""
 
     ttft: float | None = None  # median of prompts alone
     second: float | None = None  # median of the time from their first to their second token

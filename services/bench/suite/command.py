@@ -52,11 +52,11 @@ def main(args: Sequence[str]) -> int:
     if options.list:
         print("\n".join(f"{item.name:<16} {item.what}" for item in ITEMS))
         return 0
-    items = _choose(options.items)
+    items = choose(options.items)
     lines = []
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for line in _measure(items, Path(folder), tuple(options.worker_flags.split())):
+        for line in measure(items, Path(folder), tuple(options.worker_flags.split())):
             lines.append(line)
             print(row(line), flush=True)
     if options.output:
@@ -99,7 +99,7 @@ def _parser() -> Parser:
     return parser
 
 
-def _choose(names: Sequence[str]) -> list[SuiteItem]:
+def choose(names: Sequence[str]) -> list[SuiteItem]:
     """Returns the items of these names or models, in the order of the table."""
     known, models = {item.name for item in ITEMS}, {item.model for item in ITEMS}
     unknown = [name for name in names if name not in known | models]
@@ -109,7 +109,7 @@ def _choose(names: Sequence[str]) -> list[SuiteItem]:
     return [item for item in ITEMS if not names or item.name in names or item.model in names]
 
 
-def _measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
+def measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
     """Consecutive items with the same model and flags share a server."""
     for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
         together = list(group)

@@ -1,4 +1,4 @@
-"""What the items of the suite measure. Each run uses new prompts, and the lengths of outputs are checked."""
+"""The measurements of the suite's items. Each run uses new prompts, and the lengths of outputs are checked."""
 
 import itertools
 import random
@@ -194,7 +194,7 @@ def offline_rate(make_requests: Callable[[], list[SampleRequest]]) -> Callable[[
 
     def measure(context: SuiteContext) -> Measurement:
         requests = make_requests()
-        with _llm(context) as llm:
+        with offline_llm(context) as llm:
             timed(llm, random_requests(8, 64, 8, seed=-1), show_bar=False)
             seconds = timed(llm, requests, show_bar=False)
         return median_of([sum(request.num_output for request in requests) / seconds])
@@ -209,7 +209,7 @@ def cost_of_the_ring(num: int, num_input: int, num_output: int) -> Callable[[Sui
         with serve(context.model, context.flags, context.logs / "cost.log") as served:
             streamed = streamed_rate(num, num_input, num_output)(served)
         rates = []
-        with _llm(context) as llm:
+        with offline_llm(context) as llm:
             timed(llm, random_requests(num, num_input, 8, seed=-1), show_bar=False)
             for run in range(RUNS):
                 requests = random_requests(num, num_input, num_output, seed=run)
@@ -219,7 +219,7 @@ def cost_of_the_ring(num: int, num_input: int, num_output: int) -> Callable[[Sui
     return measure
 
 
-def _llm(context: SuiteContext) -> LLM:
+def offline_llm(context: SuiteContext) -> LLM:
     keywords, _ = engine_keywords(context.flags)
     return LLM(context.model, load_format="dummy", **keywords)
 

@@ -55,7 +55,6 @@ class SuiteServer:
 
     url: str
     launched_s: float
-    ready_s: float  # from launch
     full_s: float = 0.0  # from launch until all decode graphs were captured; set by `complete`
 
     def complete(self) -> "SuiteServer":
@@ -143,7 +142,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         try:
             _wait_ready(url, process, launched_s, log)
-            yield SuiteServer(url, launched_s, time.perf_counter() - launched_s)
+            yield SuiteServer(url, launched_s)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -154,7 +153,7 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
 
 
 @dataclass(frozen=True, slots=True)
-class _MemberState:
+class MemberState:
     """The fields of a member in `/ring` that are needed here."""
 
     role: str
@@ -163,10 +162,10 @@ class _MemberState:
 
 @dataclass(frozen=True, slots=True)
 class _RingState:
-    members: list[_MemberState]
+    members: list[MemberState]
 
 
-def _members(url: str) -> list[_MemberState]:
+def _members(url: str) -> list[MemberState]:
     with urllib.request.urlopen(f"{url}/ring", timeout=5) as answer:
         return msgspec.json.decode(answer.read(), type=_RingState).members
 

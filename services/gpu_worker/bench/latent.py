@@ -1,6 +1,6 @@
 """Times latent attention with the sizes of DeepSeek's models: rows of 512 + 64 numbers, heads of 192 and 128.
 
-16 heads are those of V2-Lite, 128 those of V3. The lower bound of a decode is one read of its rows, or its operations:
+V2-Lite has 16 heads, V3 has 128. The lower bound of a decode is one read of its rows, or its operations:
 each head reads all 576 numbers for scores and 512 for values.
 """
 

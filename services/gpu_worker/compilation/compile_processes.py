@@ -63,12 +63,12 @@ class CompileProcesses:
 
     def _serve(self) -> None:
         """Restarts a process that has ended: only its current kernel is lost."""
-        process = _start()
+        process = start_process()
         while (job := self._jobs.get()) is not None:
             line, done = job
             if process.poll() is not None:
                 _end(process)
-                process = _start()
+                process = start_process()
             began_s = time.perf_counter()
             problem = _ask(process, line)
             log.debug("%.2f s: %s", time.perf_counter() - began_s, line[:100])
@@ -76,7 +76,7 @@ class CompileProcesses:
         _end(process)
 
 
-def _start() -> "subprocess.Popen[str]":
+def start_process() -> "subprocess.Popen[str]":
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE],

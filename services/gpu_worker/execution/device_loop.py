@@ -331,7 +331,7 @@ class DeviceLoop:
         if flight.has_mask is not None and self._batch.matchers is not None:
             self._batch.matchers.num_masks += int((flight.has_mask & np.isin(outcomes, WITH_TOKEN)).sum())
         self._batch.complete(flight.plan, results)
-        failed = self._batch.transfers.pop_failed_fetches(flight.plan)
+        failed = self._batch.host_swap.pop_failed_fetches(flight.plan)
         has_prefill = flight.num_decodes < len(slots)
         return CompletedPlan(flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows, has_prefill)
 

@@ -171,7 +171,7 @@ def _most_top(prompts: list[ScoredPrompt]) -> int:
 
 
 def _score_many(logits: Tensor, targets: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
-    """As `gather_logprobs`, by torch: for more of the likeliest tokens than the kernel finds."""
+    """Computes `gather_logprobs` in torch, for more of the likeliest tokens than the kernel finds."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, targets[:, None])
     out.logprob.copy_(chosen[:, 0])

@@ -2,9 +2,9 @@
 
 - `pool.KVPool` is all blocks, as views of an arena of `kv_transfer`. `scales` finds the scales of an 8-bit KV cache.
 - `block_hashes.BlockHashes`: which blocks are full, and their hashes. A scheduler gets them when it attaches.
-- `transfers.Transfers`: saves blocks to host memory, fetches them, copies blocks within the pool, and knows the slots
-  of failed fetches. `host_blocks` allocates the host memory.
-- `pool_memory.PoolMemory`: the blocks, for transfers to and from other workers (`gpu_worker.transfers`).
+- `host_swap.HostSwap`: saves blocks to host memory, fetches them, copies blocks within the pool, and knows the slots
+  of failed fetches. `swap_space` allocates the host memory.
+- `pool_blocks.PoolBlocks`: the blocks, for transfers to and from other workers (`gpu_worker.transfers`).
 
 `batch.Batch` calls this folder for each plan, `engine` at the start. It imports `models.interface`, `loading.weights`,
 `memory`, and `kv_transfer` for the copies to host memory.

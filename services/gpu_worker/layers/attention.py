@@ -202,7 +202,7 @@ class Attention:
         return self._attend(self.ops.norm_then_linear(self.qkv, residual, delta, norm), rotation, backend)
 
     def attend_normed(self, x: Tensor, rotation: Rotation, backend: Attend) -> Tensor:
-        """Computes `attend` of a normalised hidden state x [tokens, hidden]."""
+        """Attends for a normalised hidden state x [tokens, hidden]: see `attend`."""
         return self._attend(self.qkv(x), rotation, backend)
 
     def _attend(self, qkv: Tensor, rotation: Rotation, backend: Attend) -> Tensor:

@@ -34,7 +34,7 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeParameters, head_dim: int, max_positions: int) -> None:
         """Raises ConfigError for parameters that give no finite rotations."""
         self.rotary_dim = rope.rotary_dim(head_dim)  # numbers of a head that are rotated, the first ones
-        check_rotations(rope, head_dim, max_positions)
+        self.factor = check_rotations(rope, head_dim, max_positions)  # of cos and sin
         self._rope, self._head_dim, self._trained_positions = rope, head_dim, max_positions
         self.max_positions = extended_length(rope, max_positions)
         self._table: Tensor | None = None  # [positions, 1, head_dim / 2] complex64
@@ -136,14 +136,15 @@ def rotation_table(rope: RopeParameters, head_dim: int, max_positions: int, leng
     return torch.cat((rotated, torch.ones(length, head_dim // 2 - rotated.shape[1], dtype=rotated.dtype)), 1)
 
 
-def check_rotations(rope: RopeParameters, head_dim: int, max_positions: int) -> None:
-    """Checks that the rotations are finite. Raises ConfigError if they are not, or cannot be computed."""
+def check_rotations(rope: RopeParameters, head_dim: int, max_positions: int) -> float:
+    """Returns the factor of cos and sin. Raises ConfigError for rotations that are not finite or not computable."""
     try:
         inverse, scale = _frequencies(rope, rope.rotary_dim(head_dim), max_positions, length=1)
     except (ArithmeticError, ValueError) as e:
         raise ConfigError(f"config.json: rope parameters {_describe(rope)} cannot be computed with: {e}") from e
     if not (bool(inverse.isfinite().all()) and math.isfinite(scale)):
         raise ConfigError(f"config.json: rope parameters {_describe(rope)} give rotations that are not finite")
+    return scale
 
 
 def _describe(rope: RopeParameters) -> str:

@@ -62,7 +62,7 @@ def check_memory(
 
 
 def _what_fits(table: WeightTable, host_bytes: int, device: torch.device, free_bytes: int) -> str:
-    """What would make weights fit that are larger than `free_bytes`."""
+    """Returns advice on how weights larger than `free_bytes` could fit."""
     missing = table.size_bytes - host_bytes - free_bytes
     halved = table.size_bytes // 2
     if device.type == "cuda" and missing < table.matrix_bytes + table.expert_bytes - host_bytes:

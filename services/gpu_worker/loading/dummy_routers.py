@@ -16,7 +16,7 @@ from torch import Tensor
 
 EMBEDDING_SCALE = 10.0  # standard deviation of embeddings, if `wants_large_embedding`
 HOT_SHARE = 0.1  # of the experts, with skewed routing; they get half of the tokens
-_TOP_SHARE = 1 / 16  # of the experts that a row chooses: between those of Qwen 3 and gpt-oss
+_TOP_SHARE = 1 / 16  # of the experts that a row chooses: between the shares of Qwen 3 and gpt-oss
 _ROUTER = re.compile(r"\.(gate|router|router\.layer|router\.proj)\.weight$")
 _CHOICE_BIAS = re.compile(r"\.(e_score_correction_bias|(gate|router)\.bias)$")
 

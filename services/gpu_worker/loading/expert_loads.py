@@ -1,6 +1,6 @@
 """Counts how often experts are chosen, for `/metrics` and for benchmarks whose floors depend on how many are read.
 
-The products of a layer's experts write the layer's counts of each step, over those of the step before. They are sampled
+The products of a layer's experts write the layer's counts of each step, over the step before. They are sampled
 when counters are published, about twice a second: no step waits, and a sample may mix the layers of two steps.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from blockyard.shared.messages import Stats
 
 MOST_LAYERS = 128
-DECAY = 0.95  # of older samples, a sample; loads are those of about the last 20
+DECAY = 0.95  # of older samples, a sample; loads are of about the last 20
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class ExpertLoads:
         return self._layers[-1]
 
     def clear(self) -> None:
-        """Forgets the last step. Called after trial steps, such as those before a graph is captured: their rows are
+        """Forgets the last step. Called after trial steps, such as steps before a graph is captured: their rows are
         equal and choose the same experts."""
         if self._counts is not None:
             self._counts.zero_()

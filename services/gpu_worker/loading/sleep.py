@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from blockyard.services.gpu_worker.interfaces import (
     CachedBlocks,
     CompletedPlan,
-    KVMemory,
     OffloadableRunner,
     StoredLayers,
 )
+from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.messages import Geometry, MemoryTag, Stats, StepPlan
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class SleepingRunner:
         return self._awake().block_hashes
 
     @property
-    def kv_memory(self) -> KVMemory:
+    def kv_memory(self) -> TransferBlocks:
         return self._awake().kv_memory
 
     @property

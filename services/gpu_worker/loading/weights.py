@@ -82,7 +82,7 @@ class WeightTable:
         self._ignored: set[str] = set()
         self._aliases: dict[str, str] = {}
         self._tied: dict[str, TiedWeight] = {}  # by name
-        self._untied: list[str] = []  # names of those that the checkpoint has its own of
+        self._untied: list[str] = []  # names of tied weights that the checkpoint stores by themselves
         self._unused: dict[str, set[str]] = {}  # names in the checkpoint, of parts that are not used, by prefix
         # the same by suffix
         self._unused_last: dict[str, set[str]] = {f".{name}": set() for name in COMPUTED}
@@ -161,7 +161,7 @@ class WeightTable:
         yield from self.scalars.values()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all weights, and of those that are others, by name."""
+        """Returns the shapes of all weights by name, also of tied ones."""
         tied = {name: one.shape for name, one in self._tied.items()}
         return {name: place.shape for name, place in self.places.items()} | tied
 

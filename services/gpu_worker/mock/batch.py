@@ -72,7 +72,7 @@ class MockSlot:
         self.num_computed = min(self.num_computed + max_tokens, self.num_tokens)
 
     def pass_blocks(self, num_passed: int) -> list[int]:
-        """Gives up leading blocks, `num_passed` in all. Returns those that it had until now."""
+        """Gives up leading blocks, `num_passed` in all. Returns the blocks that it gives up now."""
         given_up = self.blocks[self.num_passed : num_passed]
         self.num_passed = max(self.num_passed, num_passed)
         return given_up

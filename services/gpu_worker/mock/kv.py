@@ -12,11 +12,6 @@ BlockContents = tuple[int, bytes]  # the state before a block, and its token ids
 UNKNOWN: BlockContents = (-1, b"")  # the block is not written from its beginning: no sequence has this
 
 
-def state_of(ids: bytes) -> int:
-    """A hash of tokens in order: KV depends on all tokens before it."""
-    return crc32(ids)
-
-
 class TokensByBlock:
     """A sequence's tokens by block; the last block may not be full."""
 

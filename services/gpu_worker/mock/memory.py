@@ -16,7 +16,7 @@ _HEADER = struct.Struct("<qq")  # state before the block, bytes of its token ids
 
 
 class MockMemory:
-    """Implements `interfaces.KVMemory`: blocks are encoded into an arena when they are sent, and decoded from it when
+    """Implements `TransferBlocks`: blocks are encoded into an arena when they are sent, and decoded from it when
     they have landed."""
 
     def __init__(self, kv: MockKV, num_blocks: int) -> None:

@@ -5,10 +5,11 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVMemory, Report, StoredLayers
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, Report, StoredLayers
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
+from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, Stats, StepPlan
 from blockyard.shared.process.service_main import rss_bytes
@@ -25,7 +26,7 @@ class MockRunner:
         pattern: Pattern,
         step_s: float,
         fatal_id: int = 0,
-        make_memory: Callable[[MockKV, int], KVMemory] | None = None,
+        make_memory: Callable[[MockKV, int], TransferBlocks] | None = None,
     ) -> None:
         """make_memory: for KV transfers, of the blocks and their number."""
         self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
@@ -37,7 +38,7 @@ class MockRunner:
         self._done: list[CompletedPlan] = []  # not collected yet
 
     @property
-    def kv_memory(self) -> KVMemory:
+    def kv_memory(self) -> TransferBlocks:
         assert self._memory is not None, "the worker has no KV transfers"
         return self._memory
 
@@ -110,7 +111,7 @@ def start(config: WorkerConfig, report: Report, processes: CompileProcesses | No
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
     note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"
     report("ready", 1.0, [note])
-    make_memory: Callable[[MockKV, int], KVMemory] | None = None
+    make_memory: Callable[[MockKV, int], TransferBlocks] | None = None
     if config.kv_transfer is not None:
         # imports torch, which a mock worker without transfers does not need
         from blockyard.services.gpu_worker.mock.memory import MockMemory  # noqa: PLC0415

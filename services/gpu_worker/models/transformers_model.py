@@ -65,7 +65,7 @@ OWN_ATTENTION = "it computes its attention itself, and looks up no other one (At
 
 
 def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
-    """Raises ConfigError for a model that transformers does not have, or whose layers are not ours to run."""
+    """Raises ConfigError for a model that transformers does not have, or with layers that we cannot run."""
     layers = trace_layers(config, table.dtype)
     causal, hf_config = make_on_meta(config, table.dtype)
     name, positions = type(causal).__name__, getattr(hf_config, "max_position_embeddings", None)
@@ -197,7 +197,7 @@ class _Trace:
 
 
 def _unsupported(key: Tensor, value: Tensor, options: dict[str, Any]) -> str:
-    """What our attention lacks; empty if it lacks nothing."""
+    """Returns a feature that our attention lacks; empty if it has all."""
     if value.shape[3] > key.shape[3] or key.shape[:3] != value.shape[:3]:
         return f"values of {value.shape[3]} numbers for keys of {key.shape[3]}"
     names = {"softcap": "a soft cap", "s_aux": "sinks", "position_bias": "a position bias", "head_mask": "a head mask"}
@@ -262,7 +262,7 @@ def make_on_meta(config: dict[str, Any], dtype: torch.dtype, **changed: Any) -> 
 
 @dataclass(frozen=True, slots=True)
 class TracedLayers:
-    """What forward passes on the meta device show of a model's layers."""
+    """The facts about a model's layers that forward passes on the meta device show."""
 
     attention: tuple[AttentionShape, ...]
     calls: list[str]  # names of the linear layers, in the order in which a step calls them
@@ -360,7 +360,7 @@ def _line(error: Exception) -> str:
 
 
 def place_buffers(causal: Any, device: torch.device) -> None:
-    """Makes what is no weight, such as the frequencies of rotations. On the meta device it stays there."""
+    """Makes buffers that are no weights, such as the frequencies of rotations. On the meta device they stay there."""
     if device.type == "meta":
         return
     for module in causal.modules():

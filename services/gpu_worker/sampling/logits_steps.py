@@ -30,7 +30,9 @@ def is_finite(value: float) -> bool:
 
 
 def _marker(asked: Sampling) -> list[int]:
-    return [] if asked.constraint is None else asked.constraint.begin_after
+    if (constraint := asked.constraint) is None:
+        return []
+    return constraint.begin_after if constraint.inner_end is None else [*constraint.begin_after, constraint.inner_end]
 
 
 LOGITS_STEPS = (

@@ -27,7 +27,8 @@ class MaskProgram:
        that end reasoning and go on behind it are not allowed if a grammar is to follow. With `only_behind`, all this
        holds for output that begins with those ids; the grammar of other output begins with the first token. Output that
        may be either is allowed what the grammar allows, and the next of those ids.
-    2. Behind the marker, or from the start, the grammar decides. Without a grammar every token is allowed.
+    2. Behind the marker, or from the start, the grammar decides. Without a grammar every token is allowed. Once
+       `budget` tokens are there, `inner_end` alone is allowed wherever the grammar allows it.
     3. `allowed_token_ids` limit all of it.
     4. End-of-sequence and stop ids are banned below `min_tokens`, and end-of-sequence ids with `ignore_eos`.
 
@@ -47,6 +48,7 @@ class MaskProgram:
         constraint = rules.constraint
         self._ends, self._tail = ends, b""  # what the text ends with, as far as it may begin an end
         self._marker, self._budget = constraint.begin_after, constraint.budget
+        self._inner_end = constraint.inner_end
         self._matched = 0  # leading tokens of the marker that the output ends with
         self._fallback = _failure_links(self._marker)
         self._before_marker = bool(self._marker)
@@ -100,7 +102,15 @@ class MaskProgram:
             self._limit(words, complete=False, bans_ends=True)
         else:
             self._matcher.fill(words)
+            if self._inner_end is not None:
+                self._close(words, self._inner_end)
             self._limit(words, complete=True, bans_ends=True)
+
+    def _close(self, words: MaskWords, end: int) -> None:
+        """Leaves the end of reasoning alone where it is allowed and the budget is used up."""
+        if self._budget is not None and self.num_outputs >= self._budget and _has_bit(words, end):
+            words[:] = 0
+            _set_bit(words, end)
 
     def _fill_start(self, words: MaskWords) -> None:
         words[:] = self._free
@@ -178,7 +188,7 @@ class MaskProgram:
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> MaskWords:
-    """A mask that allows these ids; others than those of the vocabulary are left out."""
+    """A mask that allows these ids; ids outside the vocabulary are left out."""
     words = np.zeros(num_mask_words(vocab_size), np.int32)
     ids = np.array([token for token in token_ids if 0 <= token < vocab_size], np.uint32)
     np.bitwise_or.at(words.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31))
@@ -197,6 +207,10 @@ def free_mask(vocab_size: int) -> MaskWords:
 
 def _set_bit(words: MaskWords, token: int) -> None:
     words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _has_bit(words: MaskWords, token: int) -> bool:
+    return bool(words.view(np.uint32)[token // 32] >> np.uint32(token % 32) & np.uint32(1))
 
 
 def _failure_links(marker: list[int]) -> list[int]:

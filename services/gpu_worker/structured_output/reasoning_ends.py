@@ -30,7 +30,7 @@ class ReasoningEnds:
         self._banned: dict[bytes, MaskWords] = {}  # by what the output ends with
 
     def follow(self, before: bytes, token: int) -> tuple[bytes, bool]:
-        """What the output ends with behind `token`, as far as it may begin an end, and whether `token` completes it."""
+        """Returns the tail of the output behind `token` that may begin an end, and whether `token` completes one."""
         text = before + (self._texts[token] if token < len(self._texts) else b"")
         longest = max(map(len, self._all)) - 1
         for start in range(max(len(text) - longest, 0), len(text)):

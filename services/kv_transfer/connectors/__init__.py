@@ -4,7 +4,7 @@ A connector is a `BlockWriter` on the sender's side and a `BlockReader` on the r
 into the mapped memory of a worker on the same host (`shm`, `cuda_ipc`), `tcp` sends the bytes with the frames, `nixl`
 writes them to staging memory of the receiver (`nixl_access`) with the package of that name, by RDMA where it can.
 `selection` picks a connector by trying it. `sender_link`
-and `receiver` call connectors, which know only single copies and no transfers; `block_memory.BlockMemory` copies for
+and `receiver` call connectors, which know only single copies and no transfers; `block_copier.BlockCopier` copies for
 `mapped` and `tcp`, in host or GPU memory, and computes checksums for all. `faults` wraps a connector for tests.
 
 What proves that a sender does not write any more, so that the receiver may end its transfers when the link has broken:

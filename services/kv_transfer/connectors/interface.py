@@ -5,7 +5,7 @@ from typing import Protocol
 
 import zmq
 
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 
@@ -38,7 +38,7 @@ class BlockWriter(Protocol):
     maps_memory: bool  # this process writes to the receiver's memory itself, and may go on when the link breaks
 
     def open(self, opened: Callable[[], None], lost: LinkLost) -> None:
-        """Call it first. Calls `opened`, at once or in a later `BlockMemory.poll`; no copy may start before that.
+        """Call it first. Calls `opened`, at once or in a later `BlockCopier.poll`; no copy may start before that.
 
         Calls `lost`, once at most, if the connector fails: the link must close, without a frame about copies that fail
         after that. Their bytes may still arrive.
@@ -47,7 +47,7 @@ class BlockWriter(Protocol):
     def try_start(self, write: BlockWrite, written: Written, failed: WriteFailed) -> bool:
         """Starts a copy. Returns False if too many are in flight: try again after one is complete.
 
-        A later `BlockMemory.poll` calls `written` or `failed`. The copy reads the source blocks and writes to the
+        A later `BlockCopier.poll` calls `written` or `failed`. The copy reads the source blocks and writes to the
         receiver's memory only between `try_start` and that call. Raises ValueError for blocks outside of the pools.
         """
 
@@ -71,5 +71,5 @@ class BlockReader(Protocol):
         in the arena.
 
         payload: None if the sender has written to the arena itself. Calls `landed` or `failed`, at once or in a later
-        `BlockMemory.poll`.
+        `BlockCopier.poll`.
         """

@@ -8,9 +8,9 @@ both processes may live.
 
 from collections.abc import Callable
 
-from blockyard.services.kv_transfer.block_memory import BlockMemory, PeerBlocks
+from blockyard.services.kv_transfer.block_copier import BlockCopier, PeerBlocks
 from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, LinkLost, WriteFailed, Written
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 
@@ -22,7 +22,7 @@ class MappedWriter:
 
     maps_memory = True
 
-    def __init__(self, own: BlockMemory, theirs: PeerBlocks) -> None:
+    def __init__(self, own: BlockCopier, theirs: PeerBlocks) -> None:
         self.name, self.chunk_bytes = own.connector, own.chunk_bytes
         self._own = own
         self._theirs: PeerBlocks | None = theirs
@@ -57,7 +57,7 @@ class MappedWriter:
         self._theirs = None  # a copy in flight keeps the mapping until it is complete
 
     def join(self) -> None:
-        """Does nothing: `BlockMemory.drain` waits for the copies."""
+        """Does nothing: `BlockCopier.drain` waits for the copies."""
 
 
 class MappedReader:
@@ -65,7 +65,7 @@ class MappedReader:
 
     has_payloads = False
 
-    def __init__(self, own: BlockMemory) -> None:
+    def __init__(self, own: BlockCopier) -> None:
         self._own = own
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import zmq
 from torch import Tensor
 
-from blockyard.services.kv_transfer.block_memory import BlockMemory
+from blockyard.services.kv_transfer.block_copier import BlockCopier
 from blockyard.services.kv_transfer.connectors.interface import LinkLost, WriteFailed, Written
 from blockyard.services.kv_transfer.connectors.nixl_agent import (
     TOKEN_BYTES,
@@ -47,7 +47,7 @@ from blockyard.services.kv_transfer.connectors.nixl_agent import (
     region_at,
 )
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 from blockyard.services.kv_transfer.staging import StagingBuffers, StagingMemory
@@ -67,7 +67,7 @@ class NixlWriter:
     name = "nixl"
 
     def __init__(
-        self, own: BlockMemory, layout: BlockLayout, staging: StagingMemory, remote: bytes, copies: CopyThread,
+        self, own: BlockCopier, layout: BlockLayout, staging: StagingMemory, remote: bytes, copies: CopyThread,
         backends: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """remote: what the receiver's `NixlAccesses` has opened. Raises ConfigError if it cannot be used."""

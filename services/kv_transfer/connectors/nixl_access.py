@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-from blockyard.services.kv_transfer.block_memory import BlockMemory
+from blockyard.services.kv_transfer.block_copier import BlockCopier
 from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed
 from blockyard.services.kv_transfer.connectors.nixl_agent import (
     TOKEN_BYTES,
@@ -27,7 +27,7 @@ from blockyard.services.kv_transfer.connectors.nixl_agent import (
     region_at,
 )
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.staging import StagingBuffers, StagingMemory
@@ -50,7 +50,7 @@ class NixlReader:
     has_payloads = True  # a `Place`
 
     def __init__(
-        self, own: BlockMemory, layout: BlockLayout, access: "_Access", freed: Callable[[bytes], None]
+        self, own: BlockCopier, layout: BlockLayout, access: "_Access", freed: Callable[[bytes], None]
     ) -> None:
         """freed: is called with the `Place` of each buffer that is free."""
         self._own, self._layout, self._access, self._freed = own, layout, access, freed
@@ -121,7 +121,7 @@ class NixlAccesses:
     """
 
     def __init__(
-        self, own: BlockMemory, layout: BlockLayout, staging: StagingMemory, copies: CopyThread,
+        self, own: BlockCopier, layout: BlockLayout, staging: StagingMemory, copies: CopyThread,
         backends: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Raises ConfigError if the package is not installed."""

@@ -3,13 +3,13 @@
 import logging
 
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena
-from blockyard.services.kv_transfer.block_memory import BlockMemory, HostBlocks
+from blockyard.services.kv_transfer.block_copier import BlockCopier, HostCopier
 from blockyard.services.kv_transfer.connectors.interface import BlockReader, BlockWriter
 from blockyard.services.kv_transfer.connectors.mapped import MappedReader, MappedWriter
 from blockyard.services.kv_transfer.connectors.nixl import NixlWriter
 from blockyard.services.kv_transfer.connectors.tcp import TcpReader, TcpWriter
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_blocks import blocks_of
+from blockyard.services.kv_transfer.host_copies import blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.frames import LinkWelcome
 from blockyard.services.kv_transfer.staging import StagingMemory
@@ -30,18 +30,18 @@ def check_connector(name: str, arena: Arena) -> None:
         raise ConfigError(f"KV connector {name}: the KV memory of this worker is on {'a GPU' if on_gpu else 'a CPU'}")
 
 
-def open_blocks(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockMemory:
+def make_copier(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockCopier:
     """Raises ValueError if the arena's memory is not whole blocks of words of 8 bytes."""
     if isinstance(arena, DeviceArena):
         # imports Triton, which a worker on the CPU does not load
-        from blockyard.services.kv_transfer import device_blocks  # noqa: PLC0415
+        from blockyard.services.kv_transfer import device_copier  # noqa: PLC0415
 
-        return device_blocks.open_blocks(arena.bytes, layout, copies)
-    return HostBlocks(blocks_of(arena.bytes.numpy(), layout), layout, copies)
+        return device_copier.make_copier(arena.bytes, layout, copies)
+    return HostCopier(blocks_of(arena.bytes.numpy(), layout), layout, copies)
 
 
 def make_writer(
-    config: KVTransferConfig, welcome: LinkWelcome, arena: Arena, own: BlockMemory, layout: BlockLayout,
+    config: KVTransferConfig, welcome: LinkWelcome, arena: Arena, own: BlockCopier, layout: BlockLayout,
     copies: CopyThread, staging: StagingMemory,
 ) -> BlockWriter:  # fmt: skip
     """Makes a writer. "auto" maps the receiver's memory, or takes tcp if it cannot.
@@ -64,7 +64,7 @@ def make_writer(
     return TcpWriter(own, layout)
 
 
-def make_reader(name: str, own: BlockMemory) -> BlockReader | None:
+def make_reader(name: str, own: BlockCopier) -> BlockReader | None:
     """Makes the reader that belongs to the writer `name`, other than nixl; None for an unknown name."""
     if name == own.connector:
         return MappedReader(own)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import zmq
 
-from blockyard.services.kv_transfer.block_memory import BlockMemory
+from blockyard.services.kv_transfer.block_copier import BlockCopier
 from blockyard.services.kv_transfer.connectors.interface import Landed, LandingFailed, LinkLost, WriteFailed, Written
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
@@ -43,7 +43,7 @@ class TcpWriter:
     name = "tcp"
     maps_memory = False
 
-    def __init__(self, own: BlockMemory, layout: BlockLayout) -> None:
+    def __init__(self, own: BlockCopier, layout: BlockLayout) -> None:
         self.chunk_bytes = max(CHUNK_BYTES, layout.largest_piece_bytes)
         self._own, self._layout = own, layout
         self._free: list[Words] = []
@@ -86,7 +86,7 @@ class TcpWriter:
         """Does nothing: a buffer is freed when libzmq has sent its last message."""
 
     def join(self) -> None:
-        """Does nothing: `BlockMemory.drain` waits for the copies."""
+        """Does nothing: `BlockCopier.drain` waits for the copies."""
 
     def _buffer(self) -> Words | None:
         if not self._free:
@@ -104,7 +104,7 @@ class TcpReader:
 
     has_payloads = True
 
-    def __init__(self, own: BlockMemory) -> None:
+    def __init__(self, own: BlockCopier) -> None:
         self._own = own
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:

@@ -2,26 +2,25 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 from blockyard.services.offline.engine_args import EngineArgsBase
+from blockyard.services.offline.engines.async_operations import AsyncOperations
 from blockyard.services.offline.engines.live_request import LiveRequest
-from blockyard.services.offline.engines.llm_engine import EngineModelConfig, LLMEngine, refuse_arguments
-from blockyard.services.offline.outputs import RequestOutput, RingLost
+from blockyard.services.offline.engines.llm_engine import refuse_arguments
+from blockyard.services.offline.outputs import RequestOutput
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.services.offline.sampling_params import SamplingParams
-from blockyard.services.offline.tokenizer import LLMTokenizer
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.client import RingClient
 
 
-class AsyncLLMEngine:
+class AsyncLLMEngine(AsyncOperations):
     """Generates from any number of tasks, of one or several event loops. The ring runs in a thread of its own."""
 
     def __init__(self, running: RunningModel) -> None:
-        self._running, self._session = running, running.session
-        self._operations = LLMEngine(running)  # its calls wait: they are made in threads
+        super().__init__(running)
         self._requests: dict[str, LiveRequest] = {}
 
     @classmethod
@@ -74,52 +73,6 @@ class AsyncLLMEngine:
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             if (live := self._requests.get(one)) is not None:
                 live.abort()
-
-    async def encode(self, *_: object, **__: object) -> None:
-        self._operations.encode()
-
-    async def collective_rpc(self, *_: object, **__: object) -> None:
-        self._operations.collective_rpc()
-
-    async def get_tokenizer(self, lora_request: None = None) -> LLMTokenizer:
-        return await asyncio.to_thread(self._running.tokenizer)
-
-    async def get_model_config(self) -> EngineModelConfig:
-        return self.model_config
-
-    @property
-    def model_config(self) -> EngineModelConfig:
-        return self._operations.model_config
-
-    @property
-    def is_running(self) -> bool:
-        return not self._session.end_reason
-
-    @property
-    def is_stopped(self) -> bool:
-        return not self.is_running
-
-    @property
-    def errored(self) -> bool:
-        return not self.is_running
-
-    @property
-    def dead_error(self) -> RingLost:
-        return RingLost(self._session.end_reason or "the ring runs")
-
-    async def check_health(self) -> None:
-        """Raises RingLost if the ring has ended."""
-        if not self.is_running:
-            raise self.dead_error
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        return await asyncio.to_thread(self._operations.reset_prefix_cache)
-
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        await asyncio.to_thread(self._operations.sleep, level, mode)
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        await asyncio.to_thread(self._operations.wake_up, tags)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the ring. Open requests fail. May be called again."""

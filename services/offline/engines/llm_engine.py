@@ -19,7 +19,7 @@ from blockyard.shared.ring_client.client import RingClient
 
 @dataclass(frozen=True, slots=True)
 class EngineModelConfig:
-    """What scripts read of an engine's `model_config`."""
+    """The fields of an engine's `model_config` that scripts read."""
 
     model: str
     served_model_name: str

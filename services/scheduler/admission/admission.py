@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
+from blockyard.services.scheduler.kv_cache.sliding_window import max_len
 from blockyard.shared.messages import DEFAULT_SETTINGS, Generate, Geometry, KVRole, ModelCard, ModelSettings
 from blockyard.shared.token_ids import ID_BYTES, num_ids
 
@@ -79,7 +79,7 @@ class ModelCapacity:
 
 
 def capacity_of(geometries: list[Geometry]) -> ModelCapacity:
-    """What every group can serve; with roles, what the best pair of groups can serve. `geometries` is not empty."""
+    """Returns the capacity that every group has; with roles, the best pair of groups. `geometries` is not empty."""
     if len({g.kv_role for g in geometries}) > 1:
         alike = {
             (g.kv_role, g.kv_layout, g.num_blocks, g.max_model_len, g.max_num_batched_tokens): g for g in geometries
@@ -107,7 +107,7 @@ def _least_of(geometries: list[Geometry]) -> ModelCapacity:
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
         geometries[0].eos_token_ids,
-        min(SlidingWindow(g.window, g.block_size, g.max_num_batched_tokens).max_len(g.num_blocks) for g in geometries),
+        min(max_len(g.window, g.block_size, g.num_blocks) for g in geometries),
         min(g.vector_size for g in geometries),
     )
 

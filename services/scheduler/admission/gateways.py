@@ -1,13 +1,14 @@
 """The gateways of a scheduler, and what all of them are told."""
 
+from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.shared.messages import PathLost, QueueCapacity, QueueCapacityChanged
 
 
 class Gateways:
-    def __init__(self, lifecycle: Lifecycle, outbox: Outbox) -> None:
-        self._lifecycle, self._outbox = lifecycle, outbox
+    def __init__(self, lifecycle: Lifecycle, streams: DetokenizerStreams, outbox: Outbox) -> None:
+        self._lifecycle, self._streams, self._outbox = lifecycle, streams, outbox
         self.incarnations: set[int] = set()
 
     def add(self, gateway: int) -> None:
@@ -26,6 +27,6 @@ class Gateways:
 
     def tell_lost_detokenizers(self) -> None:
         """Gateways know the affected requests best: some have ended here already."""
-        for detokenizer in self._lifecycle.streams.take_lost():
+        for detokenizer in self._streams.take_lost():
             for gateway in self.incarnations:
                 self._outbox.answer(gateway, PathLost(detokenizer))

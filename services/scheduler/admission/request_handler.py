@@ -1,22 +1,90 @@
 """Handles requests from gateways: new ones, repeated ones, new attempts after a loss, and cancels."""
 
-from collections import Counter
+import math
+from collections import Counter, deque
 
-from blockyard.services.scheduler.admission.acceptance import Acceptance
-from blockyard.services.scheduler.admission.admission import Admission, Refusal, ServedModel
+from blockyard.services.scheduler.admission.admission import Admission, Refusal
 from blockyard.services.scheduler.admission.gateways import Gateways
-from blockyard.services.scheduler.batch.worker_groups import WorkerGroups
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
+from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
+from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence
 from blockyard.shared import messages
-from blockyard.shared.messages import Cancel, Generate, PathLost, Refused, Stop
+from blockyard.shared.messages import Accepted, Cancel, Generate, PathLost, Refused, Stop
 from blockyard.shared.token_ids import num_ids
 
+MAX_SILENCE_S = 5.0  # without an answer, if no maximum delay is set
 QUEUE_FULL = Refusal(429, "", "the waiting queue is full")
 ALL_ASLEEP = Refusal(503, "", "the workers sleep and the waiting queue is full")
+
+
+class Acceptance:
+    """Accepts requests: when they are first scheduled, or after they have waited for a while.
+
+    A request can be refused with a status code only before it is accepted, because a streaming client gets its status
+    200 with Accepted. A later error would be an event in the stream.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        waiting: WaitingQueue,
+        streams: DetokenizerStreams,
+        bounds: QueueBounds,
+        outbox: Outbox,
+    ) -> None:
+        self._lifecycle, self._waiting, self._streams = lifecycle, waiting, streams
+        self._bounds, self._outbox = bounds, outbox
+        self._refuses = bounds.max_delay_s is not None
+        self._max_wait_s = MAX_SILENCE_S if bounds.max_delay_s is None else bounds.max_delay_s
+        # time limit, id and attempt; not the request, which would keep the prompts of ended requests in memory
+        self._pending: deque[tuple[float, str, int]] = deque()
+        self.next_expiry_s = math.inf  # when to call `expire`
+
+    def on_arrival(self, request: Request, now: float) -> None:
+        """A request starts to wait. One that is sent again was accepted before, so that it is accepted at once."""
+        if not request.attempt or not self.accept(request):
+            self._pending.append((now + self._max_wait_s, request.id, request.attempt))
+            self.next_expiry_s = self._pending[0][0]
+
+    def can_accept(self, request: Request) -> bool:
+        """Whether the request has a detokenizer, can get one, or needs none."""
+        return request.accepted or self._streams.can_open(request)
+
+    def accept(self, request: Request) -> bool:
+        """Opens the request's streams and notifies its gateway, once. False while there is no detokenizer."""
+        if request.accepted:
+            return True
+        if not self._streams.open(request, request.frame.choices):
+            return False
+        request.accepted = True
+        self._waiting.on_accepted(request)
+        self.notify(request)
+        return True
+
+    def notify(self, request: Request) -> None:
+        capacity = self._bounds.capacity()
+        detokenizer = request.detokenizer if request.has_text else None
+        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, detokenizer, capacity))
+
+    def expire(self, now: float) -> list[Request]:
+        """Requests to refuse after the maximum delay. Without a maximum they are accepted."""
+        refused = []
+        while self._pending and self._pending[0][0] <= now:
+            _, request_id, attempt = self._pending.popleft()
+            request = self._lifecycle.requests.get(request_id)
+            if request is None or request.attempt != attempt or request.accepted:
+                continue
+            if self._refuses and not request.attempt:
+                refused.append(request)
+            elif not self.accept(request):
+                self._pending.append((now + self._max_wait_s, request_id, attempt))
+        self.next_expiry_s = self._pending[0][0] if self._pending else math.inf
+        return refused
 
 
 class RequestHandler:
@@ -24,28 +92,30 @@ class RequestHandler:
 
     def __init__(
         self,
-        model: ServedModel,
-        limits: QueueLimits,
+        admission: Admission,
+        bounds: QueueBounds,
+        acceptance: Acceptance,
+        gateways: Gateways,
         lifecycle: Lifecycle,
-        groups: WorkerGroups,
+        waiting: WaitingQueue,
+        parallel_sampling: ParallelSampling,
+        beam_scheduler: BeamScheduler,
+        streams: DetokenizerStreams,
         outbox: Outbox,
     ) -> None:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
-        self.admission = Admission(model)
-        self.bounds = QueueBounds(lifecycle.waiting, groups.attached, limits)
-        self.acceptance = Acceptance(lifecycle, self.bounds, outbox)
-        self.gateways = Gateways(lifecycle, outbox)
-        self.beam_scheduler = BeamScheduler(lifecycle, groups)
-        self._lifecycle, self._streams, self._outbox = lifecycle, lifecycle.streams, outbox
+        self._admission, self._bounds, self._acceptance, self._gateways = admission, bounds, acceptance, gateways
+        self._lifecycle, self._waiting, self._parallel_sampling = lifecycle, waiting, parallel_sampling
+        self._beam_scheduler, self._streams, self._outbox = beam_scheduler, streams, outbox
         self._arrivals = 0
 
     def on_message(self, peer: int, frame: Generate | Cancel | Stop | PathLost, now: float) -> None:
         """A frame from a gateway, or from a detokenizer about a running request."""
         match frame:
             case Generate():
-                if peer not in self.gateways.incarnations:
-                    self.gateways.add(peer)
+                if peer not in self._gateways.incarnations:
+                    self._gateways.add(peer)
                 self._generate(peer, frame, now)
             case Cancel():
                 self._cancel(frame)
@@ -57,36 +127,36 @@ class RequestHandler:
     def on_detokenizer(self, incarnation: int) -> None:
         """A detokenizer joined: accepts the requests that were sent again while there was none."""
         self._streams.add_detokenizer(incarnation)
-        self.gateways.tell_lost_detokenizers()
+        self._gateways.tell_lost_detokenizers()
         for request in self._lifecycle.requests.values():
             if request.attempt:
-                self.acceptance.accept(request)
+                self._acceptance.accept(request)
 
     def on_member_lost(self, member: int) -> None:
         """A member is lost, which may be a detokenizer or a gateway."""
         self._streams.remove_detokenizer(member, self._lifecycle.requests.values())
-        self.gateways.tell_lost_detokenizers()
-        self.gateways.remove(member)
+        self._gateways.tell_lost_detokenizers()
+        self._gateways.remove(member)
 
     def expire(self, now: float) -> None:
         """Refuses requests that have waited for the maximum delay."""
-        for request in self.acceptance.expire(now):
+        for request in self._acceptance.expire(now):
             self._refuse(request, Refusal(503, "", "the request waited for the maximum queue delay"), "overdue")
 
     def tell_capacity(self) -> None:
         """Tells all gateways if the queue became full or has room again."""
-        capacity = self.bounds.changed_capacity()
+        capacity = self._bounds.changed_capacity()
         if capacity is not None:
-            self.gateways.tell_capacity(capacity)
+            self._gateways.tell_capacity(capacity)
 
     def _generate(self, gateway: int, frame: Generate, now: float) -> None:
         """Takes a new request, or a new attempt of one that a gateway sends again after a loss."""
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and frame.attempt <= request.attempt:
             if frame.attempt == request.attempt and request.accepted:
-                self.acceptance.notify(request)  # a repeated frame gets a repeated answer
+                self._acceptance.notify(request)  # a repeated frame gets a repeated answer
             return
-        refusal = self.admission.validate(frame)
+        refusal = self._admission.validate(frame)
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)
@@ -118,11 +188,11 @@ class RequestHandler:
         """Whether a new request may wait. If the queue is full, refuses it, or other requests in its place."""
         owner = (frame.tenant, frame.user)
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        gone = self.bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
+        gone = self._bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
         if gone is None:
-            reason = "delay" if self.bounds.is_long() else "full"
+            reason = "delay" if self._bounds.is_long() else "full"
             self._answer(
-                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self.bounds.is_asleep else QUEUE_FULL, reason
+                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self._bounds.is_asleep else QUEUE_FULL, reason
             )
             return False
         for request in gone:
@@ -136,7 +206,7 @@ class RequestHandler:
 
     def _answer(self, gateway: int, request_id: str, attempt: int, refusal: Refusal, reason: str) -> None:
         self.num_refused[reason] += 1
-        capacity = self.bounds.capacity()
+        capacity = self._bounds.capacity()
         frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, capacity)
         self._outbox.answer(gateway, frame)
 
@@ -174,7 +244,7 @@ class RequestHandler:
         )
         self._lifecycle.add(request)
         self._add_sequences(request, frame.choices, found)
-        self.acceptance.on_arrival(request, now)
+        self._acceptance.on_arrival(request, now)
 
     def _rebind(
         self, request: Request, gateway: int, frame: Generate, resumable: dict[int, messages.ChoiceState]
@@ -187,7 +257,7 @@ class RequestHandler:
                 self._lifecycle.end(sequence)
         request.rebind(frame, gateway)
         self._add_sequences(request, [listed for listed in frame.choices if listed.index not in resumable], found)
-        self.acceptance.accept(request)
+        self._acceptance.accept(request)
         for index, listed in resumable.items():
             self._streams.resend(request.sequences[index], num_ids(listed.output_ids))
 
@@ -196,10 +266,13 @@ class RequestHandler:
     ) -> None:
         sequences = [make_sequence(request, one.index, one.output_ids, found.get(one.index)) for one in listed]
         request.add_sequences(sequences)
-        if request.frame.beam is None:
-            self._lifecycle.parallel_sampling.add(request, sequences)
+        if request.frame.beam is not None:
+            self._beam_scheduler.begin(request, request.frame.beam)
+        elif len(request.sequences) > 1:
+            self._parallel_sampling.add(request, sequences)
         else:
-            self.beam_scheduler.begin(request, request.frame.beam)
+            for sequence in sequences:
+                self._waiting.push(sequence)
 
 
 def _num_cached(request: Request | None) -> dict[int, int | None]:

@@ -1,4 +1,4 @@
-"""What runs in each worker group: its sequences, slots, KV cache and plans in flight.
+"""The running batch of each worker group: its sequences, slots, KV cache and plans in flight.
 
 - `worker_groups`: `WorkerGroup` owns all that runs on one worker; its methods alone change it. `WorkerGroups` owns the
   attached groups, and knows for which of them a plan may be possible.

@@ -121,19 +121,14 @@ class DecodeBatch:
     def __len__(self) -> int:
         return self.num_sequences
 
-    def add(self, running: RunningSequence) -> None:
-        """A new running sequence, outside the batch at first."""
-        insort(self.outside, running, key=_by_key)
-
     def has(self, running: RunningSequence) -> bool:
         return running.progress is self._progress
 
     def accepts(self, running: RunningSequence) -> bool:
-        """Whether a sequence may join: it decodes, for more than one step, and is no beam."""
+        """Whether a sequence that has sampled may join: it decodes for more than one step, and is no beam."""
         sequence = running.sequence
         return (
-            running.has_sampled
-            and running.num_scheduled_tokens + 1 < running.max_scheduled_tokens
+            running.num_scheduled_tokens + 1 < running.max_scheduled_tokens
             and sequence.stream > 0
             and sequence.hypothesis is None
         )

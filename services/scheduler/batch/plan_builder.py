@@ -61,21 +61,6 @@ class PlanRecord:
 class PlanBuilder:
     """Collects what a plan schedules."""
 
-    __slots__ = (
-        "blocks",
-        "copied",
-        "copies",
-        "new_hashes",
-        "now",
-        "num_blocks_owed",
-        "record",
-        "runs",
-        "sends",
-        "starts",
-        "token_budget",
-        "written_prompts",
-    )
-
     def __init__(self, number: int, token_budget: int, now: float) -> None:
         self.record = PlanRecord(number)
         self.token_budget = token_budget

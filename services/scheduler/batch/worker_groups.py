@@ -13,6 +13,7 @@ from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
+from blockyard.services.scheduler.kv_cache.sliding_window import max_len
 from blockyard.services.scheduler.plan_pacer import MAX_PLANS_AHEAD, SEND_AHEAD_S, PlanClock, PlanPacer, WakeupTimers
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
 from blockyard.shared.messages import Attach, Attached, Geometry, SlotRun
@@ -58,7 +59,8 @@ class WorkerGroup:
         self.plan_clock = PlanClock()
         self.kv_cache = KVCacheManager(geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats)
         self.slots = IdPool(replace(limits, max_num_seqs=self.max_num_seqs).num_slots, self.plan_clock)
-        self.max_model_len = min(geometry.max_model_len, self.kv_cache.window.max_len(geometry.num_blocks))
+        longest = max_len(geometry.window, geometry.block_size, geometry.num_blocks)
+        self.max_model_len = min(geometry.max_model_len, longest)
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self._running: list[RunningSequence] = []
         self.running: ReadOnly[RunningSequence] = self._running  # by key; the last one is preempted first
@@ -93,11 +95,11 @@ class WorkerGroup:
             table=self.kv_cache.allocate(sequence, num_blocks, found),
             decode=SlotRun(slot, 1),
             own_tokens=found.num_tokens,
-            _computed=found.num_tokens,
+            num_prefilled=found.num_tokens,
         )
         sequence.on_running(running, found.num_tokens)
         insort(self._running, running, key=_by_key)
-        self.decode_batch.add(running)
+        insort(self.decode_batch.outside, running, key=_by_key)
         return running
 
     def detach_from_batch(self, running: RunningSequence) -> None:
@@ -138,9 +140,6 @@ class WorkerGroup:
         if self.slots.num_pending:
             self.slots.free_pending()
         return record
-
-    def set_last_fair_plan(self, number: int) -> None:
-        self.last_fair_plan = number
 
     def restart_sequence(self, running: RunningSequence) -> None:
         """The next plan starts a sequence again in its slot."""

@@ -91,7 +91,8 @@ class BlockPool:
     def share(self, blocks: list[int]) -> None:
         """One more sequence or transfer holds these blocks, which are cached or have a holder."""
         holders = self._holders
-        self._free_queue.take([*filterfalse(holders.__getitem__, blocks)])
+        if unheld := [*filterfalse(holders.__getitem__, blocks)]:
+            self._free_queue.take(unheld)
         for block in blocks:
             holders[block] += 1
 

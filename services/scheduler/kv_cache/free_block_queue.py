@@ -23,9 +23,6 @@ class FreedBatch:
         self.plan = plan  # the last plan sent when they were freed
         self.is_free = False  # that plan has its result
 
-    def set_free(self) -> None:
-        self.is_free = True
-
     def drop_stale(self, batch_of: "Sequence[FreedBatch | None]") -> None:
         self.blocks = [block for block in self.blocks if batch_of[block] is self]
 
@@ -116,7 +113,7 @@ class FreeBlockQueue:
         return block
 
     def _now_free(self, batch: FreedBatch) -> None:
-        batch.set_free()
+        batch.is_free = True
         self._free[batch] = None
         self.num_free += batch.num_blocks
 

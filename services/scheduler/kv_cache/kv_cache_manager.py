@@ -8,8 +8,7 @@ from blockyard.services.scheduler.kv_cache.block_pool import BlockPool
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch, find_in_window, find_prefix
 from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
 from blockyard.services.scheduler.plan_pacer import PlanClock
-from blockyard.services.scheduler.sequences.block_table import NEVER, BlockTable
-from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
+from blockyard.services.scheduler.sequences.requests import NEVER, BlockTable, RunningSequence, Sequence
 from blockyard.shared.block_hashes import HASH_BYTES, split_hashes
 from blockyard.shared.messages import Attached, BlockFetch, BlockSave, FullBlock, Geometry
 
@@ -49,7 +48,9 @@ class KVCacheManager:
     ) -> None:
         self.block_size = geometry.block_size
         self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, plan_clock, geometry.num_host_blocks)
-        self.window = SlidingWindow(geometry.window, geometry.block_size, max_num_batched_tokens)
+        self.window: SlidingWindow | None = None  # without one, every block is kept
+        if geometry.window is not None:
+            self.window = SlidingWindow(geometry.window, geometry.block_size, max_num_batched_tokens)
         self._hasher, self._stats = hasher, stats
         self._is_searched = hasher.enabled or geometry.num_host_blocks > 0
         self.hash_queue: deque[RunningSequence] = deque()  # with full blocks that are not hashed yet
@@ -64,10 +65,12 @@ class KVCacheManager:
         if sequence.request.frame.sampling.num_prompt_logprobs is not None and not sequence.was_prefilled:
             return PrefixMatch()  # prompt log-probabilities need the whole prompt's forward pass
         most = (sequence.num_tokens - 1) // self.block_size
-        if self.window.size is not None:
+        if self.window is not None:
             found = find_in_window(self.blocks, self.window, hashes[:most])
-        else:
+        elif most and self.blocks.holds(hashes[0]):
             found = find_prefix(self.blocks, hashes, most)
+        else:
+            found = PrefixMatch()
         num_found = found.num_blocks_found
         next_hash = hashes[num_found] if num_found < most else None
         found.complete(
@@ -87,15 +90,21 @@ class KVCacheManager:
 
     def may_have_cached(self, first_hash: bytes) -> bool:
         """Whether `find` may find anything for a sequence that begins with this hash."""
-        return self.window.size is not None or self.blocks.holds(first_hash)
+        return self.window is not None or self.blocks.holds(first_hash)
+
+    def num_skipped_blocks(self, num_tokens: int) -> int:
+        """Leading blocks that no token after the first `num_tokens` sees."""
+        return 0 if self.window is None else self.window.num_skipped_blocks(num_tokens)
 
     # allocation
 
     def num_blocks_to_take(self, num_tokens: int, found: PrefixMatch, alone: bool) -> int:
         """Blocks that a sequence of `num_tokens` takes besides the ones found. `alone`: the group runs nothing else."""
         pool, num_held = self.blocks, found.num_skipped + len(found.blocks)
+        if self.window is None:
+            return pool.blocks_for(num_tokens) - num_held
         wanted = pool.blocks_for(self.window.initial_tokens(num_tokens, found.num_tokens)) - num_held
-        if self.window.size is None or not alone:
+        if not alone:
             return wanted
         least = pool.blocks_for(found.num_tokens + 1) - num_held
         return max(least, min(wanted, pool.num_free - pool.num_free_of(found.blocks)))
@@ -107,10 +116,13 @@ class KVCacheManager:
 
     def allocate(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> BlockTable:
         """The table of a sequence that starts: the blocks found, then `num_blocks` free ones, checked by the caller."""
-        pool, hosts = self.blocks, self.blocks.host.pin(list(found.host_hashes.values()))  # `take` may evict others
+        pool, hosts = self.blocks, list[int]()
+        if found.host_hashes:
+            hosts = pool.host.pin(list(found.host_hashes.values()))  # `take` may evict others
         if found.copy_from is not None:
             pool.share([found.copy_from])  # until `on_plan_sent`: the plan that is being built reads it
-        pool.share(found.blocks)
+        if found.blocks:
+            pool.share(found.blocks)
         fresh = pool.take(num_blocks)
         blocks = found.blocks + fresh
         if hosts:
@@ -124,8 +136,15 @@ class KVCacheManager:
         if found.is_query:
             self._stats.on_query(sequence.num_tokens, found.num_tokens)
         skipped = blocks[:1] * found.num_skipped  # placeholders: positions count them and no kernel reads them
+        blocks = skipped + blocks
         table = BlockTable(
-            self.block_size, skipped + blocks, found.num_blocks_found, found.num_skipped, found.copy_from
+            self.block_size,
+            blocks,
+            capacity=len(blocks) * self.block_size,
+            num_cached=found.num_blocks_found,
+            num_freed=found.num_skipped,
+            copied_from=found.copy_from,
+            num_hashed=found.num_blocks_found,
         )
         if self._hasher.enabled:
             table.set_hashed(found.num_blocks_found)
@@ -139,7 +158,7 @@ class KVCacheManager:
         """
         hashes = self._hasher.hashes(sequence, self.block_size, num_tokens)
         end = num_tokens // self.block_size
-        first = self.window.num_skipped_blocks(end * self.block_size)
+        first = self.num_skipped_blocks(end * self.block_size)
         here = [*map(self.blocks.index.get, hashes[first:end])]
         in_host = self.blocks.host.has
         missing = {i: hashes[i] for i, block in enumerate(here, first) if block is None and not in_host(hashes[i])}
@@ -148,13 +167,13 @@ class KVCacheManager:
     def num_blocks_to_receive(self, num_tokens: int, num_missing: int) -> int:
         """At most so many are missing to continue after `num_tokens` tokens, of which `num_missing` are not cached."""
         end = num_tokens // self.block_size
-        first = self.window.num_skipped_blocks(end * self.block_size)
+        first = self.num_skipped_blocks(end * self.block_size)
         return min(end - first, self.blocks.blocks_for(num_missing))
 
     def append_block(self, running: RunningSequence) -> int | None:
         """One more block for a sequence; None if no block is free."""
-        if self.window.size is not None:
-            self._free_outside_window(running)
+        if self.window is not None:
+            self._free_outside_window(running, self.window)
         block = self.blocks.take_one()
         if block is not None:
             running.table.extend([block])
@@ -169,7 +188,8 @@ class KVCacheManager:
 
     def extend(self, running: RunningSequence, num_tokens: int) -> list[int]:
         """Blocks for the first `num_tokens` tokens of a sequence, or as many as are free. Returns the new blocks."""
-        self._free_outside_window(running)
+        if self.window is not None:
+            self._free_outside_window(running, self.window)
         missing = self.blocks.blocks_for(num_tokens) - len(running.table.blocks)
         blocks = self.blocks.take(min(missing, self.blocks.num_free))
         running.table.extend(blocks)
@@ -180,15 +200,15 @@ class KVCacheManager:
         table = running.table
         if table.next_hash_at != NEVER:
             self._hash_computed(running)
-        table.stop_hashing()
+        table.next_hash_at = NEVER
         first = table.num_freed
         self.blocks.release(table.blocks[first:], running.sequence.block_hashes[first : table.num_hashed])
 
-    def _free_outside_window(self, running: RunningSequence) -> None:
+    def _free_outside_window(self, running: RunningSequence, window: SlidingWindow) -> None:
         table = running.table
         if table.next_hash_at != NEVER:
             self._hash_computed(running)
-        end = min(self.window.num_skipped_blocks(running.num_computed_tokens), len(table.blocks))
+        end = min(window.num_skipped_blocks(running.num_computed_tokens), len(table.blocks))
         if end > table.num_freed:
             hashes = running.sequence.block_hashes[table.num_freed : min(end, table.num_hashed)]
             self.blocks.release(table.free_first(end), hashes)
@@ -214,7 +234,8 @@ class KVCacheManager:
 
     def mark_block_full(self, running: RunningSequence) -> None:
         """A result says that a sequence has computed up to `next_hash_at`: its next block is full."""
-        if running.table.set_hash_due():
+        if not running.table.is_hash_due:
+            running.table.is_hash_due = True
             self.hash_queue.append(running)
 
     def mark_blocks_full(self, sequences: list[RunningSequence]) -> None:
@@ -226,7 +247,7 @@ class KVCacheManager:
         queue = self.hash_queue
         for _ in range(min(len(queue), len(queue) // 8 + 16)):
             running = queue.popleft()
-            running.table.clear_hash_due()
+            running.table.is_hash_due = False
             if running.num_computed_tokens >= running.table.next_hash_at:
                 self._hash_computed(running)
 
@@ -274,8 +295,9 @@ class KVCacheManager:
         new = index.take_new()
         if any(map(index.free_queue.batch_of, new)):
             self.blocks.keep_named(new)
-        saves, fetches = host.take()
-        if saves or fetches:
+        saves, fetches = list[BlockSave](), list[BlockFetch]()
+        if host.saves or host.fetches:
+            saves, fetches = host.take()
             self._stats.on_copies(len(saves), len(fetches))
         return [*map(FullBlock, new.keys(), new.values())] if new else [], saves, fetches
 

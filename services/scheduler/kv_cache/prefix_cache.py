@@ -23,7 +23,7 @@ class BlockHasher:
     def hashes(self, sequence: Sequence, block_size: int, num_tokens: int) -> list[bytes]:
         """Hashes of at least the full blocks of the first `num_tokens` tokens, kept with the sequence."""
         if sequence.hash_block_size != block_size:
-            sequence.set_block_hashes(block_size, self._prompt_hashes(sequence, block_size))
+            sequence.hash_block_size, sequence.block_hashes = block_size, self._prompt_hashes(sequence, block_size)
         hashes = sequence.block_hashes
         missing = num_tokens // block_size - len(hashes)
         if missing > 0:
@@ -72,9 +72,6 @@ class PrefixMatch:
     def complete(self, next_hash: bytes | None, num_tokens: int, is_query: bool) -> None:
         self.next_hash, self.num_tokens, self.is_query = next_hash, num_tokens, is_query
 
-    def set_copy_from(self, block: int) -> None:
-        self.copy_from = block
-
     @property
     def num_blocks_found(self) -> int:
         """Leading blocks that need not be computed."""
@@ -110,8 +107,8 @@ def _extend_from_host(pool: BlockPool, hashes: list[bytes], found: PrefixMatch) 
         return
     rest = hashes[start:]
     if pool.index.has_none(rest):  # the usual case: one lookup of all hashes runs at C speed
-        is_held = [*map(pool.host.has, rest)]
-        end = is_held.index(False) if False in is_held else len(is_held)
+        is_in_host = [*map(pool.host.has, rest)]
+        end = is_in_host.index(False) if False in is_in_host else len(is_in_host)
         found.host_hashes.update(zip(range(start, start + end), rest[:end], strict=True))
         return
     for i in range(start, len(hashes)):

@@ -6,39 +6,38 @@ count them, and no kernel reads them. A cached prefix can be used when the block
 
 from collections.abc import Callable, Sequence
 
-from blockyard.services.scheduler.sequences.block_table import NEVER
+from blockyard.services.scheduler.sequences.requests import NEVER
+
+
+def max_len(window: int | None, block_size: int, num_blocks: int) -> int:
+    """Tokens of the longest sequence that fits into `num_blocks` blocks, if need be computed block by block.
+
+    `window`: in tokens; None if some layer sees all tokens, so that every block is kept.
+    """
+    if window is not None and num_blocks >= -(-window // block_size) + 2:
+        return NEVER
+    return num_blocks * block_size
 
 
 class SlidingWindow:
-    """`size` is in tokens; None if some layer sees all tokens, so that every block is kept."""
+    """The window of a model in which no layer sees more than `size` tokens."""
 
-    def __init__(self, size: int | None, block_size: int, max_step_tokens: int) -> None:
+    def __init__(self, size: int, block_size: int, max_step_tokens: int) -> None:
         self.size = size
         self._block_size = block_size
         self._max_step_tokens = max_step_tokens
 
     def num_skipped_blocks(self, num_tokens: int) -> int:
         """Leading blocks that no token after the first `num_tokens` sees."""
-        if self.size is None:
-            return 0
         return max(0, num_tokens - self.size + 1) // self._block_size
 
     def initial_tokens(self, num_tokens: int, num_found: int) -> int:
         """Tokens for which a sequence takes blocks when it starts behind `num_found` cached tokens."""
-        if self.size is None:
-            return num_tokens
         return min(num_tokens, num_found + self.size + self._max_step_tokens)
-
-    def max_len(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence that fits into `num_blocks` blocks, if need be computed block by block."""
-        if self.size is not None and num_blocks >= -(-self.size // self._block_size) + 2:
-            return NEVER
-        return num_blocks * self._block_size
 
     def longest_hit(self, hashes: Sequence[bytes], is_cached: Callable[[bytes], bool]) -> tuple[int, int]:
         """The longest usable prefix in blocks, and how many of its leading blocks are outside the window."""
         size, window = self._block_size, self.size
-        assert window is not None
         best = first = gap_end = 0  # all blocks from `gap_end` on are cached
         for end, block_hash in enumerate(hashes, 1):
             if not is_cached(block_hash):

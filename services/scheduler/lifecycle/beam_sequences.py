@@ -9,6 +9,8 @@ The client gets no tokens before the search is over.
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Finished, Hypothesis
 from blockyard.services.scheduler.sequences.requests import ActiveBeamSearch, Phase, Request, Sequence, make_sequence
 from blockyard.shared.messages import Beam, SlotResult, TokenStep
@@ -18,19 +20,22 @@ from blockyard.shared.token_ids import num_ids
 class BeamScheduler:
     """All searches in progress. The state of each is in its `Request.search`."""
 
-    def __init__(self, lifecycle: Lifecycle, groups: WorkerGroups) -> None:
-        self._lifecycle, self._waiting, self._groups = lifecycle, lifecycle.waiting, groups
+    def __init__(
+        self, lifecycle: Lifecycle, waiting: WaitingQueue, parallel_sampling: ParallelSampling, groups: WorkerGroups
+    ) -> None:
+        self._lifecycle, self._waiting, self._groups = lifecycle, waiting, groups
+        self._parallel_sampling = parallel_sampling
         self.live: dict[str, Request] = {}  # ended ones are removed in `preempt_stalled`
 
     def begin(self, request: Request, beam: Beam) -> None:
         """Starts a search with one beam. The sequences of the request are only its answer."""
         first = make_sequence(request, 0, b"")
         first.set_hypothesis(Hypothesis(first.outputs))
-        first.set_num_beams(beam.width)
+        first.num_beams = beam.width
         search = BeamSearch(beam, request.frame.sampling, num_ids(request.frame.prompt_ids))
-        request.set_search(ActiveBeamSearch(search, [first]))
+        request.search = ActiveBeamSearch(search, [first])
         self.live[request.id] = request
-        self._lifecycle.parallel_sampling.add(request, [first])
+        self._parallel_sampling.add(request, [first])
 
     def on_result(self, group: WorkerGroup, sequence: Sequence, slot: SlotResult) -> None:
         """The result of one slot, for a beam."""
@@ -42,9 +47,9 @@ class BeamScheduler:
             return
         if not slot.logprobs:
             return  # the result of a part of its prompt, or an empty one
-        hypothesis.set_top(slot.logprobs[0])
+        hypothesis.top = slot.logprobs[0]
         self._waiting.discard(sequence)  # if it was preempted, it needs to run no more
-        self._lifecycle.parallel_sampling.on_removed(sequence)
+        self._parallel_sampling.on_removed(sequence)
         live = [c.hypothesis for c in search.beams if c.hypothesis is not None]
         if any(h.top is None for h in live):
             near = {c.last_run.worker for c in search.beams if c.last_run is not None and c.phase is Phase.RUNNING}
@@ -105,7 +110,7 @@ class BeamScheduler:
             self._lifecycle.release(sequence)
         for place, hypothesis in stay.items():
             self._go_on(before[place], hypothesis)
-        self._lifecycle.parallel_sampling.add(
+        self._parallel_sampling.add(
             before[0].request, [sequence for sequence in search.beams if sequence not in before]
         )
 
@@ -125,7 +130,7 @@ class BeamScheduler:
         if before is None or before.top is None or hypothesis.outputs[-1] != before.top.token_id:
             group.restart_sequence(running)
         sequence.set_hypothesis(hypothesis)
-        running.set_max_scheduled(sequence.num_tokens)
+        running.max_scheduled_tokens = sequence.num_tokens
 
     def _answer(self, request: Request, search: ActiveBeamSearch) -> None:
         """Ends the search. The n-th best hypothesis is the answer for choice n."""

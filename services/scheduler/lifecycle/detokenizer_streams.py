@@ -70,7 +70,7 @@ class DetokenizerStreams:
         for choice in listed:
             stream = self._stream = self._stream % MOST_STREAMS + 1
             if choice.index in request.sequences:
-                request.sequences[choice.index].set_stream(stream)
+                request.sequences[choice.index].stream = stream
             opens.append(
                 StreamOpen(
                     request.id,
@@ -96,7 +96,7 @@ class DetokenizerStreams:
 
     def _detach(self, request: Request) -> None:
         for sequence in request.sequences.values():
-            sequence.set_stream(0)
+            sequence.stream = 0
             if sequence.last_run is not None and (group := self._groups.get(sequence.last_run.worker)) is not None:
                 group.detach_from_batch(sequence.last_run)
         request.set_detokenizer(None)

@@ -5,29 +5,31 @@ from collections.abc import Callable
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
-from blockyard.services.scheduler.outbox import Outbox, VectorOutbox
-from blockyard.services.scheduler.queue.policy import Policy
+from blockyard.services.scheduler.outbox import VectorOutbox
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
-from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
-from blockyard.services.scheduler.transfers.notices import TransferNotices
+from blockyard.services.scheduler.transfers.handovers import Handovers
 from blockyard.shared.messages import FinishReason, VectorResult
 
 
 class Lifecycle:
-    """Owns the live requests, their text streams, the waiting queue, and what waits for a sibling's prompt."""
+    """Owns the live requests. What waits, and the text streams, have owners of their own, which it tells."""
 
-    def __init__(self, policy: Policy, groups: WorkerGroups, outbox: Outbox, transfers: TransferSettings) -> None:
-        self.waiting = WaitingQueue(policy)
-        self.handovers = Handovers(groups, self.waiting, outbox, transfers, self.fail)
-        self.transfer_notices = TransferNotices(self.handovers, groups, outbox)
+    def __init__(
+        self,
+        groups: WorkerGroups,
+        waiting: WaitingQueue,
+        parallel_sampling: ParallelSampling,
+        handovers: Handovers,
+        streams: DetokenizerStreams,
+        vectors: VectorOutbox,
+    ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
-        self.streams = DetokenizerStreams(groups.attached)
-        self.vectors = VectorOutbox()
-        self.parallel_sampling = ParallelSampling(self.waiting)
-        self._groups = groups
+        self._groups, self._waiting, self._policy = groups, waiting, waiting.policy
+        self._parallel_sampling, self._handovers = parallel_sampling, handovers
+        self._streams, self._vectors = streams, vectors
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
@@ -42,7 +44,7 @@ class Lifecycle:
                 if sequence.last_run is None
                 else sequence.last_run.max_num_tokens - request.num_prompt
             )
-            self.waiting.output_lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
+            self._waiting.output_lengths.ended(len(sequence.outputs), len(sequence.outputs) < most)
         self.release(sequence)
         if not request.sequences:
             del self.requests[request.id]
@@ -58,29 +60,29 @@ class Lifecycle:
             self._free(left, sequence.last_run)
             self._groups.mark_dirty([left])  # a result of one group may end a beam in another
         else:
-            self.waiting.discard(sequence)
+            self._waiting.discard(sequence)
             if sequence.phase is Phase.ARRIVING:
                 self.pass_on(sequence)
             self.drop_handover(sequence)
         sequence.on_ended()
-        self.parallel_sampling.on_removed(sequence)
+        self._parallel_sampling.on_removed(sequence)
         if group is not None:
             group.kv_cache.drop_private(sequence)
 
     def pass_on(self, sequence: Sequence) -> None:
         """A sequence ends whose prompt is computed. If another one waits for that, it gets the blocks."""
-        heir = self.parallel_sampling.take_next(sequence.request) if sequence.handover is not None else None
+        heir = self._parallel_sampling.take_next(sequence.request) if sequence.handover is not None else None
         if heir is not None:
             heir.share_prefilled(sequence)
-            self.handovers.pass_on(sequence, heir)
+            self._handovers.pass_on(sequence, heir)
 
     def finish(self, sequence: Sequence, finish: FinishReason, detail: str = "", status: int = 500) -> None:
         """Ends a sequence for a reason that does not come from the worker."""
         request = sequence.request
         if request.has_text:
-            self.streams.finish(sequence, finish, detail, status)
+            self._streams.finish(sequence, finish, detail, status)
         else:
-            self.vectors.add(
+            self._vectors.add(
                 request.gateway, VectorResult(request.id, request.attempt, finish, detail=detail, status=status)
             )
         self.end(sequence)
@@ -93,7 +95,7 @@ class Lifecycle:
 
     def drop(self, request: Request) -> None:
         """Ends all sequences of a request without an answer, at the detokenizer too."""
-        self.streams.close(request)
+        self._streams.close(request)
         for sequence in list(request.sequences.values()):
             self.end(sequence)
 
@@ -114,20 +116,20 @@ class Lifecycle:
     def hand_over(self, group: WorkerGroup, running: RunningSequence, now: float | None) -> None:
         """A sequence has its first token: it leaves the batch, and goes on in another group."""
         group.free(running)
-        self.waiting.policy.on_freed(running.sequence)
-        self.handovers.on_prefilled(running.sequence, now)
+        self._policy.on_freed(running.sequence)
+        self._handovers.on_prefilled(running.sequence, now)
 
     def drop_handover(self, sequence: Sequence) -> None:
         """If a sequence was to go on in another group, it no longer is."""
         if sequence.handover is not None:
-            self.handovers.drop(sequence)
+            self._handovers.drop(sequence)
 
     def reschedule(self, group: WorkerGroup, running: RunningSequence) -> None:
         """Restarts a sequence after its blocks were invalidated. Results in flight are ignored."""
         for record in group.in_flight:
             record.drop(running)
         if running.sequence.hypothesis is not None:
-            running.sequence.hypothesis.clear_top()
+            running.sequence.hypothesis.top = None  # its last token is computed again
         if running in group.running:
             self._free(group, running)
             running.sequence.on_waiting()
@@ -138,14 +140,14 @@ class Lifecycle:
         for sequence in group.abandon():
             self.drop_handover(sequence)
             sequence.on_waiting(is_lost=True)
-            self.waiting.policy.on_freed(sequence)
+            self._policy.on_freed(sequence)
             self._queue(sequence)
 
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
         group.free(running)
-        self.waiting.policy.on_freed(running.sequence)
+        self._policy.on_freed(running.sequence)
         self.drop_handover(running.sequence)
 
     def _queue(self, sequence: Sequence) -> None:
         if sequence.hypothesis is None or sequence.hypothesis.top is None:  # else it only waits for the other beams
-            self.waiting.push(sequence)
+            self._waiting.push(sequence)

@@ -16,14 +16,14 @@ from blockyard.services.scheduler.sequences.requests import Phase, Request, Runn
 
 
 class ParallelSampling:
-    """Holds back sequences until a sibling has computed their prompt, and finds the blocks to share."""
+    """Parks sequences until a sibling has computed their prompt, and finds the blocks to share."""
 
     def __init__(self, waiting: WaitingQueue) -> None:
         self.num_awaiting_prompt = 0
         self._waiting = waiting
 
     def add(self, request: Request, sequences: Iterable[Sequence]) -> None:
-        """Queues sequences, or holds them back until their prompt is computed."""
+        """Queues sequences, or parks them until their prompt is computed."""
         for sequence in sequences:
             if (
                 sequence.prompt_source is None
@@ -68,7 +68,7 @@ class ParallelSampling:
     def find_prefix(
         self, group: WorkerGroup, record: PlanRecord, sequence: Sequence, found: PrefixMatch
     ) -> PrefixMatch | None:
-        """The blocks to start with in this plan; None if the sequence is held back for a sibling's prompt.
+        """The blocks to start with in this plan; None if the sequence is parked for a sibling's prompt.
 
         `found`: cached blocks, without siblings.
         """
@@ -76,7 +76,7 @@ class ParallelSampling:
         if sequence.prompt_source is not None and _has(sequence.prompt_source, group, record, sequence.num_tokens - 1):
             return self._fork(group, sequence, sequence.prompt_source, sequence.num_tokens - 1)
         num_tokens = min(request.num_prompt, sequence.num_tokens - 1)
-        if len(request.active_sequences) < 2 or num_tokens <= found.num_tokens:
+        if num_tokens <= found.num_tokens:
             return found
         is_near = False
         scored = request.frame.sampling.num_prompt_logprobs is not None
@@ -86,7 +86,7 @@ class ParallelSampling:
             running = other.last_run
             if running is None or not _runs(running, group):
                 continue
-            if running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
+            if running.table.num_freed > group.kv_cache.num_skipped_blocks(num_tokens):
                 continue  # its first blocks in the window are freed
             is_shared = running.table.num_cached > 0 or running.table.copied_from is not None
             if scored and is_shared and not other.was_prefilled:
@@ -108,7 +108,7 @@ class ParallelSampling:
     def _fork(self, group: WorkerGroup, sequence: Sequence, source: RunningSequence, num_tokens: int) -> PrefixMatch:
         num_full, rest = divmod(num_tokens, group.kv_cache.blocks.block_size)
         sequence.set_num_cached(source.sequence.num_cached_tokens)  # of the same prompt
-        first = group.kv_cache.window.num_skipped_blocks(num_tokens)
+        first = group.kv_cache.num_skipped_blocks(num_tokens)
         copied = source.table.blocks[num_full] if rest else None
         return PrefixMatch(
             source.table.blocks[first:num_full], num_tokens=num_tokens, copy_from=copied, num_skipped=first
@@ -129,7 +129,7 @@ def _has(running: RunningSequence, group: WorkerGroup, record: PlanRecord, num_t
     If the sequence starts in this plan, a block of it may be filled by a copy; a reader copies the source of that copy
     (see `PlanBuilder.source_of`).
     """
-    if not _runs(running, group) or running.table.num_freed > group.kv_cache.window.num_skipped_blocks(num_tokens):
+    if not _runs(running, group) or running.table.num_freed > group.kv_cache.num_skipped_blocks(num_tokens):
         return False
     return running.num_scheduled_tokens - record.num_scheduled(running) >= num_tokens
 

@@ -15,6 +15,8 @@ MAX_TOKENS_DIVISOR = 8  # prompts may take at least this part of `max_num_batche
 
 
 class FairStepLimiter:
+    """Only for a policy with classes."""
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
 

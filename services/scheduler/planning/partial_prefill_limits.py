@@ -1,8 +1,8 @@
 """Divides the prefill tokens of a step between prompts, so that a long prompt does not delay short ones.
 
-With one partial prefill at a time (the default) prompts are computed in order, and the last prompt of a step continues
-in the next. With more, long prompts are scheduled last in each plan: some tokens are reserved for them, and they also
-take what short prompts do not need.
+With one partial prefill at a time (the default) prompts are computed in order, the last prompt of a step continues in
+the next, and there is no `PartialPrefills`. With more, long prompts are scheduled last in each plan: some tokens are
+reserved for them, and they also take what short prompts do not need.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class PartialPrefillLimits:
 
     def is_long(self, group: WorkerGroup, num_tokens: int) -> bool:
         """Whether a prompt with `num_tokens` left to compute is long."""
-        return self.max_partial > 1 and num_tokens > (self.long_tokens or group.max_model_len // 25)
+        return num_tokens > (self.long_tokens or group.max_model_len // 25)
 
 
 class LongPrefills:
@@ -44,9 +44,9 @@ class LongPrefills:
     def can_add(self) -> bool:
         return len(self._sequences) < self._limits.max_long
 
-    def may_split(self, could_be_whole: bool) -> bool:
-        """Whether another prompt may be split. `could_be_whole`: a later step would fit all of it."""
-        return len(self._sequences) < self._limits.max_partial and not (self._limits.whole_prompts and could_be_whole)
+    def may_split(self) -> bool:
+        """Whether another prompt may be split."""
+        return len(self._sequences) < self._limits.max_partial
 
     def split_tokens(self, token_budget: int) -> Iterator[tuple[RunningSequence, int]]:
         """Divides the tokens that are left in the step between the long prompts."""
@@ -59,24 +59,39 @@ class LongPrefills:
                 yield running, num_tokens
 
 
-class DeferredPrompts:
-    """Long prompts that wait for another long prompt to finish; shorter ones may start before them."""
+class PartialPrefills:
+    """Says which prompts are long, and keeps those that wait for another long one: shorter ones start before them."""
 
-    def __init__(self, waiting: WaitingQueue) -> None:
-        self._waiting = waiting
+    def __init__(self, limits: PartialPrefillLimits, waiting: WaitingQueue) -> None:
+        self._limits, self._waiting = limits, waiting
+        self.is_long = limits.is_long
         self._deferred: list[tuple[int, Sequence]] = []  # with its ticket: if the sequence has another one, it has left
 
+    def begin_plan(
+        self, group: WorkerGroup, token_budget: int, unfinished: list[RunningSequence]
+    ) -> tuple[LongPrefills, list[RunningSequence]]:
+        """Returns the long ones of the unfinished prompts, and the others."""
+        longs, others = LongPrefills(self._limits, token_budget), list[RunningSequence]()
+        for running in unfinished:
+            if self.is_long(group, running.prefill_end - running.num_scheduled_tokens):
+                longs.add(running)
+            else:
+                others.append(running)
+        if longs.can_add():
+            self._release()
+        return longs, others
+
     def defer(self, sequence: Sequence) -> None:
-        if sequence.is_held:  # in a group's queue
+        if sequence.is_set_aside:  # in a group's queue
             self._waiting.requeue(sequence)
-        self._waiting.hold(sequence)
+        self._waiting.set_aside(sequence)
         self._deferred.append((sequence.ticket, sequence))
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Puts all back into the order of the queue."""
-        sequences, self._deferred = self.sequences(), []
+        sequences, self._deferred = self.deferred(), []
         for sequence in sequences:
             self._waiting.requeue(sequence)
 
-    def sequences(self) -> list[Sequence]:
+    def deferred(self) -> list[Sequence]:
         return [sequence for ticket, sequence in self._deferred if sequence.ticket == ticket]

@@ -1,43 +1,72 @@
 """Fills the token budget that decodes leave in a step: first unfinished prompts, then sequences from the queue."""
 
-from blockyard.services.scheduler.admission.acceptance import Acceptance
+from dataclasses import dataclass
+
+from blockyard.services.scheduler.admission.request_handler import Acceptance
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
-from blockyard.services.scheduler.planning.partial_prefill_limits import (
-    DeferredPrompts,
-    LongPrefills,
-    PartialPrefillLimits,
-)
+from blockyard.services.scheduler.planning.partial_prefill_limits import LongPrefills, PartialPrefills
+from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
-from blockyard.services.scheduler.workers.workers import Workers
+from blockyard.services.scheduler.transfers.handovers import Handovers
+from blockyard.services.scheduler.workers.controls import Controls
+from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
+from blockyard.services.scheduler.workers.router import Router
 from blockyard.shared.messages import FinishReason, SlotBlocks, SlotStart
 
 NO_CLASS = 1 << 62  # above every class
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLimits:
+    """What limits prefills besides slots, blocks and the token budget. None: it is off."""
+
+    delay: PrefillDelay | None
+    fair: FairStepLimiter | None
+    partial: PartialPrefills | None
+    whole_prompts: bool  # no chunked prefill: a prompt waits for a step that takes all of it
 
 
 class PrefillPlanner:
     """Starts waiting sequences, and preempts running ones of higher classes for them."""
 
     def __init__(
-        self, lifecycle: Lifecycle, acceptance: Acceptance, workers: Workers, limits: PartialPrefillLimits
+        self,
+        lifecycle: Lifecycle,
+        waiting: WaitingQueue,
+        parallel_sampling: ParallelSampling,
+        handovers: Handovers,
+        acceptance: Acceptance,
+        router: Router,
+        quarantine: CrashQuarantine,
+        controls: Controls,
+        limits: PrefillLimits,
     ) -> None:
         self.num_displaced = 0  # sequences preempted for a waiting one
-        self.waiting, self.admission_delay = lifecycle.waiting, workers.admission_delay
-        self.fair_limiter = FairStepLimiter(self.waiting.policy)
-        self.deferred = DeferredPrompts(self.waiting)
-        self._policy, self._lifecycle = self.waiting.policy, lifecycle
-        self._acceptance, self._router, self._limits = acceptance, workers.router, limits
+        self._lifecycle, self._waiting, self._policy = lifecycle, waiting, waiting.policy
+        self._parallel_sampling, self._handovers, self._acceptance = parallel_sampling, handovers, acceptance
+        self._router, self._quarantine, self._controls = router, quarantine, controls
+        self._delay, self._fair, self._partial = limits.delay, limits.fair, limits.partial
+        self._whole_prompts = limits.whole_prompts
 
     def next(self, group: WorkerGroup, now: float) -> Sequence | None:
         """The next waiting sequence of a group; None if no sequence may start in it now."""
-        quarantine = self.admission_delay.quarantine
-        sequence = (quarantine.next_for(group) if quarantine.probations else None) or self._router.next(group)
+        if self._controls.paused:
+            return None
+        suspects = self._quarantine if self._quarantine.probations else None
+        sequence = suspects.next_for(group) if suspects is not None else None
+        if sequence is None:
+            sequence = self._router.next(group) if self._router.is_needed else self._waiting.peek()
         if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
-        return sequence if self.admission_delay.may_admit(sequence.request, group, now) else None
+        if suspects is not None and not suspects.may_run(group, sequence.request, now):
+            return None
+        return sequence if self._delay is None or self._delay.is_over(sequence.request, group, now) else None
 
     def preempt_for(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Preempts sequences of higher classes if that makes room for `sequence`, the next waiting one.
@@ -50,8 +79,8 @@ class PrefillPlanner:
             return
         found = group.kv_cache.find(sequence)
         victims = [other for other in running if self._policy.preemptible_by(other.sequence, rank)]
-        held = sum(len(victim.table.blocks) - victim.table.num_freed for victim in victims)
-        if _num_lacking(group, sequence, found) > held:
+        num_blocks = sum(len(victim.table.blocks) - victim.table.num_freed for victim in victims)
+        if _num_lacking(group, sequence, found) > num_blocks:
             return
         self._router.reserve(group, sequence)
         while victims and (len(running) >= group.max_num_seqs or _num_lacking(group, sequence, found) > 0):
@@ -63,7 +92,7 @@ class PrefillPlanner:
         self.schedule(group, builder, [], self._policy.key(sequence)[0] + 1)
         if not builder.starts:
             return False
-        group.set_last_fair_plan(builder.record.number)
+        group.last_fair_plan = builder.record.number
         return True
 
     def schedule(
@@ -73,18 +102,16 @@ class PrefillPlanner:
 
         Only waiting sequences of classes lower than `below` start.
         """
-        longs = LongPrefills(self._limits, builder.token_budget)
-        shorts: list[RunningSequence] = []
+        longs: LongPrefills | None = None
+        if self._partial is not None:
+            longs, unfinished = self._partial.begin_plan(group, builder.token_budget, unfinished)
         for running in unfinished:
-            if self._limits.is_long(group, running.prefill_end - running.num_scheduled_tokens):
-                longs.add(running)
-            else:
-                shorts.append(running)
-        for running in shorts:
             self._start_waiting(group, builder, longs, running.key[0])
             if (most := self._max_tokens(group, builder, longs, running.sequence)) > 0:
                 self._schedule_chunk(group, builder, running, most)
         self._start_waiting(group, builder, longs, below)
+        if longs is None:
+            return
         for running, num_tokens in longs.split_tokens(builder.token_budget):
             if (most := self._max_tokens(group, builder, None, running.sequence)) > 0:
                 self._schedule_chunk(group, builder, running, min(num_tokens, most))
@@ -94,10 +121,10 @@ class PrefillPlanner:
     ) -> int:
         """Tokens that this plan may compute of a prompt; 0 or less: none."""
         left = builder.token_budget - (longs.reserved_tokens if longs is not None else 0)
-        if self._limits.whole_prompts:
+        if self._whole_prompts or self._fair is None:
             return left
         used = sum(builder.record.chunk_sizes.values())
-        return min(left, self.fair_limiter.max_prefill_tokens(group, sequence) - used)
+        return min(left, self._fair.max_prefill_tokens(group, sequence) - used)
 
     def _schedule_chunk(self, group: WorkerGroup, builder: PlanBuilder, running: RunningSequence, most: int) -> None:
         """Schedules the next tokens of a prompt, as far as there are free blocks for them."""
@@ -112,20 +139,16 @@ class PrefillPlanner:
         for block_hash, block in kv_cache.blocks_filled_by_plan(running).items():
             builder.new_hashes.setdefault(block_hash, block)
         if running.sequence.handover is not None:
-            builder.sends += self._lifecycle.handovers.send(group, running, builder.now)
+            builder.sends += self._handovers.send(group, running, builder.now)
         request = running.sequence.request
         is_written = scheduled + num_tokens == running.prefill_end and not running.leaves_prefilled
         if is_written and len(request.active_sequences) > 1:
             builder.written_prompts.append(request)
 
-    def _start_waiting(self, group: WorkerGroup, builder: PlanBuilder, longs: LongPrefills, below: int) -> None:
+    def _start_waiting(self, group: WorkerGroup, builder: PlanBuilder, longs: LongPrefills | None, below: int) -> None:
         """Starts waiting sequences in order until one does not fit. Only long prompts may be passed by others."""
-        if longs.can_add():
-            self.deferred.release()
         kv_cache = group.kv_cache
-        while (
-            builder.token_budget > longs.reserved_tokens and not builder.num_blocks_owed and self.waiting.num_sequences
-        ):
+        while self._has_room(builder, longs) and self._waiting.num_sequences:
             sequence = self.next(group, builder.now)
             if sequence is None or self._policy.key(sequence)[0] >= below:
                 return
@@ -134,46 +157,61 @@ class PrefillPlanner:
                 continue
             if most <= 0 or not group.can_schedule:
                 return
-            found = self._lifecycle.parallel_sampling.find_prefix(
-                group, builder.record, sequence, kv_cache.find(sequence)
-            )
+            found = self._find_prefix(group, builder, sequence)
             if found is None:
                 self._lifecycle.drop_handover(sequence)
                 continue
             if found.next_hash in builder.new_hashes:
                 return  # this plan computes blocks that the sequence can find in the next one
             num_tokens = sequence.num_tokens - found.num_tokens
-            is_long = self._limits.is_long(group, num_tokens)
-            if is_long and not longs.can_add():
-                self.deferred.defer(sequence)
+            is_long = self._partial is not None and self._partial.is_long(group, num_tokens)
+            if self._partial is not None and longs is not None and is_long and not longs.can_add():
+                self._partial.defer(sequence)
                 self._lifecycle.drop_handover(sequence)  # others may take the room that it reserved
                 continue
             alone = not group.running
             num_blocks = kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)
             if not kv_cache.blocks.admits(num_blocks, found.blocks, alone):
                 return
-            if num_tokens > most and not longs.may_split(min(num_tokens, group.max_num_batched_tokens) > most):
+            if num_tokens > most and not self._may_split(group, longs, num_tokens, most):
                 return
             running = self._start(group, builder, sequence, found, num_blocks)
-            if is_long:
+            if longs is not None and is_long:
                 longs.add(running)
             else:
                 self._schedule_chunk(group, builder, running, most)
+
+    def _find_prefix(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence) -> PrefixMatch | None:
+        """The blocks to start with; None if the sequence is parked for a sibling's prompt."""
+        found = group.kv_cache.find(sequence)
+        if not sequence.has_siblings:
+            return found
+        return self._parallel_sampling.find_prefix(group, builder.record, sequence, found)
+
+    def _has_room(self, builder: PlanBuilder, longs: LongPrefills | None) -> bool:
+        reserved = longs.reserved_tokens if longs is not None else 0
+        return builder.token_budget > reserved and not builder.num_blocks_owed
+
+    def _may_split(self, group: WorkerGroup, longs: LongPrefills | None, num_tokens: int, most: int) -> bool:
+        """Whether this plan may compute `most` tokens of a prompt that lacks `num_tokens`."""
+        if self._whole_prompts and min(num_tokens, group.max_num_batched_tokens) > most:
+            return False  # a later step takes all of it
+        return longs is None or longs.may_split()
 
     def _start(
         self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence, found: PrefixMatch, num_blocks: int
     ) -> RunningSequence:
         """Moves a sequence from the queue to the running batch. The caller has checked for free slots and blocks."""
+        self._waiting.dequeue(sequence)
         self._acceptance.accept(sequence.request)
-        self.waiting.dequeue(sequence)
         is_first = sequence.num_cached_tokens is None
         sequence.set_key(self._policy.key(sequence), builder.now)
         self._policy.on_scheduled(sequence, sequence.num_tokens - found.num_tokens if is_first else 0)
         if found.copy_from is not None:
-            found.set_copy_from(builder.source_of(found.copy_from))
+            found.copy_from = builder.source_of(found.copy_from)
         running = group.schedule(sequence, num_blocks, found)
         if sequence.handover is not None:
-            self._lifecycle.handovers.begin(group, running, builder.now)
+            self._handovers.begin(group, running, builder.now)
         if found.copy_from is not None:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
         builder.starts.append(slot_start(group, running))

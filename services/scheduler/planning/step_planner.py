@@ -4,15 +4,15 @@ Call order: `plan` asks the `PrefillPlanner` for the next waiting sequence, sche
 sequence, lets the `PrefillPlanner` fill the rest of the token budget, and writes the `StepPlan`.
 """
 
-from blockyard.services.scheduler.admission.request_handler import RequestHandler
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
+from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
-from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
 from blockyard.services.scheduler.planning.prefill_planner import PrefillPlanner, slot_start
-from blockyard.services.scheduler.planning.step_results import StepResults
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
-from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.messages import SlotBlocks, StepPlan
 
 
@@ -20,25 +20,26 @@ class StepPlanner:
     def __init__(
         self,
         scheduler: int,
+        prefills: PrefillPlanner,
         lifecycle: Lifecycle,
-        requests: RequestHandler,
-        workers: Workers,
-        limits: PartialPrefillLimits,
+        waiting: WaitingQueue,
+        parallel_sampling: ParallelSampling,
+        beam_scheduler: BeamScheduler,
+        fair: FairStepLimiter | None,
     ) -> None:
-        """`scheduler`: this scheduler's incarnation."""
-        self.prefills = PrefillPlanner(lifecycle, requests.acceptance, workers, limits)
-        self.results = StepResults(lifecycle, requests.beam_scheduler)  # of the plans
-        self._scheduler, self._lifecycle, self._beam_scheduler = scheduler, lifecycle, requests.beam_scheduler
+        """`scheduler`: this scheduler's incarnation. `fair`: None for a policy without classes."""
+        self._scheduler, self._prefills, self._lifecycle, self._waiting = scheduler, prefills, lifecycle, waiting
+        self._parallel_sampling, self._beam_scheduler, self._fair = parallel_sampling, beam_scheduler, fair
 
     def plan(self, group: WorkerGroup, now: float) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
-        if self.prefills.admission_delay.frozen:
-            return None
         if group.kv_cache.hash_queue:
             group.kv_cache.hash_full_blocks()
-        sequence = self.prefills.next(group, now) if self.prefills.waiting.num_sequences else None
-        if sequence is not None:
-            self.prefills.preempt_for(group, sequence)
+        sequence = None  # the next waiting one, where the policy may favour it
+        if self._fair is not None and self._waiting.num_sequences:
+            sequence = self._prefills.next(group, now)
+            if sequence is not None:
+                self._prefills.preempt_for(group, sequence)
         builder = PlanBuilder(group.plan_clock.last_sent + 1, group.max_num_batched_tokens, now)
         # beams that continue with another token than their worker sampled start again in their slots
         restarts = {running: slot_start(group, running) for running in group.restarts} if group.restarts else {}
@@ -55,16 +56,16 @@ class StepPlanner:
     def _divide_step(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence | None) -> bool:
         """Schedules decodes, then prefills. Returns whether the plan has decodes.
 
-        `sequence` is the next waiting one. Where the policy favours it, it gets a plan without the prefills of higher
-        classes, and without decodes if those would double the time of the step.
+        Where the policy favours `sequence`, it gets a plan without the prefills of higher classes, and without decodes
+        if those would double the time of the step.
         """
-        prefills = self.prefills
-        if sequence is None or not prefills.fair_limiter.excludes_other_prefills(group, sequence):
+        prefills, fair = self._prefills, self._fair
+        if fair is None or sequence is None or not fair.excludes_other_prefills(group, sequence):
             unfinished = self._schedule_decodes(group, builder)
-            if unfinished or prefills.waiting.num_sequences:
+            if unfinished or self._waiting.num_sequences:
                 prefills.schedule(group, builder, unfinished)
             return True
-        excludes_decodes = prefills.fair_limiter.excludes_decodes(group)
+        excludes_decodes = fair.excludes_decodes(group)
         unfinished = [] if excludes_decodes else self._schedule_decodes(group, builder)
         if prefills.schedule_first(group, builder, sequence):
             return not excludes_decodes
@@ -93,7 +94,7 @@ class StepPlanner:
             elif num_scheduled < running.max_scheduled_tokens and builder.token_budget:
                 if num_scheduled == running.table.capacity and not self._append_block(group, builder, running):
                     continue
-                if fits and batch.accepts(running):
+                if fits and running.has_sampled and batch.accepts(running):
                     batch.join(running, builder.record.number)
                 else:
                     builder.schedule_decode(running)
@@ -110,7 +111,7 @@ class StepPlanner:
         if not num_due:
             return
         is_scarce = kv_cache.blocks.num_free < num_due + len(batch.outside)
-        at_end = batch.take_due(leave=is_scarce or kv_cache.window.size is not None)
+        at_end = batch.take_due(leave=is_scarce or kv_cache.window is not None)
         builder.record.filled.extend(at_end)
         full = [r for r in at_end if batch.has(r) and r.num_scheduled_tokens == r.table.capacity]
         for running, block in zip(full, kv_cache.append_block_to_each(full), strict=True):
@@ -139,7 +140,7 @@ class StepPlanner:
         if builder.new_hashes or builder.copies:
             group.kv_cache.on_plan_sent(builder.new_hashes, [copy.src for copy in builder.copies])
         for request in builder.written_prompts:
-            self._lifecycle.parallel_sampling.on_prompt_scheduled(request)
+            self._parallel_sampling.on_prompt_scheduled(request)
         full_blocks, saves, fetches = group.kv_cache.take_plan_changes()
         changes = (
             builder.starts,

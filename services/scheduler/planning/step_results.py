@@ -11,6 +11,8 @@ from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.outbox import VectorOutbox
+from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.shared.messages import (
     NO_LOGPROBS,
@@ -30,7 +32,9 @@ from blockyard.shared.messages import (
 class StepResults:
     """Sends new tokens to detokenizers, ends finished sequences, and counts tokens."""
 
-    def __init__(self, lifecycle: Lifecycle, beam_scheduler: BeamScheduler) -> None:
+    def __init__(
+        self, lifecycle: Lifecycle, waiting: WaitingQueue, beam_scheduler: BeamScheduler, vectors: VectorOutbox
+    ) -> None:
         self.num_output_tokens = 0
         self.num_prompt_tokens = 0  # including tokens computed again
         self.step_sizes = [0] * (len(STEP_TOKENS) + 1)  # histogram of steps by their tokens
@@ -38,7 +42,8 @@ class StepResults:
         self.second_tokens = [0] * (len(SECOND_TOKEN_S) + 1)  # histogram of the times after a handover
         self.second_token_s = 0.0  # sum of the same times
         self._now = 0.0  # of the result that is applied
-        self._lifecycle, self._waiting, self._beam_scheduler = lifecycle, lifecycle.waiting, beam_scheduler
+        self._lifecycle, self._waiting = lifecycle, waiting
+        self._beam_scheduler, self._vectors = beam_scheduler, vectors
 
     def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult, now: float) -> None:
         """Results of slots that did not run in the plan are ignored. A slot without a result computed nothing."""
@@ -52,7 +57,7 @@ class StepResults:
             if running is not None:
                 self._apply_slot(group, record, running, slot, result.stamp_s)
         for number, running in record.sequences.items():
-            running.on_not_computed(record.chunk_sizes.get(number, 1))
+            running.own_tokens -= record.chunk_sizes.get(number, 1)  # to be scheduled again
         if record.filled:
             group.kv_cache.mark_blocks_full(record.filled)
         num_tokens = self.num_prompt_tokens + self.num_output_tokens - before
@@ -137,7 +142,7 @@ class StepResults:
         scored = slot.first_prompt + len(slot.prompt_logprobs) if slot.prompt_logprobs else None
         sequence.add_outputs(slot.token_ids, scored)
         if num_tokens:
-            running.on_sampled()
+            running.has_sampled = True
             self._count_second_token(sequence)
         if finish is not None or running.leaves_prefilled:
             self._leave(group, running, finish, num_tokens)
@@ -147,10 +152,10 @@ class StepResults:
     ) -> None:
         done = num_computed - running.num_computed_tokens
         if done != num_scheduled_tokens:
-            running.on_not_computed(num_scheduled_tokens - done)
+            running.own_tokens -= num_scheduled_tokens - done
         if running.num_computed_tokens < running.prefill_end:
             self.num_prompt_tokens += max(0, done)
-        running.on_computed(num_computed)
+        running.num_prefilled = num_computed
         if num_computed >= running.table.next_hash_at:
             group.kv_cache.mark_block_full(running)
 
@@ -161,7 +166,7 @@ class StepResults:
             vector = VectorResult(
                 request.id, request.attempt, FinishReason.STOP, slot.vector, sequence.reported_cached_tokens
             )
-            self._lifecycle.vectors.add(request.gateway, vector)
+            self._vectors.add(request.gateway, vector)
             self._lifecycle.end(sequence)
         elif slot.finish is not None or slot.token_ids:
             detail = slot.detail or "the worker sampled tokens in place of a vector"

@@ -133,6 +133,8 @@ class Tenant(FairShare):
 class FairPolicy:
     """Implements `Policy`."""
 
+    has_classes = True
+
     def __init__(self) -> None:
         self.tenants: ShareGroup[Tenant] = ShareGroup()
         self._recent: dict[str, float] = {}  # last arrival by tenant, oldest first
@@ -140,7 +142,7 @@ class FairPolicy:
 
     def push(self, sequence: Sequence) -> None:
         user = self._user(sequence)
-        sequence.request.set_account(user)
+        sequence.request.account = user
         self._note_arrival(user.tenant.name, sequence.request.arrival_s)
         self._count(user, 1, 0)
         user.queue.push((0, sequence.request.arrival, sequence.index), sequence)

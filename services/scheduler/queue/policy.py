@@ -16,6 +16,8 @@ class Policy(Protocol):
     ones of higher classes. Within a class no running sequence is preempted for a waiting one.
     """
 
+    has_classes: bool  # False: all sequences are of one class
+
     def push(self, sequence: Sequence) -> None:
         """The sequence waits, under its current ticket. With another ticket, or none, the entry is stale."""
 
@@ -23,7 +25,7 @@ class Policy(Protocol):
         """The next sequence to schedule."""
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence waits no longer, or is held outside the order."""
+        """The sequence waits no longer, or is set aside, outside the order."""
 
     def key(self, sequence: Sequence) -> Key:
         """The rank of the sequence if it were scheduled now. No two sequences have the same key."""
@@ -80,7 +82,7 @@ class OrderedPolicy:
     """Orders by arrival; with `by_priority`, the request's priority is the class. Implements `Policy`."""
 
     def __init__(self, by_priority: bool) -> None:
-        self._by_priority = by_priority
+        self.has_classes = self._by_priority = by_priority
         self._queue = SequenceHeap()
         self.peek = self._queue.peek
 

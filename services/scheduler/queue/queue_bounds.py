@@ -1,12 +1,9 @@
 """The bounds of the waiting queue: what fits, which request is refused to make room, and what gateways are told."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.services.scheduler.queue.queue_usage import Owner
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.queue.waiting_queue import Owner, WaitingQueue
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request
 from blockyard.shared.messages import QueueCapacity
 
@@ -23,16 +20,13 @@ class QueueLimits:
 class QueueBounds:
     """Bounds for new requests. An accepted request that has to wait again always fits."""
 
-    def __init__(self, waiting: WaitingQueue, groups: Mapping[int, WorkerGroup], limits: QueueLimits) -> None:
+    def __init__(self, waiting: WaitingQueue, wait: WaitEstimate, limits: QueueLimits) -> None:
         self.max_delay_s = limits.max_delay_s
-        self._waiting, self.wait = waiting, WaitEstimate(waiting, groups)
+        self._waiting, self._wait = waiting, wait
         self._max_sequences, self._max_tokens = limits.max_sequences, limits.max_tokens
         self.is_asleep = False  # all workers sleep
         self.was_full = False  # at the last call of `changed_capacity`
         self.told_full = False  # since then an answer to a gateway said so
-
-    def set_asleep(self, is_asleep: bool) -> None:
-        self.is_asleep = is_asleep
 
     def capacity(self) -> QueueCapacity:
         """The free capacity, for an answer to one gateway."""
@@ -86,7 +80,8 @@ class QueueBounds:
     @property
     def wait_s(self) -> float:
         """Estimated seconds until a new request behind the whole queue is scheduled."""
-        return min(MOST_RETRY_S, self.wait.seconds(self._waiting.usage.amount))
+        amount = self._waiting.usage.amount
+        return min(MOST_RETRY_S, self._wait.seconds(amount)) if amount.sequences else 0.0
 
     def _holds_most(self) -> bool:
         waits = self._waiting.usage.amount
@@ -94,7 +89,7 @@ class QueueBounds:
 
     def _is_slow(self, amount: QueueAmount) -> bool:
         """Whether a new request behind `amount` would wait for the maximum delay."""
-        return self.max_delay_s is not None and self.wait.seconds(amount) >= self.max_delay_s
+        return self.max_delay_s is not None and self._wait.seconds(amount) >= self.max_delay_s
 
     def _share(self, amount: QueueAmount) -> tuple[float, int]:
         """The share of the queue's bounds, by sequences or by tokens, whichever is larger."""

@@ -161,8 +161,8 @@ class WaitEstimate:
         known = amount.tokens / max(amount.sequences, 1)
         for group in self._groups.values():
             pool, num_running = group.kv_cache.blocks, len(group.running)
-            held = sum(len(running.table.blocks) - running.table.num_freed for running in group.running)
-            shared = pool.num_used / held if held else 1.0
+            num_held = sum(len(running.table.blocks) - running.table.num_freed for running in group.running)
+            shared = pool.num_used / num_held if num_held else 1.0
             growth = left * num_running / max(num_total, 1) / 2
             room = (pool.num_ids - pool.num_used) * pool.block_size - growth
             fits = max(0.0, room / max(known * shared + mean / 2, 1.0))

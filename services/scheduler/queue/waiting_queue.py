@@ -1,14 +1,106 @@
-"""The waiting queue. A policy orders it, and queue_bounds.py bounds it.
+"""The waiting queue, and what each tenant and user has in it. A policy orders it, and queue_bounds.py bounds it.
 
 It counts sequences: a request with `n` 128 is 128 of them. Parked sequences count too, but cannot be scheduled yet.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from itertools import islice
 
 from blockyard.services.scheduler.queue.output_lengths import OutputLengths, OutputLimit
 from blockyard.services.scheduler.queue.policy import Policy
-from blockyard.services.scheduler.queue.queue_usage import QueueUsage
 from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmount, Request, Sequence
+
+Owner = tuple[str, str]  # tenant, and user of the tenant
+ShareOf = Callable[[QueueAmount], tuple[float, int]]  # share of the queue, and a second number to order equal shares
+
+
+class UserUsage:
+    """What one user has in the queue."""
+
+    __slots__ = ("amount", "unaccepted")
+
+    def __init__(self) -> None:
+        self.amount = NO_AMOUNT
+        self.unaccepted: dict[str, Request] = {}  # requests that are not accepted yet, oldest first
+
+    def add(self, amount: QueueAmount) -> None:
+        self.amount = self.amount.plus(amount)
+
+
+class QueueUsage:
+    def __init__(self) -> None:
+        self.amount = NO_AMOUNT  # of all users
+        self._users: dict[Owner, UserUsage] = {}
+
+    def add(self, owner: Owner, amount: QueueAmount) -> None:
+        """Adds an amount, which may be negative, to what an owner has in the queue."""
+        usage = self._users.get(owner)
+        if usage is None:
+            usage = self._users[owner] = UserUsage()
+        self.amount = self.amount.plus(amount)
+        usage.add(amount)
+        if not usage.amount.sequences:
+            del self._users[owner]
+
+    def add_unaccepted(self, request: Request) -> None:
+        """The request may be refused to make room. To be called after `add`."""
+        self._users[request.owner].unaccepted[request.id] = request
+
+    def remove_unaccepted(self, request: Request) -> None:
+        """The request was accepted or has ended. To be called before its last amount is taken off."""
+        usage = self._users.get(request.owner)
+        if usage is not None:
+            usage.unaccepted.pop(request.id, None)
+
+    def largest_user(self, share: ShareOf) -> Owner | None:
+        """The user whose newest request would be refused to make room; None if all of its requests are accepted."""
+        owner = self._largest_user({}, share)
+        return owner if owner is not None and self._users[owner].unaccepted else None
+
+    def evict_for(
+        self, owner: Owner, amount: QueueAmount, lacks: Callable[[QueueAmount], bool], share: ShareOf
+    ) -> list[Request] | None:
+        """Requests to refuse so that a new request of `owner` with `amount` fits; None to refuse the new request.
+
+        `lacks(freed)`: whether the new request still does not fit once `freed` is taken off the queue.
+        """
+        freed: dict[Owner, QueueAmount] = {owner: NO_AMOUNT.less(amount)}
+        num_refused: Counter[Owner] = Counter()
+        refused, refused_amount = list[Request](), NO_AMOUNT
+        while lacks(refused_amount):
+            largest_user = self._largest_user(freed, share, preferred=owner)
+            if largest_user is None or largest_user == owner:
+                return None
+            unaccepted = reversed(self._users[largest_user].unaccepted.values())
+            request = next(islice(unaccepted, num_refused[largest_user], None), None)
+            if request is None:
+                return None
+            num_refused[largest_user] += 1
+            waiting = [sequence.queue_amount for sequence in request.active_sequences]
+            amount_of_request = QueueAmount(sum(one.sequences for one in waiting), sum(one.tokens for one in waiting))
+            freed[largest_user] = freed.get(largest_user, NO_AMOUNT).plus(amount_of_request)
+            refused_amount = refused_amount.plus(amount_of_request)
+            refused.append(request)
+        return refused
+
+    def _largest_user(
+        self, freed: dict[Owner, QueueAmount], share: ShareOf, preferred: Owner | None = None
+    ) -> Owner | None:
+        """The user with the largest share within the tenant with the largest share, not counting `freed`.
+
+        Among equals it is `preferred`.
+        """
+        users = {owner: usage.amount for owner, usage in self._users.items()}
+        for owner, amount in freed.items():
+            users[owner] = users.get(owner, NO_AMOUNT).less(amount)
+        if not self._users:
+            return None
+        tenants: defaultdict[str, QueueAmount] = defaultdict(QueueAmount)
+        for (tenant, _), amount in users.items():
+            tenants[tenant] = tenants[tenant].plus(amount)
+        largest_user = max(tenants, key=lambda t: (share(tenants[t]), preferred is not None and t == preferred[0]))
+        return max((o for o in users if o[0] == largest_user), key=lambda o: (share(users[o]), o == preferred))
 
 
 class WaitingQueue:
@@ -52,31 +144,31 @@ class WaitingQueue:
         self.discard(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes out a sequence, held or not. Does nothing if it is not in the queue."""
+        """Takes out a sequence, set aside or not. Does nothing if it is not in the queue."""
         if not sequence.ticket:
             return
-        was_held = sequence.is_held
-        sequence.on_dequeued()
+        was_set_aside = sequence.is_set_aside
+        sequence.ticket, sequence.is_set_aside = 0, False
         self.num_sequences -= 1
         self._uncount(sequence)
-        if not was_held:
+        if not was_set_aside:
             self.policy.remove(sequence)
 
-    def hold(self, sequence: Sequence) -> None:
+    def set_aside(self, sequence: Sequence) -> None:
         """Takes a sequence out of the policy's order. It still waits and counts, at a group's queue for example."""
         self.policy.remove(sequence)
         self._tickets += 1
-        sequence.on_queued(self._tickets, is_held=True)
+        sequence.ticket, sequence.is_set_aside = self._tickets, True
 
     def requeue(self, sequence: Sequence) -> None:
-        """Puts a held sequence back into the policy's order."""
+        """Puts a sequence that was set aside back into the policy's order."""
         self._enter(sequence)
 
     def add_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         """A preempted sequence got more tokens, from plans that were in flight when it was preempted."""
         if sequence.ticket:
             more = QueueAmount(0, num_tokens)
-            sequence.set_queue_amount(sequence.queue_amount.plus(more))
+            sequence.queue_amount = sequence.queue_amount.plus(more)
             self.usage.add(sequence.request.owner, more)
 
     def on_accepted(self, request: Request) -> None:
@@ -85,7 +177,7 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence) -> None:
         self._requests[sequence.request.id] += 1
-        sequence.set_queue_amount(QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens))
+        sequence.queue_amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens)
         self.usage.add(sequence.request.owner, sequence.queue_amount)
         self.output_limits[_limit(sequence.request)] += sequence.num_beams
 
@@ -95,7 +187,7 @@ class WaitingQueue:
         self.output_limits[limit] -= sequence.num_beams
         if not self.output_limits[limit]:
             del self.output_limits[limit]
-        sequence.clear_queue_amount()
+        sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1  # from now on it stands for itself alone
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
             del self._requests[request.id]
@@ -104,7 +196,7 @@ class WaitingQueue:
 
     def _enter(self, sequence: Sequence) -> None:
         self._tickets += 1
-        sequence.on_queued(self._tickets, is_held=False)
+        sequence.ticket, sequence.is_set_aside = self._tickets, False
         self.policy.push(sequence)
 
 

@@ -1,9 +1,10 @@
 """Requests, their sequences, and the state of a sequence in a running batch. Data with methods, no decisions.
 
 A `Request` has one `Sequence` for each choice, or for each beam of a beam search. While a sequence is in a running
-batch, its slot, its `BlockTable` and its progress are in a `RunningSequence`. Fields are written by their own methods.
+batch, its slot, its `BlockTable` and its progress are in a `RunningSequence`. A field that one part alone
+writes is written there.
 
-- `requests`: these types. `block_table`: the KV blocks of a running sequence.
+- `requests`: these types.
 - `beam_search`: the algorithm of beam search, on hypotheses.
 
 Used by all other folders. Imports only `outbox`, `plan_pacer` and shared code.

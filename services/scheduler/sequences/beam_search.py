@@ -27,13 +27,6 @@ class Hypothesis:
     entries: list[TokenLogprobs] = field(default_factory=list)  # one for each token, if requested
     top: TokenLogprobs | None = None  # the likeliest next tokens
 
-    def set_top(self, top: TokenLogprobs) -> None:
-        self.top = top
-
-    def clear_top(self) -> None:
-        """Its last token is to be computed again."""
-        self.top = None
-
     def extended(self, entry: TokenLogprobs, keep: bool) -> "Hypothesis":
         entries = [*self.entries, entry] if keep else []
         return Hypothesis(self.outputs + array("I", [entry.token_id]), self.total + entry.logprob, entries)

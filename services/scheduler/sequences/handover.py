@@ -23,6 +23,6 @@ class Handover:
     was_asked: bool = False  # the lease was over once
 
     @property
-    def held(self) -> list[int]:
+    def held_blocks(self) -> list[int]:
         """Blocks of the target that this handover holds, and no transfer does."""
         return self.cached if self.transfer and self.landed is None else self.cached + self.target_blocks

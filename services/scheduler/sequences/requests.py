@@ -1,6 +1,7 @@
 """Requests, the sequences that are run for them, and the state of a sequence while it is in a running batch.
 
-Their fields are written by their own methods only.
+A field that one part alone writes is written there: of the waiting queue, streams, handovers, or hashes. Where several
+values change together, or a later change must not happen, there is a method.
 """
 
 import enum
@@ -14,9 +15,10 @@ import msgspec
 from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
-from blockyard.services.scheduler.sequences.block_table import BlockTable
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.shared.messages import Generate, Sampling, SlotRun
+
+NEVER = 1 << 62  # more tokens than any sequence has
 
 Key = tuple[int, ...]  # the smallest is scheduled first and preempted last
 
@@ -96,15 +98,6 @@ class Request:
         if self.text_outbox is not None:
             self.text_outbox.on_stream_ended()
 
-    def set_accepted(self) -> None:
-        self.accepted = True
-
-    def set_account(self, account: TokenAccount) -> None:
-        self.account = account
-
-    def set_search(self, search: "ActiveBeamSearch") -> None:
-        self.search = search
-
     def rebind(self, frame: Generate, gateway: int) -> None:
         """A gateway has sent the request again. It is to be accepted again."""
         self.attempt, self.frame, self.gateway, self.accepted = frame.attempt, frame, gateway, False
@@ -162,7 +155,7 @@ class Sequence:
     phase: Phase = Phase.WAITING
     key: Key = ()  # of its current or last run
     ticket: int = 0  # its entry in the waiting queue; 0: none
-    is_held: bool = False  # it waits, but outside the queue's order: in a group's queue, or deferred
+    is_set_aside: bool = False  # it waits, but outside the queue's order: in a group's queue, or deferred
     num_beams: int = 1  # sequences that it counts as while it waits: the first beam counts as all beams
     queue_amount: QueueAmount = NO_AMOUNT  # what the waiting queue counts for it
     last_run: "RunningSequence | None" = None  # while it waits, results of its last run may be outstanding
@@ -185,6 +178,11 @@ class Sequence:
         return self.request.num_prompt + len(self.outputs)
 
     @property
+    def has_siblings(self) -> bool:
+        """Whether it may share blocks with another sequence of its request."""
+        return self.prompt_source is not None or len(self.request.active_sequences) > 1
+
+    @property
     def num_to_place(self) -> int:
         """Sequences of its request that start where it runs: beams, and the ones that wait for its prompt."""
         return self.num_beams + len(self.request.awaiting_prompt)
@@ -198,24 +196,6 @@ class Sequence:
         """Whether plans of its last run are in flight: their tokens are still its tokens."""
         running = self.last_run
         return running is not None and running.last_plan > running.plan_clock.last_completed
-
-    # the waiting queue
-
-    def on_queued(self, ticket: int, is_held: bool) -> None:
-        self.ticket, self.is_held = ticket, is_held
-
-    def on_dequeued(self) -> None:
-        self.ticket, self.is_held = 0, False
-
-    def set_num_beams(self, num_beams: int) -> None:
-        self.num_beams = num_beams
-
-    def set_queue_amount(self, amount: QueueAmount) -> None:
-        self.queue_amount = amount
-
-    def clear_queue_amount(self) -> None:
-        """From now on the sequence stands for itself alone."""
-        self.queue_amount, self.num_beams = NO_AMOUNT, 1
 
     # the running batch
 
@@ -234,9 +214,6 @@ class Sequence:
         self.phase = Phase.WAITING
         if is_lost:
             self.last_run = None
-
-    def set_handover(self, handover: Handover | None) -> None:
-        self.handover = handover
 
     def on_prefilled(self, now: float | None) -> None:
         """Its prompt and first token are computed, and it has left the batch of that group."""
@@ -261,9 +238,6 @@ class Sequence:
         if self.num_cached_tokens is None:
             self.num_cached_tokens = num_tokens
 
-    def set_block_hashes(self, block_size: int, hashes: list[bytes]) -> None:
-        self.hash_block_size, self.block_hashes = block_size, hashes
-
     # results
 
     def add_outputs(self, token_ids: list[int], prompt_next: int | None) -> None:
@@ -275,12 +249,48 @@ class Sequence:
         """A beam continues with this hypothesis. It shares no prompt with other runs any more."""
         self.hypothesis, self.outputs, self.prompt_source = hypothesis, hypothesis.outputs, None
 
-    def set_stream(self, stream: int) -> None:
-        self.stream = stream
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The KV blocks of a running sequence, in the order of its tokens. Written by the `KVCacheManager`.
+
+    Entries stay when their block is given up outside the sliding window, because positions count them.
+    """
+
+    block_size: int
+    blocks: list[int]
+    capacity: int  # tokens
+    num_cached: int  # leading blocks that were found: other sequences may have them too
+    num_freed: int  # leading entries with blocks that are not held: they are outside the sliding window
+    copied_from: int | None  # this block was copied into the first block that was not found
+    num_hashed: int  # leading blocks that are hashed, or will be once a plan is sent
+    next_hash_at: int = NEVER  # computed tokens with which the next block is full and to be hashed
+    is_hash_due: bool = False  # waits in the manager's queue for its next block to be hashed
+
+    def extend(self, blocks: list[int]) -> None:
+        self.blocks += blocks
+        self.capacity += len(blocks) * self.block_size
+
+    def free_first(self, end: int) -> list[int]:
+        """The blocks before entry `end` that are still held; from now on they are not."""
+        first, self.num_freed = self.num_freed, end
+        return self.blocks[first:end]
+
+    def set_hashed(self, num_blocks: int) -> None:
+        self.num_hashed = num_blocks
+        self.next_hash_at = (num_blocks + 1) * self.block_size
+
+    def invalidate(self) -> None:
+        """The contents are wrong: no block is hashed any more."""
+        self.num_hashed, self.next_hash_at = 0, NEVER
+
+    def reads_any(self, bad: Collection[int]) -> bool:
+        """Whether blocks that this sequence found, or copied from, are among `bad`."""
+        return self.copied_from in bad or any(block in bad for block in self.blocks[: self.num_cached])
 
 
 class SharedProgress:
-    """What all sequences of a decode batch have in common. Written by the `DecodeBatch` that made it."""
+    """Progress that all sequences of a decode batch share. Written by the `DecodeBatch` that made it."""
 
     __slots__ = ("last_plan", "num_scheduled_tokens")
 
@@ -314,7 +324,7 @@ class RunningSequence:
     has_sampled: bool = False  # then all its tokens but the last are computed
     leaves_prefilled: bool = False  # once it has sampled, it goes on in another group
     own_tokens: int = 0  # scheduled tokens, added to `progress`
-    _computed: int = 0  # until it has sampled
+    num_prefilled: int = 0  # computed tokens, until it has sampled
     _last_plan: int = 0  # outside a decode batch
 
     @property
@@ -328,7 +338,7 @@ class RunningSequence:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens in the KV cache as of the last result."""
-        return self.sequence.num_tokens - 1 if self.has_sampled else self._computed
+        return self.sequence.num_tokens - 1 if self.has_sampled else self.num_prefilled
 
     @property
     def last_plan(self) -> int:
@@ -339,22 +349,8 @@ class RunningSequence:
         self.own_tokens += num_tokens
         self._last_plan = plan
 
-    def on_not_computed(self, num_tokens: int) -> None:
-        """A plan computed fewer tokens than it scheduled: they are to be scheduled again."""
-        self.own_tokens -= num_tokens
-
-    def on_computed(self, num_tokens: int) -> None:
-        """Until it has sampled."""
-        self._computed = num_tokens
-
-    def on_sampled(self) -> None:
-        self.has_sampled = True
-
     def set_leaves_prefilled(self) -> None:
         self.leaves_prefilled, self.max_scheduled_tokens = True, self.prefill_end
-
-    def set_max_scheduled(self, num_tokens: int) -> None:
-        self.max_scheduled_tokens = num_tokens
 
     def share_progress(self, progress: SharedProgress, plan: int = 0) -> None:
         """Joins or leaves a decode batch; its counts stay the same. `plan`: the plan that it joins with."""

@@ -85,7 +85,6 @@ class GoodputSearch:
     requests: Sequence[TraceRequest]
     limits: LatencyLimits
     on_found: Callable[[Goodput], None] = lambda goodput: None
-    num_simulations: int = 0
     found: list[Goodput] = field(default_factory=list)
 
     @property
@@ -141,7 +140,6 @@ class GoodputSearch:
     def trial(self, setup: Setup, rate: float) -> Trial:
         if not gc.isenabled():
             gc.collect()  # earlier simulations
-        self.num_simulations += 1
         simulation = Simulation(setup_config(self.config, setup), self.at_rate(rate))
         if not simulation.run(LimitWatch(simulation, self.limits).is_hopeless):
             return Trial()

@@ -63,7 +63,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a sample is taken of."""
+    """The state from which a sample is taken."""
 
     num_waiting: int  # sequences
     groups: list[WorkerGroup]

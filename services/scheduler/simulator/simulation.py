@@ -63,7 +63,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []  # time, order, what happens
         self._num_pushed = 0
         self._quiet_since = 0.0
-        self.core.before_preempt.append(self._preempting)
+        self.core.lifecycle.before_preempt.append(self._preempting)
 
     def run(self, is_hopeless: Callable[[], bool] | None = None) -> bool:
         """Runs until every request has ended, or until `is_hopeless`, which is asked now and then.

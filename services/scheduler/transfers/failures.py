@@ -1,4 +1,4 @@
-"""What fails again and again: transfers between two workers, and blocks that arrive with a wrong checksum."""
+"""Counts repeated failures: transfers between two workers, and blocks that arrive with a wrong checksum."""
 
 from collections import OrderedDict
 from collections.abc import Container

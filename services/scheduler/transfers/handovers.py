@@ -31,7 +31,6 @@ NOT_LANDED = "KV blocks of the prompt did not arrive, and kv_load_failure_policy
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    lease_s: float  # after a transfer's last block was sent, before its workers are asked about it
     random_bytes: Callable[[int], bytes]  # for tickets
     fails: bool = False  # a sequence whose blocks did not land ends with an error, and is not computed again
 
@@ -42,25 +41,22 @@ class Handovers:
         groups: WorkerGroups,
         waiting: WaitingQueue,
         outbox: Outbox,
+        ledger: TransferLedger,
+        audit: TransferAudit,
+        links: LinkBackoff,
         settings: TransferSettings,
         fail: Callable[[Sequence, str], None],
     ) -> None:
         """`fail` ends a sequence with an error."""
-        self.ledger = TransferLedger(groups.scheduler, settings.lease_s)
-        self.audit = TransferAudit(self.ledger)
-        self.links = LinkBackoff()
         self.num_arriving = 0  # sequences
         self.num_inbound: Counter[int] = Counter()  # sequences by target worker
         self._groups, self._waiting, self._outbox = groups, waiting, outbox
+        self._ledger, self._audit, self._links = ledger, audit, links
         self._settings, self._fail = settings, fail
         self._live: dict[Handover, Sequence] = {}
         self._by_transfer: dict[int, Sequence] = {}
         self.arrived: list[tuple[Sequence, int]] = []  # sequences to be seated, and where
-        self.now = 0.0  # as of the last event
-
-    def set_time(self, now: float) -> None:
-        """now: on the scheduler's clock, of the event that is being handled."""
-        self.now = now
+        self.now = 0.0  # of the event that is handled, or was last
 
     def take_arrived(self) -> list[tuple[Sequence, WorkerGroup]]:
         """Sequences that wait in the queue, with the group that has their blocks."""
@@ -69,7 +65,7 @@ class Handovers:
         return [
             (one, attached[worker])
             for one, worker in arrived
-            if one.ticket and not one.is_held and one.phase is Phase.WAITING and worker in attached
+            if one.ticket and not one.is_set_aside and one.phase is Phase.WAITING and worker in attached
         ]
 
     def reserve(self, sequence: Sequence, source: WorkerGroup, target: WorkerGroup) -> bool:
@@ -91,16 +87,16 @@ class Handovers:
             list(missing.values()),
             cached,
         )
-        sequence.set_handover(handover)
+        sequence.handover = handover
         self._live[handover] = sequence
         self.num_inbound[target.worker] += handover.num_sequences
-        if self.links.failing:
-            self.links.on_chosen((source.worker, target.worker), self.now)
+        if self._links.failing:
+            self._links.on_chosen((source.worker, target.worker), self.now)
         return True
 
     def begin(self, group: WorkerGroup, running: RunningSequence, now: float) -> None:
         """A sequence with a handover starts in a group. Both workers hear of the transfer."""
-        self.set_time(now)
+        self.now = now
         handover = running.sequence.handover
         assert handover is not None
         is_here = handover.source == group.worker and handover.num_tokens == running.prefill_end
@@ -112,10 +108,10 @@ class Handovers:
         if not handover.target_blocks:  # the target has all blocks
             handover.landed = set()
             return
-        transfer = self.ledger.open(handover.source, handover.target, handover.target_blocks)
+        transfer = self._ledger.open(handover.source, handover.target, handover.target_blocks)
         handover.transfer, handover.ticket = transfer.number, self._settings.random_bytes(TICKET_BYTES)
         self._by_transfer[transfer.number] = running.sequence
-        self.audit.on_opened(handover.source, handover.target, self.now)
+        self._audit.on_opened(handover.source, handover.target, self.now)
         self._outbox.send_before_plans(
             handover.target,
             KVReceive(
@@ -129,14 +125,14 @@ class Handovers:
         )
 
     def send(self, group: WorkerGroup, running: RunningSequence, now: float) -> list[KVSend]:
-        """What the plan that is being built sends, after it has scheduled tokens of the sequence: one or nothing."""
+        """Returns the sends of the plan that is being built, after it scheduled tokens of the sequence: one or none."""
         handover = running.sequence.handover
         assert handover is not None
-        transfer = self.ledger.transfers.get(handover.transfer)
+        transfer = self._ledger.transfers.get(handover.transfer)
         if transfer is None or transfer.is_aborted or transfer.target.has_answered:
             return []
         end = min(running.num_scheduled_tokens, running.prefill_end) // group.kv_cache.block_size
-        self.set_time(now)
+        self.now = now
         first = handover.num_sent
         last = bisect_left(handover.positions, end, first)
         if first == last:
@@ -145,7 +141,7 @@ class Handovers:
         blocks = [running.table.blocks[i] for i in handover.positions[first:last]]
         group.kv_cache.blocks.share(blocks)
         handover.num_sent, is_last = last, last == len(handover.positions)
-        self.ledger.send(transfer, blocks, is_last, group.plan_clock.last_sent + 1, now)
+        self._ledger.send(transfer, blocks, is_last, group.plan_clock.last_sent + 1, now)
         geometry = self._groups.attached[handover.target].geometry
         return [
             KVSend(
@@ -182,8 +178,8 @@ class Handovers:
             self._waiting.unpark(sequence)
         else:
             self.num_arriving += 1
-        sequence.set_handover(None)
-        heir.set_handover(handover)
+        sequence.handover = None
+        heir.handover = handover
         heir.on_prefilled(None)
         for other in heir.request.awaiting_prompt:
             other.share_prefilled(heir)
@@ -201,11 +197,11 @@ class Handovers:
         self._forget(sequence, handover)
         target = self._groups.attached.get(handover.target)
         if target is not None:
-            target.kv_cache.blocks.release(handover.held, ())
+            target.kv_cache.blocks.release(handover.held_blocks, ())
             self._groups.mark_dirty([target])
-        transfer = self.ledger.transfers.get(handover.transfer)
+        transfer = self._ledger.transfers.get(handover.transfer)
         if transfer is not None and handover.landed is None:
-            self.ledger.abort(transfer, self.now)
+            self._ledger.abort(transfer, self.now)
             self.apply()
 
     def on_overdue(self, transfer: Transfer) -> None:
@@ -240,7 +236,7 @@ class Handovers:
 
     def apply(self) -> None:
         """Called when the ledger has changed: sends its questions, and gives back blocks that no worker uses."""
-        for transfer, end, blocks in self.ledger.take_released():
+        for transfer, end, blocks in self._ledger.take_released():
             group = self._groups.attached.get(end.worker)
             sequence = self._by_transfer.get(transfer.number) if end is transfer.target else None
             if sequence is not None and sequence.handover is not None:
@@ -249,7 +245,7 @@ class Handovers:
             elif group is not None:
                 group.kv_cache.blocks.release(blocks, ())
                 self._groups.mark_dirty([group])
-        for worker, frame in self.ledger.take_asks():
+        for worker, frame in self._ledger.take_asks():
             self._outbox.send(worker, frame)
 
     def _seat_landed(self, sequence: Sequence, handover: Handover) -> None:
@@ -265,7 +261,7 @@ class Handovers:
             hashes = [block_hash for block, block_hash in zip(blocks, hashes, strict=True) if block in landed]
             blocks = [block for block in blocks if block in landed]
         pool.land(blocks, hashes)
-        pool.release(handover.held, ())
+        pool.release(handover.held_blocks, ())
         self._groups.mark_dirty([target])
         if self._settings.fails and not is_whole:
             self._end_unlanded(sequence)
@@ -279,7 +275,7 @@ class Handovers:
             self._fail(one, NOT_LANDED)
 
     def _forget(self, sequence: Sequence, handover: Handover) -> None:
-        sequence.set_handover(None)
+        sequence.handover = None
         del self._live[handover]
         self._by_transfer.pop(handover.transfer, None)
         self.num_inbound[handover.target] -= handover.num_sequences

@@ -4,7 +4,6 @@ It holds no blocks itself. Its caller holds the blocks of each end, and gives th
 """
 
 import enum
-from collections import Counter
 from dataclasses import dataclass, field
 
 from blockyard.shared.messages import KVAbort
@@ -99,11 +98,6 @@ class TransferLedger:
         """Blocks of aborted transfers that a worker may still use."""
         ends = [end for transfer in self.transfers.values() if transfer.is_aborted for end in transfer.ends]
         return sum(len(end.held_blocks) for end in ends)
-
-    def held(self, worker: int) -> "Counter[int]":
-        """Blocks of a worker that transfers hold, with the number of transfers."""
-        ends = (end for transfer in self.transfers.values() for end in transfer.ends if end.worker == worker)
-        return Counter(block for end in ends for block in end.held_blocks)
 
     # what the scheduler does
 

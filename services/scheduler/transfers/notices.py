@@ -1,12 +1,13 @@
-"""What workers say of KV transfers, and what they are asked: failures, expired leases and audits."""
+"""Handles workers' notices of KV transfers, and asks workers: failures, expired leases and audits."""
 
 import logging
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.transfers.failures import FailedBlocks
+from blockyard.services.scheduler.transfers.audit import TransferAudit
+from blockyard.services.scheduler.transfers.failures import FailedBlocks, LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
-from blockyard.services.scheduler.transfers.ledger import Transfer
+from blockyard.services.scheduler.transfers.ledger import Transfer, TransferLedger
 from blockyard.shared.messages import Attached, KVAbort, KVLanded, KVOpenTransfers, KVSendEnded
 
 log = logging.getLogger(__name__)
@@ -17,14 +18,22 @@ CHECK_S = 0.25  # between checks of leases
 class TransferNotices:
     """Enters in the ledger what workers say. `Handovers` draws the consequences for sequences."""
 
-    def __init__(self, handovers: Handovers, groups: WorkerGroups, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        handovers: Handovers,
+        ledger: TransferLedger,
+        audit: TransferAudit,
+        links: LinkBackoff,
+        groups: WorkerGroups,
+        outbox: Outbox,
+    ) -> None:
         self._handovers, self._groups, self._outbox = handovers, groups, outbox
-        self._ledger, self._audit, self._links = handovers.ledger, handovers.audit, handovers.links
+        self._ledger, self._audit, self._links = ledger, audit, links
         self._failed_blocks = FailedBlocks()
         self.check_at = 0.0  # when `update` is due
 
     def on_message(self, worker: int, frame: KVLanded | KVSendEnded, now: float) -> None:
-        self._handovers.set_time(now)
+        self._handovers.now = now
         known = self._ledger.transfers.get(frame.transfer)
         was_aborted = known is None or known.is_aborted
         match frame:
@@ -68,7 +77,7 @@ class TransferNotices:
         self.check_at = now + CHECK_S
         if not (self._ledger.transfers or self._links.failing or self._audit.workers):
             return
-        self._handovers.set_time(now)
+        self._handovers.now = now
         self._links.update(now)
         if self._audit.is_due(now):
             completed = {group.worker: group.plan_clock.last_completed for group in self._groups.attached.values()}

@@ -2,23 +2,22 @@
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
-from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.shared.messages import Control, Controlled, ControlVerb
 
 
 class Controls:
-    def __init__(
-        self, groups: WorkerGroups, admission_delay: AdmissionDelay, sleep: WorkerSleep, outbox: Outbox, may_sleep: bool
-    ) -> None:
-        self._groups, self._outbox, self._may_sleep = groups, outbox, may_sleep
-        self._admission_delay, self._sleep = admission_delay, sleep
+    def __init__(self, groups: WorkerGroups, sleep: WorkerSleep, outbox: Outbox, may_sleep: bool) -> None:
+        """`may_sleep`: the workers were started with sleep mode."""
+        self.paused = False  # no sequence starts
+        self.frozen = False  # no sequence runs
+        self._groups, self._sleep, self._outbox, self._may_sleep = groups, sleep, outbox, may_sleep
         self.open: list[tuple[int, Control]] = []  # by gateway, until they are done
 
     @property
     def phase(self) -> str:
         """Empty during normal operation."""
-        return "asleep" if self._sleep.level else "paused" if self._admission_delay.paused else ""
+        return "asleep" if self._sleep.level else "paused" if self.paused else ""
 
     def take(self, gateway: int, frame: Control, now: float) -> None:
         """Starts to carry out a request. `answer_done` answers it, now or later."""
@@ -26,11 +25,11 @@ class Controls:
             case ControlVerb.RESET_PREFIX_CACHE:
                 self._sleep.reset_prefix_cache(now)
             case ControlVerb.PAUSE:
-                self._admission_delay.pause(freeze=not frame.drain)
+                self.paused, self.frozen = True, not frame.drain
                 if frame.clear_cache and not frame.drain:
                     self._sleep.reset_prefix_cache(now)
             case ControlVerb.RESUME:
-                self._admission_delay.resume()
+                self.paused = self.frozen = False
             case ControlVerb.SLEEP if not self._may_sleep:
                 self._answer(gateway, frame, 400, "sleep needs a server that was started with --enable-sleep-mode")
                 return
@@ -81,7 +80,5 @@ class Controls:
 
     def _answer(self, gateway: int, frame: Control, status: int, message: str) -> None:
         sleep = self._sleep
-        answer = Controlled(
-            frame.request_id, status, message, sleep.level, self._admission_delay.paused, sleep.freed_bytes
-        )
+        answer = Controlled(frame.request_id, status, message, sleep.level, self.paused, sleep.freed_bytes)
         self._outbox.answer(gateway, answer)

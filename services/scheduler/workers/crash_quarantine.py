@@ -57,7 +57,7 @@ class CrashQuarantine:
             if probation.request is tried or (tried is None and _alone(group, probation.request)):
                 for sequence in probation.request.active_sequences:
                     # A sequence that waits for a result would keep the group empty until then.
-                    if sequence.ticket and not sequence.is_held and not sequence.awaits_results():
+                    if sequence.ticket and not sequence.is_set_aside and not sequence.awaits_results():
                         return sequence
         return None
 

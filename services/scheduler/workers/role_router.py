@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from blockyard.services.scheduler.admission.admission import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.sequences.requests import Sequence
+from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
 from blockyard.services.scheduler.workers.group_queue import RUNNING_TOKENS, GroupQueue, cost, sibling_groups
 from blockyard.shared.messages import KVRole
@@ -54,11 +55,15 @@ def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
 
 class RoleRouter:
     def __init__(
-        self, handovers: Handovers, queue_of: Callable[[WorkerGroup], GroupQueue], decode_prefill_tokens: int
+        self,
+        handovers: Handovers,
+        links: LinkBackoff,
+        queue_of: Callable[[WorkerGroup], GroupQueue],
+        decode_prefill_tokens: int,
     ) -> None:
         """`decode_prefill_tokens`: a prompt of which a decoding group lacks no more is computed there."""
         self.is_active = False  # there are groups of different roles
-        self._handovers, self._queue_of = handovers, queue_of
+        self._handovers, self._links, self._queue_of = handovers, links, queue_of
         self._most_there = decode_prefill_tokens
         self._prefill, self._decode = RoleGroups(), RoleGroups()
         self._recent: OrderedDict[bytes, dict[int, None]] = OrderedDict()  # workers by the first block of a sequence
@@ -101,7 +106,7 @@ class RoleRouter:
         prefill = [group for group in prefill if group.max_model_len > known + 1]
         pairs = [(s, t) for s in prefill for t in decode if s is t or is_pair(s, t)]
         alone: list[WorkerGroup] = []  # decode groups that may compute the prompt, because transfers to them fail
-        if avoided := self._handovers.links.avoided:
+        if avoided := self._links.avoided:
             alone = list(dict.fromkeys(t for s, t in pairs if (s.worker, t.worker) in avoided))
             pairs = [(s, t) for s, t in pairs if (s.worker, t.worker) not in avoided]
         if not pairs:  # their blocks do not fit together, or transfers between them fail

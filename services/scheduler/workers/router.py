@@ -8,11 +8,12 @@ A sequence may wait longer for a group that computes a prefix which they share.
 
 from collections.abc import Mapping
 
-from blockyard.services.scheduler.admission.acceptance import Acceptance
+from blockyard.services.scheduler.admission.request_handler import Acceptance
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Sequence
+from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
 from blockyard.services.scheduler.workers.group_queue import GroupQueue, RoutedSequence, cost, sibling_groups
 from blockyard.services.scheduler.workers.role_router import RoleRouter
@@ -30,15 +31,25 @@ class Router:
         groups: Mapping[int, WorkerGroup],
         acceptance: Acceptance,
         handovers: Handovers,
+        links: LinkBackoff,
         decode_prefill_tokens: int,
     ) -> None:
-        self.roles = RoleRouter(handovers, self._queue_of, decode_prefill_tokens)
+        """`decode_prefill_tokens`: see `RoleRouter`."""
+        self.roles = RoleRouter(handovers, links, self._queue_of, decode_prefill_tokens)
+        self.is_needed = False  # there are several groups, or were: sequences may be in a group's queue
         self._waiting, self._policy = waiting, waiting.policy
         self._groups, self._acceptance, self._handovers = groups, acceptance, handovers
         self._queues: dict[int, GroupQueue] = {}
         self._nonempty: dict[int, GroupQueue] = {}  # the ones in which sequences may wait
         self._round = 0  # number of calls of `route`
         self._is_bypassed = False  # groups take any sequence, whatever their role
+
+    def on_groups_changed(self) -> bool:
+        """Called when a group was attached or detached. Returns whether the groups had different roles before."""
+        had_roles = self.roles.is_active
+        self.roles.set_groups(self._groups.values())
+        self.is_needed = self.is_needed or len(self._groups) > 1
+        return had_roles
 
     def requeue_all(self) -> None:
         """Empties all group queues into the waiting queue, which groups take sequences from until the next `route`."""
@@ -87,7 +98,7 @@ class Router:
 
     def reserve(self, group: WorkerGroup, sequence: Sequence) -> None:
         """Routes a sequence to the group where others were preempted for it: it is to preempt none elsewhere."""
-        if len(self._groups) > 1 and not sequence.is_held:
+        if len(self._groups) > 1 and not sequence.is_set_aside:
             self._add(
                 self._queue_of(group),
                 sequence,
@@ -159,7 +170,7 @@ class Router:
 
     def _add(self, queue: GroupQueue, sequence: Sequence, num_tokens: int, num_blocks: int) -> None:
         key = self._policy.key(sequence)
-        self._waiting.hold(sequence)
+        self._waiting.set_aside(sequence)
         self._nonempty[queue.group.worker] = queue
         queue.add(
             RoutedSequence(sequence, sequence.ticket, key, num_tokens, num_blocks, queue.group.plan_clock.last_sent)

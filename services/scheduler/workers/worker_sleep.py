@@ -5,11 +5,11 @@ worker is asked to attach again: after a reset at once, after sleep when it is w
 """
 
 from collections import Counter
-from collections.abc import Callable
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
+from blockyard.services.scheduler.workers.workers import Workers
 from blockyard.shared.messages import MemoryTag, Sleep, Slept, Wake
 
 
@@ -19,14 +19,13 @@ class WorkerSleep:
         groups: WorkerGroups,
         bounds: QueueBounds,
         outbox: Outbox,
-        requeue: Callable[[WorkerGroup, str], None],
+        workers: Workers,
     ) -> None:
-        """`requeue` makes the sequences of a detached group wait again; its second argument says why, for the log."""
         self.level = 0  # of sleep; 0: awake
         self.restored: set[MemoryTag] = set()  # memory that sleeping workers have back
         self.reattaching: set[int] = set()  # workers asked to attach again
         self._scheduler = groups.scheduler
-        self._groups, self._bounds, self._outbox, self._requeue = groups, bounds, outbox, requeue
+        self._groups, self._bounds, self._outbox, self._workers = groups, bounds, outbox, workers
         self._asleep: dict[int, int] = {}  # freed bytes by worker
         self._num_unanswered: Counter[int] = Counter()  # controls without an answer by worker
 
@@ -67,7 +66,7 @@ class WorkerSleep:
         if level <= self.level and not self.restored:
             return
         self.level = max(level, self.level)
-        self._bounds.set_asleep(True)
+        self._bounds.is_asleep = True
         self.restored.clear()
         for worker in self._asleep:
             self._send_control(worker, Sleep(self._scheduler, self.level))
@@ -83,7 +82,7 @@ class WorkerSleep:
         if parts and len(self.restored) < len(MemoryTag):
             return
         self.level = 0
-        self._bounds.set_asleep(False)
+        self._bounds.is_asleep = False
         self.restored.clear()
         asleep, self._asleep = self._asleep, {}
         self._num_unanswered.clear()
@@ -117,7 +116,7 @@ class WorkerSleep:
 
     def _detach(self, group: WorkerGroup) -> None:
         self._groups.detach(group.worker)
-        self._requeue(group, "is asked to begin anew")
+        self._workers.requeue(group, "is asked to begin anew")
 
     def _reattach(self, worker: int, now: float) -> None:
         self.reattaching.add(worker)

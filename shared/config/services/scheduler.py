@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.messages import ModelSettings
 
 
@@ -15,7 +16,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     served_model_names: list[str]  # the first is echoed in answers
     root: str = ""  # path or hub name of the weights, as /v1/models shows it
     model: ModelSettings = ModelSettings()  # what gateways get on the model's card
-    max_num_seqs: int = 256  # sequences in the batch
+    max_num_seqs: int = USUAL_SEQS  # sequences in the batch
     max_num_batched_tokens: int = 2048  # of one step
     enable_chunked_prefill: bool = True
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"

@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from blockyard.shared.config.services.process import ProcessConfig
+from blockyard.shared.messages import GrammarEngine
 
 ContentFormat = Literal["auto", "string", "openai"]
 
@@ -18,3 +19,4 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     block_size: int = 16  # tokens a KV block: full blocks are hashed
     block_scope: str = ""  # model, revision and KV dtype as text, hashed into the root of all block hashes
     trust_request_chat_template: bool = False  # requests may contain chat templates
+    grammar_engine: GrammarEngine = GrammarEngine.AUTO  # of requests that name none: loaded with the service

@@ -74,7 +74,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     model_impl: Literal["auto", "transformers"] = "auto"
     seed: int = 0  # of dummy weights
     threads: int = 0  # compute threads on CPU; 0: cores minus one
-    group: int = 0  # worker group
     replicas: int = 1  # workers that share this machine's cores and memory
     gpu: int | None = None  # index among the visible GPUs, if it has its own
     mock: MockConfig = MockConfig()

@@ -1,4 +1,4 @@
-"""What each engine takes of JSON schemas: a table of keywords and values, and the mends that make the rest right.
+"""The JSON schemas that each engine takes: a table of keywords and values, and the mends that make the rest right.
 
 Each function gets a schema in normal form, changes it, and returns one of which the engine honours every word. It
 raises UnsupportedGrammar for anything else: output that a keyword would forbid is worse than an error. No library is
@@ -225,7 +225,7 @@ def enforcer_schema(schema: Schema) -> Schema:
 
 
 def _any_value(schema: Schema) -> Schema:
-    """What lm-format-enforcer reads as any value, if that is what the schema allows."""
+    """Replaces a schema that allows any value by lm-format-enforcer's spelling of it."""
     if schema is False:
         raise UnsupportedGrammar(f"{GrammarEngine.LM_FORMAT_ENFORCER.value} supports no schema of false")
     return _ANY_VALUE if schema in _ANYTHING else schema

@@ -89,7 +89,7 @@ def _wrong(keyword: str, right: str, value: Any) -> GrammarError:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in words for the client."""
+    """Names the type of a JSON value for the client."""
     if isinstance(value, bool | int | float):
         return str(value).lower()[:40]
     if isinstance(value, list):

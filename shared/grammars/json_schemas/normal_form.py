@@ -113,7 +113,7 @@ class _Normalizer:
 
 
 class _Targets:
-    """What references of one document may name: pointers, anchors, and the URIs of the schemas in it."""
+    """The targets of references in one document: pointers, anchors, and the URIs of the schemas in it."""
 
     def __init__(self, root: object) -> None:
         draft = re.search("draft-0([3-7])", str(root.get("$schema"))) if isinstance(root, dict) else None

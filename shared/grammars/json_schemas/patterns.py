@@ -87,7 +87,7 @@ def whole_pattern(pattern: str) -> str:
 
 
 def misread(pattern: str) -> str | None:
-    """What an engine that knows simple regular expressions alone would ignore, or take for another thing."""
+    """Names the syntax of a pattern that an engine of simple regular expressions would ignore or misread."""
     at = 0
     for piece, place in pieces(pattern):
         at += len(piece)

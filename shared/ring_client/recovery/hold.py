@@ -15,7 +15,7 @@ class HeldRequests:
     """Requests that were never sent. Requests to be sent again wait in `Dispatch.waiting`."""
 
     def __init__(self, hold_s: float) -> None:
-        self._hold_s = hold_s
+        self.hold_s = hold_s
         self._held: dict[str, tuple[JournalEntry, float]] = {}  # with the time at which it fails
         self._num_choices = self._num_tokens = 0
 
@@ -31,7 +31,7 @@ class HeldRequests:
             raise not_ready(f"the model `{model}`")
 
     def put(self, entry: JournalEntry, now: float) -> None:
-        self._held[entry.request_id] = entry, now + self._hold_s
+        self._held[entry.request_id] = entry, now + self.hold_s
         self._count(entry, 1)
 
     def drop(self, entry: JournalEntry) -> None:

@@ -52,6 +52,8 @@ def finalize_sampling(
     constraint, tools = None, card.settings.tools
     if prompt.grammar is not None and (not prompt.begin_after or (prompt.only_behind and thinking_budget == 0)):
         constraint = OutputConstraint(prompt.grammar)
+        if prompt.inner_end is not None:
+            constraint = OutputConstraint(prompt.grammar, budget=thinking_budget, inner_end=prompt.inner_end)
     elif prompt.begin_after:
         constraint = OutputConstraint(
             prompt.grammar,

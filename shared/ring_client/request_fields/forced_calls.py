@@ -64,7 +64,8 @@ def calls_grammar(
         grammar, kind=GrammarKind.LARK, source=found.source, engine=GrammarEngine.GUIDANCE, markers=found.markers
     )
     field = field if other is None else f"{other.field} and {field}"
-    return FieldGrammar(grammar, field, allows_reasoning=formats.tools.reads_reasoning)
+    inner_end = formats.tools.reasoning_end if use.is_forced else ""
+    return FieldGrammar(grammar, field, formats.tools.reads_reasoning, inner_end)
 
 
 def _content_rule(

@@ -73,7 +73,7 @@ class CallForm(enum.StrEnum):
 
 
 class OutputForm(msgspec.Struct, frozen=True):
-    """What is read in an answer. Plain data, which other processes may send."""
+    """The parts that are read in an answer. Plain data, which other processes may send."""
 
     calls: CallForm
     reasons: bool  # by the format of --reasoning-parser
@@ -103,14 +103,14 @@ class ReasoningMeter:
         return watched
 
     def count(self, num_tokens: int) -> None:
-        """So many tokens are the text that was read since the last call."""
+        """Counts the tokens of the text that was read since the last call."""
         if self._was_inside:
             self.num_tokens += num_tokens
             self._was_inside = self._is_inside
 
 
 def read_output_form(use: ToolUse | None, formats: OutputFormats) -> OutputForm | None:
-    """What an answer to a chat request with these tools has besides content; None: nothing that would be read."""
+    """Returns the form of answers to a chat request with these tools; None if they have content alone."""
     calls, reasons = CallForm.NONE if use is None else _call_form(use, formats), formats.reasoning is not None
     return OutputForm(calls, reasons) if reasons or calls != CallForm.NONE else None
 
@@ -137,7 +137,7 @@ def shown_special(form: OutputForm, formats: OutputFormats) -> list[str]:
 
 
 def cut_calls(form: OutputForm, use: ToolUse | None, formats: OutputFormats) -> CutCalls:
-    """What tells the beginning of a call, or a header, from content where an answer ends in it."""
+    """Returns the rules that tell the beginning of a call or header from content where an answer ends in it."""
     openings = shown_special(form, formats)
     if use is None or form.calls == CallForm.NONE:
         return CutCalls.of(openings, only_calls=False, text_is_call=False)

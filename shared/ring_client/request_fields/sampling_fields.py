@@ -12,7 +12,7 @@ FITTING = -1  # of truncate_prompt_tokens: as many ids as fit
 
 
 class SamplingRequest(Protocol):
-    """What HTTP requests and the offline API's SamplingParams have in common. None: not said."""
+    """Fields that HTTP requests and the offline API's SamplingParams share. None: not given."""
 
     @property
     def n(self) -> int | None: ...

@@ -85,6 +85,7 @@ class FieldGrammar:
     grammar: Grammar
     field: str
     allows_reasoning: bool = False  # it begins with the answer, and not behind the end of reasoning
+    inner_end: str = ""  # the special token that ends the reasoning in it; empty: it has none, or any number of parts
 
 
 def read_grammar(request: StructuredRequest, defaults: GrammarDefaults) -> FieldGrammar | None:

@@ -209,4 +209,5 @@ OPENAI = ToolFormat(
     write_answer=write_answer,
     template_marks=("<|channel|>analysis<|message|>",),
     reads_reasoning=True,
+    reasoning_end=END,
 )

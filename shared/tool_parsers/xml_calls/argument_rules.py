@@ -195,7 +195,7 @@ def _patterns(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schemas_of(part: dict[str, Any], name: str, matched: set[str]) -> list[Any]:
-    """What one schema of an object says of the argument of this name."""
+    """Returns the schemas in an object's schema that hold for the argument of this name."""
     properties = part.get("properties") or {}
     found = [schema for pattern, schema in _patterns(part).items() if pattern in matched]
     if name in properties:

@@ -32,7 +32,7 @@ import zmq  # noqa: E402
 from kv_peers import RECEIVER, SENDER, Peer, bus_of  # noqa: E402
 
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks  # noqa: E402
-from blockyard.services.kv_transfer import device_blocks  # noqa: E402
+from blockyard.services.kv_transfer import device_copier  # noqa: E402
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun  # noqa: E402
 from blockyard.services.kv_transfer.protocol.frames import Transfer  # noqa: E402
 from blockyard.services.kv_transfer.protocol.incoming import ReceiverEnded  # noqa: E402
@@ -147,9 +147,9 @@ def run_receiver(pipe: Connection, bus: BusConfig, encrypt: bool, checksums: boo
 def run_sender(
     pipe: Connection, bus: BusConfig, encrypt: bool, checksums: bool, endpoint: str, connector: str, programs: int
 ) -> None:
-    device_blocks.PROGRAMS = programs
+    device_copier.PROGRAMS = programs
     if programs == 1:
-        device_blocks.DeviceBlocks.chunk_bytes = 2 << 30
+        device_copier.DeviceCopier.chunk_bytes = 2 << 30
     peer = Peer(bus, layout_of(checksums), NUM_BLOCKS, encrypt, device="cuda")
     memory_of(peer).random_(-(2**63), 2**63 - 1)
     torch.cuda.synchronize()

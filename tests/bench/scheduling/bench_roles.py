@@ -61,7 +61,7 @@ class Placements:
         self._watch(self.core)
 
     def _watch(self, core: Scheduler) -> None:
-        place: Callable = core._workers.router.roles.place
+        place: Callable = core.router.roles.place
 
         def timed(sequence: object) -> object:
             begun = time.thread_time()
@@ -69,7 +69,7 @@ class Placements:
             self.place_s.append(time.thread_time() - begun)
             return found
 
-        core._workers.router.roles.place = timed
+        core.router.roles.place = timed
 
     def come(self, max_tokens: int) -> float:
         """CPU seconds from Generate to the frames of the step. Then workers do their work."""

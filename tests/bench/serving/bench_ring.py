@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from raw_client import raw_streams
-from rig import Row, Server, completion, cpu_seconds, percentile, rss_mib, serve, streams, table
+from rig import Row, Server, completion, cpu_seconds, percentile, pss_mib, rss_mib, serve, streams, table
 
 MOCK = ("demo", "--worker-cls", "mock")
 
@@ -31,6 +31,25 @@ def idle_memory() -> list[Row]:
     text = ", ".join(f"{t.removeprefix('blockyard: ')} {mib:.0f}" for t, (mib, _) in sorted(found.items()))
     torch = [t for t, (_, loaded) in found.items() if loaded]
     return [("idle services, MiB resident", f"{text}; torch in {torch or 'none'}", "70 each; none")]
+
+
+def tokenizer_memory() -> list[Row]:
+    """Memory of a tokenizer's own and of its processes' pages, shared ones counted once, as grammars need engines."""
+    grammars = {
+        "without a grammar": {},
+        "after a schema": {
+            "structured_outputs": {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        },
+        "after one of xgrammar": {"structured_outputs": {"regex": "[a-c]+", "backend": "xgrammar"}},
+    }
+    found = []
+    with serve("demo") as server:
+        for when, fields in grammars.items():
+            asyncio.run(streams(server.url, [completion(8, **fields)]))
+            time.sleep(2)
+            pids = [pid for pid, title in server.family().items() if "tokenizer_pool" in title]
+            found.append(f"{when} {sum(map(pss_mib, pids)):.0f} ({len(pids)} processes)")
+    return [("a tokenizer with its processes, MiB (PSS)", ", ".join(found), "")]
 
 
 def loads_torch(pid: int) -> bool:
@@ -65,7 +84,7 @@ def find(server: Server, title: str) -> int:
 
 
 def ring_rows() -> list[Row]:
-    return [*idle_memory(), *start_up(), *token_way(), *events_a_core()]
+    return [*idle_memory(), *tokenizer_memory(), *start_up(), *token_way(), *events_a_core()]
 
 
 if __name__ == "__main__":

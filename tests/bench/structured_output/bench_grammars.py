@@ -10,13 +10,16 @@ matcher does, by the thread's wall-clock time.
 import argparse
 import asyncio
 import json
+import os
 import random
 import string
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rig import cpu_seconds
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from blockyard.services.tokenizer_pool.grammar_checks import GrammarChecks
@@ -111,13 +114,21 @@ def main() -> None:
         print(f"  {name:22} first mask in {verdict_ms:7.1f} ms; mask p50 {p50:6.1f} us, p99 {p99:7.1f} us")
     p50, p99 = np.percentile(every, [50, 99])
     print(f"  all {len(every)} masks: p50 {p50:.1f} us, p99 {p99:.1f} us")
-    times, start_ms = asyncio.run(verdicts(vocabulary, engine))
-    print(f"  a tokenizer's first grammar until its verdict: {start_ms:.0f} ms")
-    print(f"  a new schema of 400 fields until its verdict: p50 {np.median(times):.1f} ms, worst {max(times):.1f} ms")
+    found = asyncio.run(verdicts(vocabulary, engine))
+    times = found.times_ms[1:]
+    print(f"  a first grammar until its verdict: {found.times_ms[0]:.0f} ms; {found.first_cpu_s:.2f} s of CPU")
+    print(f"  a new schema of 400 fields until its verdict: p50 {np.median(times):.1f} ms, worst {max(times):.1f} ms;")
+    print(f"    {1e3 * found.later_cpu_s / len(times):.0f} ms of CPU each; load average {os.getloadavg()[0]:.1f}")
 
 
-async def verdicts(vocabulary: Vocabulary, engine: GrammarEngine) -> tuple[list[float], float]:
-    """Milliseconds of 20 new schemas, and of a first grammar, for which the grammar worker starts."""
+@dataclass(slots=True)
+class Verdicts:
+    times_ms: list[float]  # of 21 new schemas; with the first one the workers of the engine start
+    first_cpu_s: float  # of the workers and their server, with the start
+    later_cpu_s: float  # of the other 20 together
+
+
+async def verdicts(vocabulary: Vocabulary, engine: GrammarEngine) -> Verdicts:
     answered: asyncio.Queue[object] = asyncio.Queue()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "tokenizer.json").write_text(vocabulary.tokenizer_json, "utf-8")
@@ -128,7 +139,7 @@ async def verdicts(vocabulary: Vocabulary, engine: GrammarEngine) -> tuple[list[
         checks = GrammarChecks(config, JobLimits(memory_bytes=512 * MIB, memory_bytes_per_token=0))
         checks.set_model(NUM_TOKENS, [EOS])
         serving = asyncio.create_task(checks.run(lambda peer, work, verdict: answered.put_nowait(verdict)))
-        times = []
+        times, cpu_s = [], []
         for index in range(21):
             schema = json.dumps(fields(400, f"{index}_"))
             began = time.perf_counter()
@@ -137,9 +148,15 @@ async def verdicts(vocabulary: Vocabulary, engine: GrammarEngine) -> tuple[list[
             verdict = await answered.get()
             assert isinstance(verdict, Grammar), verdict
             times.append((time.perf_counter() - began) * 1e3)
+            workers = checks.worker_pids
+            cpu_s.append(sum(map(cpu_seconds, {*workers, *map(parent_of, workers)})))
         serving.cancel()
         await asyncio.wait([serving])
-    return times[1:], times[0]
+    return Verdicts(times, cpu_s[0], cpu_s[-1] - cpu_s[0])
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 if __name__ == "__main__":

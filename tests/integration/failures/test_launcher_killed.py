@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tcp_addresses import free_port
 
 SRC = Path(__file__).parents[3] / ".src"
 
@@ -20,12 +20,6 @@ SRC = Path(__file__).parents[3] / ".src"
 def temporary() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="by-") as path:  # short: ipc paths are limited
         yield Path(path)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def command(port: int) -> list[str]:

@@ -203,8 +203,8 @@ def test_a_row_is_split_as_it_is_alone(batch_invariant: bool, monkeypatch: pytes
     monkeypatch.setattr(file, "_PROGRAMS", 4)
     monkeypatch.setattr(file, "_WIDE_PROGRAMS", 4)
     splits: list[tuple[int, int]] = []
-    split = file._split
-    monkeypatch.setattr(file, "_split", lambda *of: splits.append(split(*of)) or splits[-1])
+    split = file.split_tiles
+    monkeypatch.setattr(file, "split_tiles", lambda *of: splits.append(split(*of)) or splits[-1])
     for num in (1, 3):
         logits, rows = torch.randn(num, 1000, device=DEVICE), torch.arange(num, device=DEVICE)
         given, best = to_device(params(top_p=0.9)), torch.zeros(num, device=DEVICE)

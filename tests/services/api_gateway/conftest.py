@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 import uvloop
 from fake_ring import FakeRing
+from tcp_addresses import free_port
 
 from blockyard.services.api_gateway.server import HttpServer, listening
 from blockyard.services.api_gateway.service import Gateway
@@ -97,6 +97,4 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()

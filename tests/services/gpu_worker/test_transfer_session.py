@@ -130,10 +130,11 @@ class Transfers:
         return answers
 
 
-def worker() -> tuple[Worker, FakeLinks, Transfers, list[object]]:
-    links, log = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w")), list[object]()
+def worker(runner: Runner | None = None) -> tuple[Worker, FakeLinks, Transfers, list[object]]:
+    runner = runner or Runner([])
+    links, log = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w")), runner.log
     transfers = Transfers(log)
-    it = Worker(links, Runner(log), transfers)
+    it = Worker(links, runner, transfers)
     it.session.handle(OLD, Attach(OLD, 9, 1))
     log.clear()
     return it, links, transfers, log
@@ -156,9 +157,10 @@ def test_attached_has_the_memory_and_the_open_transfers() -> None:
 
 
 def test_the_counters_have_those_of_transfers() -> None:
-    it, links, _, _ = worker()
+    runner = Runner([])
+    it, links, _, _ = worker(runner)
     it.counters.publish()
-    assert links.me.stats.sends_to == [OTHER] and links.me.stats.blocks_total == it._runner.geometry.num_blocks
+    assert links.me.stats.sends_to == [OTHER] and links.me.stats.blocks_total == runner.geometry.num_blocks
 
 
 def test_frames_of_the_attached_scheduler_reach_the_transfers() -> None:
@@ -211,9 +213,10 @@ def test_sends_start_when_their_step_is_complete_and_after_its_result() -> None:
 
 
 def test_sends_of_plans_that_no_scheduler_waits_for_are_ignored() -> None:
-    it, _, _, log = worker()
+    runner = Runner([])
+    it, _, _, log = worker(runner)
     it.session.handle(OLD, plan(1, SEND))
-    it._runner.launch(it.session.plans.popleft())
+    runner.launch(it.session.plans.popleft())
     it.session.handle(OLD, Gone(Member("scheduler", Role.SCHEDULER, OLD, "ipc://s")))
     it.step()
     assert log == []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from kv_peers import MIXED, Pair
 
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import Section
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.services.kv_transfer.protocol.frames import BlocksWritten, Transfer, WritesAllowed

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from rings import deployment
+from tcp_addresses import free_port
 
 from blockyard.services.launcher import ports
 from blockyard.shared.errors import ConfigError
@@ -18,12 +19,6 @@ def taken() -> Iterator[int]:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         yield sock.getsockname()[1]
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "", "localhost"])

@@ -36,7 +36,8 @@ class Session:
 
 class Operations(RingOperations):
     def __init__(self) -> None:
-        self._session: Any = Session()
+        self.session: Any = Session()
+        self._session = self.session
 
 
 def sleep(level: int) -> Control:
@@ -58,7 +59,7 @@ def test_sleep(level: int, mode: str, sent: list[Control]) -> None:
     """The KV cache is kept at level 0, and while running requests finish."""
     llm = Operations()
     llm.sleep(level, mode)
-    assert (llm._session.sent, llm._session.aborts) == (sent, int(mode == "abort"))
+    assert (llm.session.sent, llm.session.aborts) == (sent, int(mode == "abort"))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_sleep(level: int, mode: str, sent: list[Control]) -> None:
 def test_wake_up(tags: list[str] | None, sent: list[Control]) -> None:
     llm = Operations()
     llm.wake_up(tags)
-    assert llm._session.sent == sent
+    assert llm.session.sent == sent
 
 
 def test_errors_and_types_are_imported_from_the_package() -> None:

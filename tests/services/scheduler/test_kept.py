@@ -74,7 +74,7 @@ def test_cached_tokens_are_sent_again_if_the_first_report_was_lost(ring: type[Ri
     it.submit("first", 12, max_tokens=1)
     it.world.settle()
     it.submit("again", 12, max_tokens=20)
-    while not it.world.core._lifecycle.requests["again"].sequences[0].outputs:
+    while not it.world.core.lifecycle.requests["again"].sequences[0].outputs:
         it.world.work(it.worker)
     it.detokenizer.inbox.clear()  # the first tokens are lost with it
     it.world.add_detokenizer()
@@ -91,7 +91,7 @@ def test_tokens_that_an_earlier_attempt_computed_are_no_cache_hit(ring: type[Rin
     it.output("a").ids[:] = []
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
     it.output("a").num_cached_tokens = None
-    it.world.core._lifecycle.drop(it.world.core._lifecycle.requests["a"])
+    it.world.core.lifecycle.drop(it.world.core.lifecycle.requests["a"])
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
     it.finish()
     assert it.output("a").num_cached_tokens == 0

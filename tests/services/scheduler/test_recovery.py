@@ -84,7 +84,7 @@ def test_choices_that_are_no_longer_listed_end(ring: type[Ring]) -> None:
     it.steps(4)
     it.output("a", 1).finish = STOP  # the gateway has its final delta, the scheduler does not know yet
     it.world.tell(it.gateway.incarnation, it.gateway.again("a"))
-    assert sorted(it.world.core._lifecycle.requests["a"].sequences) == [0, 2]
+    assert sorted(it.world.core.lifecycle.requests["a"].sequences) == [0, 2]
     it.finish()
 
 
@@ -106,7 +106,7 @@ def test_a_cut_link_to_a_detokenizer_is_told_to_the_gateways(ring: type[Ring]) -
     it.submit("a", 5, n=2, max_tokens=30)
     for _ in range(10):
         it.world.work(it.worker)
-    assert "short" not in it.world.core._lifecycle.requests
+    assert "short" not in it.world.core.lifecycle.requests
     it.world.blink(it.detokenizer.incarnation)
     assert it.gateway.lost == {"short", "a"}
     it.finish()
@@ -217,7 +217,7 @@ def test_an_answer_to_an_earlier_attach_is_ignored(ring: type[Ring]) -> None:
     world, worker = it.world, it.worker
     world.tell(it.gateway.incarnation, Control("1", ControlVerb.RESET_PREFIX_CACHE))
     assert worker.incarnation not in world.core.groups
-    world.tell(worker.incarnation, Attached(worker.incarnation, 1, worker.loop._runner.geometry, [0], b"h" * 16))
+    world.tell(worker.incarnation, Attached(worker.incarnation, 1, worker.runner.geometry, [0], b"h" * 16))
     assert worker.incarnation not in world.core.groups, "the answer to a repeated first Attach"
     it.finish()
     assert worker.incarnation in world.core.groups

@@ -125,7 +125,7 @@ def test_the_newest_is_preempted_and_its_results_still_count(ring: type[Ring]) -
     it.submit("new", 10, max_tokens=20, salt="shares nothing")
     while not it.world.core.stats().preemptions_total:
         it.steps(1)
-    new = it.world.core._lifecycle.requests["new"].sequences[0]
+    new = it.world.core.lifecycle.requests["new"].sequences[0]
     assert new.ticket, "the newest waits"
     assert new.awaits_results()
     known = new.num_tokens
@@ -143,7 +143,7 @@ def test_no_sequence_is_preempted_for_blocks_that_are_pending(ring: type[Ring]) 
     it.submit("c", 1, max_tokens=20)
     it.submit("b", 12, max_tokens=4)
     it.steps(2)
-    group = it.world.core._groups.attached[it.worker.incarnation]
+    group = it.world.core.groups[it.worker.incarnation]
     assert group.kv_cache.blocks.num_free == 0
     it.journal("c").cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("c", 0))

@@ -125,12 +125,13 @@ def test_a_member_with_a_full_link_is_lost_and_can_return(lost: Member) -> None:
     it, links = attached()
     links.full.add(lost.incarnation)
     generate(it)
-    assert it._core.stats().running == (0 if lost is WORKER else 1)
+    it.step(1.0)
+    assert links.me.stats.running == (0 if lost is WORKER else 1)
     links.full.clear()
     links.sent.clear()
-    it.on_event(lost.incarnation, Gone(lost), 0.0)
-    it.on_event(lost.incarnation, Joined(lost), 0.0)
-    it.step(0.0)
+    it.on_event(lost.incarnation, Gone(lost), 1.0)
+    it.on_event(lost.incarnation, Joined(lost), 1.0)
+    it.step(1.0)
     (back,) = [frame for to, frame in links.sent if to == lost.incarnation]
     if lost is WORKER:
         assert isinstance(back, Attach)
@@ -161,12 +162,12 @@ def test_the_phase_says_that_no_worker_is_attached() -> None:
 
 
 def test_a_result_of_a_lost_worker_is_dropped() -> None:
-    it, _ = attached()
+    it, links = attached()
     generate(it)
     it.on_event(2, Gone(WORKER), 0.0)
     it.on_event(2, StepResult(2, 1, [SlotResult(0, [7], 4)], stamp_s=9.0), 0.0)
-    it.step(0.0)
-    assert (it._core.stats().waiting, it._core.stats().output_tokens_total) == (1, 0)
+    it.step(1.0)
+    assert (links.me.stats.waiting, links.me.stats.output_tokens_total) == (1, 0)
 
 
 def test_stats_are_published() -> None:

@@ -67,7 +67,7 @@ def test_a_vector_reaches_its_gateway_without_a_detokenizer(world: World) -> Non
     (vector,) = vectors(gateway)
     assert vector == VectorResult("p", 0, FinishReason.STOP, array("f", [29, 28, 27]).tobytes())
     assert journal.refused is None and journal.detokenizer is None
-    assert list(world.core._lifecycle.requests) == ["text"]  # it waits for a detokenizer
+    assert list(world.core.lifecycle.requests) == ["text"]  # it waits for a detokenizer
     world.add_detokenizer()
     world.settle()
     assert gateway.journals["text"].outputs[0].finish is FinishReason.LENGTH

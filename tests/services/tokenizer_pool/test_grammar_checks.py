@@ -1,25 +1,29 @@
 """Grammars of clients are checked in a process that may be killed: real processes, real limits."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from text_rig import parent_of, text_config
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.grammar_checks import MAX_WAITING, GrammarChecks, Verdict
-from blockyard.services.tokenizer_pool.job_limits import MIB, JobLimits
+from blockyard.services.tokenizer_pool.job_limits import MIB, NUM_WORKERS, JobLimits
 from blockyard.shared.messages import BUSY, TAKES_LONG, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
 from blockyard.shared.process.settings import LOW_PRIORITY
 
 LIMITS = JobLimits(check_cpu_s=0.15, memory_bytes=512 * MIB, memory_bytes_per_token=0)
 LIMIT_S = 100.0
 EOS = [1, 3]
+OTHER_ENGINES = (GrammarEngine.XGRAMMAR, GrammarEngine.OUTLINES, GrammarEngine.LM_FORMAT_ENFORCER)
+BEYOND_GUIDANCE = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}
 
 
 class CheckRig:
@@ -32,9 +36,9 @@ class CheckRig:
         self.verdicts[work.request_id] = verdict
 
     def ask(self, *grammars: Grammar) -> list[Verdict]:
-        return self.runner.run(self._ask(grammars))
+        return self.runner.run(self.ask_all(grammars))
 
-    async def _ask(self, grammars: tuple[Grammar, ...]) -> list[Verdict]:
+    async def ask_all(self, grammars: tuple[Grammar, ...]) -> list[Verdict]:
         self.verdicts.clear()
         for index, grammar in enumerate(grammars):
             self.checks.submit(7, Tokenize(str(index), "m", text="x", grammar=grammar))
@@ -47,19 +51,43 @@ class CheckRig:
             assert time.monotonic() < deadline, f"{len(self.verdicts)} of {number} verdicts"
             await asyncio.sleep(0.005)
 
+    async def start(self) -> None:
+        self.checks.start()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.005)
+
 
 @pytest.fixture(scope="module")
-def rig(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckRig]:
+def tokenizer_folder(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     byte_tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def checks(tokenizer_folder: Path) -> GrammarChecks:
+    return GrammarChecks(text_config(tokenizer_folder), LIMITS)
+
+
+@pytest.fixture(scope="module")
+def rig(tokenizer_folder: Path) -> Iterator[CheckRig]:
+    with serving(GrammarChecks(text_config(tokenizer_folder), LIMITS)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(checks: GrammarChecks) -> Iterator[CheckRig]:
     with asyncio.Runner() as runner:
-        checks = GrammarChecks(text_config(folder), LIMITS)
         checks.set_model(410, EOS)
         made = CheckRig(runner, checks)
-        serving = runner.get_loop().create_task(checks.run(made.on_verdict))
+        task = runner.get_loop().create_task(checks.run(made.on_verdict))
         yield made
-        serving.cancel()
-        runner.run(_ended(serving))
+        task.cancel()
+        runner.run(_ended(task))
 
 
 async def _ended(task: "asyncio.Task[None]") -> None:
@@ -93,6 +121,7 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
         Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}', GrammarEngine.OUTLINES),
         "",
     ),
+    "states of outlines": (Grammar(GrammarKind.REGEX, r"(\w|-){900}", GrammarEngine.OUTLINES), "CPU time"),
     "10 MB": (regex("a" * 10_000_000), "10000000 bytes; at most"),
 }
 
@@ -104,6 +133,15 @@ def test_a_grammar_that_cannot_be_had_is_rejected_in_time(rig: CheckRig, name: s
     assert isinstance(verdict, TextRejected), name
     assert verdict.field == "grammar" and cause in verdict.message and verdict.message
     assert after == Grammar(GrammarKind.REGEX, "[a-z]+", GrammarEngine.GUIDANCE)
+
+
+@pytest.mark.parametrize("engine", OTHER_ENGINES)
+@pytest.mark.parametrize("escaped", [r"^a\/b\-c$", r"^a\/b$", r"\-\/\_"])
+def test_escapes_of_signs_end_in_a_verdict(rig: CheckRig, engine: GrammarEngine, escaped: str) -> None:
+    """A pattern as JavaScript writes it, alone and in a schema."""
+    in_schema = schema({"type": "object", "properties": {"a": {"type": "string", "pattern": escaped}}})
+    asked = [msgspec.structs.replace(one, engine=engine) for one in (regex(escaped), in_schema)]
+    assert len(rig.ask(*asked, GOOD)) == 3
 
 
 def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:
@@ -124,14 +162,34 @@ def test_a_verdict_is_kept(rig: CheckRig) -> None:
     assert isinstance(good, Grammar) and time.process_time() - began < 1.0
 
 
-def test_engines_are_there_before_a_grammar_needs_them(rig: CheckRig) -> None:
-    """xgrammar takes seconds of CPU time to import; all workers share what their server imported."""
-    rig.ask(regex("v{3}"))
-    before, began = rig.checks.worker_pids, time.monotonic()
-    for engine in (GrammarEngine.XGRAMMAR, GrammarEngine.OUTLINES, GrammarEngine.LM_FORMAT_ENFORCER):
-        grammar = Grammar(GrammarKind.REGEX, "v{4}", engine)
-        assert rig.ask(grammar) == [grammar]
-    assert time.monotonic() - began < 1.5 and rig.checks.worker_pids == before
+def test_the_workers_of_an_engine_start_with_its_first_grammar_and_hold_up_no_other(checks: GrammarChecks) -> None:
+    """xgrammar takes seconds of CPU time to import, and hundreds of MiB."""
+    with serving(checks) as rig:
+        assert rig.ask(regex("v{3}")) == [msgspec.structs.replace(regex("v{3}"), engine=GrammarEngine.GUIDANCE)]
+        assert len(checks.worker_pids) == NUM_WORKERS
+        others = [Grammar(GrammarKind.REGEX, "v{4}", engine) for engine in OTHER_ENGINES]
+        asked = rig.ask(*others, *(regex(f"v{{{n}}}") for n in range(5, 15)))
+        assert asked[: len(others)] == others
+        assert not {"0", "2"} & set(list(rig.verdicts)[:10])  # those that load torch
+        assert len(checks.worker_pids) == NUM_WORKERS * (1 + len(others))
+        again = [Grammar(GrammarKind.REGEX, "v{5}", engine) for engine in OTHER_ENGINES]
+        began = time.monotonic()
+        assert rig.ask(*again) == again and time.monotonic() - began < 2.0
+
+
+def test_the_engine_of_the_settings_is_there_before_a_grammar_needs_it(tokenizer_folder: Path) -> None:
+    checks = GrammarChecks(text_config(tokenizer_folder, grammar_engine=GrammarEngine.OUTLINES), LIMITS)
+    with serving(checks) as rig:
+        rig.runner.run(rig.start())
+        rig.runner.run(rig.until(lambda: len(checks.worker_pids) == NUM_WORKERS))
+        grammar = Grammar(GrammarKind.REGEX, "v{4}", GrammarEngine.OUTLINES)
+        assert rig.ask(grammar) == [grammar] and len(checks.worker_pids) == NUM_WORKERS
+
+
+def test_a_grammar_that_one_engine_refuses_is_given_to_the_next(rig: CheckRig) -> None:
+    taken, refused = rig.ask(schema(BEYOND_GUIDANCE), schema({"type": "array", "uniqueItems": True}))
+    assert isinstance(taken, Grammar) and taken.engine == GrammarEngine.XGRAMMAR
+    assert isinstance(refused, TextRejected) and not refused.code and "guidance does not support" in refused.message
 
 
 def test_an_engine_of_one_grammar_is_not_that_of_another(rig: CheckRig) -> None:
@@ -159,7 +217,7 @@ def test_the_loop_goes_on_during_a_burst(rig: CheckRig) -> None:
     async def burst() -> list[Verdict]:
         beats = asyncio.create_task(beat())
         try:
-            return await rig._ask(tuple(bad))
+            return await rig.ask_all(tuple(bad))
         finally:
             beats.cancel()
 
@@ -186,12 +244,13 @@ def test_another_model_makes_new_verdicts(rig: CheckRig) -> None:
 
 def test_the_end_of_the_fork_server_costs_no_verdict(rig: CheckRig) -> None:
     rig.ask(regex("z{3}"))
-    before, server = rig.checks.worker_pids, parent_of(rig.checks.worker_pids[0])
+    before = rig.checks.worker_pids
 
     async def ask_and_kill() -> list[Verdict]:
-        asking = asyncio.create_task(rig._ask(tuple(regex(f"z{{{n}}}") for n in range(4, 44))))
+        asking = asyncio.create_task(rig.ask_all(tuple(regex(f"z{{{n}}}") for n in range(4, 44))))
         await asyncio.sleep(0)
-        os.kill(server, signal.SIGKILL)
+        for server in {parent_of(pid) for pid in before}:
+            os.kill(server, signal.SIGKILL)
         return await asking
 
     assert all(isinstance(verdict, Grammar) for verdict in rig.runner.run(ask_and_kill()))

@@ -263,6 +263,13 @@ def test_deeply_nested_content_is_no_crash(texts: TextCodec) -> None:
     assert rejected(texts, messages=json.dumps([{"role": "user", "content": content}]).encode()).field == "messages"
 
 
+def test_the_id_of_an_end_within_the_grammar(texts: TextCodec) -> None:
+    (inner,) = unpack(done(texts, text="<|im_end|>", add_special_tokens=False).token_ids)
+    assert done(texts, text="x<|im_end|>", inner_end="<|im_end|>").inner_end == inner
+    assert done(texts, text="x", inner_end="<|no_token|>").inner_end is None
+    assert done(texts, text="x").inner_end is None
+
+
 @pytest.mark.parametrize("text", ["hi", "a</think>b", "<think>\n", "<think>x</think>"])
 @pytest.mark.parametrize("space", ["", "\n\n"])
 def test_the_end_of_reasoning_is_awaited_unless_the_prompt_ends_with_it(

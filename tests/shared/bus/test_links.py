@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 from rig import registry
+from tcp_addresses import tcp_bus
 
 from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.bus.links import Links
@@ -29,17 +29,7 @@ Accepts = Cancel | Stop
 def bus(request: pytest.FixtureRequest, tmp_path: Path) -> BusConfig:
     if request.param == "ipc":
         return BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
-    write_keys(tmp_path / "keys")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return BusConfig(
-        registry=f"tcp://127.0.0.1:{port}",
-        bind="tcp://127.0.0.1",
-        advertise="127.0.0.1",
-        curve_public=str(tmp_path / "keys/blockyard.key"),
-        curve_secret=str(tmp_path / "keys/blockyard.key_secret"),
-    )
+    return tcp_bus(tmp_path / "keys")
 
 
 def until(condition: Callable[[], bool], *members: Links, seen: list | None = None, limit_s: float = 10.0) -> None:

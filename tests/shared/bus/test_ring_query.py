@@ -1,13 +1,13 @@
 """The membership list read from outside: answered once, adds no member, shows members that are not ready."""
 
-import socket
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from rig import registry
+from tcp_addresses import tcp_bus
 
-from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.ring_query import as_lines, ask_members, not_ready
 from blockyard.shared.config.services.process import BusConfig
@@ -15,22 +15,9 @@ from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import Cancel, KVRole, Member, Role
 
 
-def bus_config(keys: Path, port: int) -> BusConfig:
-    return BusConfig(
-        registry=f"tcp://127.0.0.1:{port}",
-        bind="tcp://127.0.0.1",
-        advertise="127.0.0.1",
-        curve_public=str(keys / "blockyard.key"),
-        curve_secret=str(keys / "blockyard.key_secret"),
-    )
-
-
 @pytest.fixture
 def bus(tmp_path: Path) -> BusConfig:
-    write_keys(tmp_path / "keys")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return bus_config(tmp_path / "keys", probe.getsockname()[1])
+    return tcp_bus(tmp_path / "keys")
 
 
 def test_a_look_shows_the_members_and_adds_none(bus: BusConfig) -> None:
@@ -53,9 +40,9 @@ def test_a_look_shows_the_members_and_adds_none(bus: BusConfig) -> None:
 def test_an_absent_registry_and_one_with_another_key_do_not_answer(bus: BusConfig, tmp_path: Path) -> None:
     with pytest.raises(BlockyardError, match="no answer"):
         ask_members(bus, 0.2)
-    write_keys(tmp_path / "others")
+    others = msgspec.structs.replace(tcp_bus(tmp_path / "others"), registry=bus.registry)
     with registry(bus), pytest.raises(BlockyardError, match="no answer"):
-        ask_members(bus_config(tmp_path / "others", int(bus.registry.rpartition(":")[2])), 0.5)
+        ask_members(others, 0.5)
 
 
 def test_hosts_are_told_apart_by_their_whole_name() -> None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 from rig import registry
+from tcp_addresses import tcp_bus
 
-from blockyard.shared.bus.curve import write_keys
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.registry_socket import RegistrySocket, registry_address
 from blockyard.shared.bus.sockets import PART_BYTES, Sockets, receive_routed, send_frame
@@ -29,17 +29,7 @@ LONG_COMMAND, LONG_MESSAGE = 6, 2  # flags of a ZMTP 3 frame
 
 @pytest.fixture
 def tcp(tmp_path: Path) -> BusConfig:
-    write_keys(tmp_path / "keys")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return BusConfig(
-        registry=f"tcp://127.0.0.1:{port}",
-        bind="tcp://127.0.0.1",
-        advertise="127.0.0.1",
-        curve_public=str(tmp_path / "keys/blockyard.key"),
-        curve_secret=str(tmp_path / "keys/blockyard.key_secret"),
-    )
+    return tcp_bus(tmp_path / "keys")
 
 
 @contextlib.contextmanager

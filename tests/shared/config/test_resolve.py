@@ -63,10 +63,10 @@ def test_replicas_are_told_apart_by_name_and_metrics_port() -> None:
 
 def test_each_replica_of_the_model_is_a_worker() -> None:
     (one,) = deploy("--device", "cpu").workers
-    assert (one.process.name, one.group, one.replicas, one.gpu) == ("gpu_worker", 0, 1, None)
+    assert (one.process.name, one.replicas, one.gpu) == ("gpu_worker", 1, None)
     on_cpu = deploy("--device", "cpu", "--data-parallel-size", "3").workers
     assert [w.process.name for w in on_cpu] == ["gpu_worker 0", "gpu_worker 1", "gpu_worker 2"]
-    assert [(w.group, w.replicas, w.gpu) for w in on_cpu] == [(0, 3, None), (1, 3, None), (2, 3, None)]
+    assert [(w.replicas, w.gpu) for w in on_cpu] == [(3, None)] * 3
     assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2").workers] == [0, 1]
     assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2", "--worker-cls", "mock").workers] == [None, None]
 

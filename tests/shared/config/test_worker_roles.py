@@ -59,7 +59,6 @@ def test_without_roles_there_are_no_transfers() -> None:
 def test_each_worker_is_a_group_of_its_own(args: tuple[str, ...], names: list[str]) -> None:
     found = deploy(*args).workers
     assert [config.process.name for config in found] == [f"gpu_worker {name}" for name in names]
-    assert [config.group for config in found] == list(range(len(names)))
     assert {config.replicas for config in found} == {len(names)}
     assert [role(config) for config in found] == [
         KVRole(name.partition(" ")[0]) if " " in name else KVRole.BOTH for name in names

@@ -129,6 +129,52 @@ def test_names_that_look_like_others_are_refused_for_xgrammar(engines: Engines, 
         assert not reader.takes_text(compiled, text)
 
 
+TAG = {"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}
+IN_TAGS = [
+    {"structures": [{"begin": "<f>", "schema": TAG, "end": "</f>"}], "triggers": ["<f>"]},
+    {
+        "type": "structural_tag",
+        "format": {
+            "type": "tag",
+            "begin": "<f>",
+            "content": {"type": "json_schema", "json_schema": TAG},
+            "end": "</f>",
+        },
+    },
+    {
+        "type": "structural_tag",  # a token by its text, which only a vocabulary knows
+        "format": {
+            "type": "sequence",
+            "elements": [
+                {"type": "const_string", "value": "<f>"},
+                {"type": "json_schema", "json_schema": TAG},
+                {"type": "const_string", "value": "</f>"},
+                {"type": "optional", "content": {"type": "token", "token": "return"}},
+            ],
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("tag", IN_TAGS, ids=["older", "tag", "token"])
+def test_names_within_structural_tags_are_not_escaped(
+    engines: Engines, texts: list[bytes], tag: dict[str, Any]
+) -> None:
+    reader = Reader(texts)
+    compiled = engines.compile(grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), XG))
+    for right in ('{"a":null}', '{"b\\n":"\\"\\\\"}', '{"b":1}'):
+        assert reader.takes_text(compiled, f"<f>{right}</f>"), right
+    for wrong in ('{"\\u0061":5}', '{"a":5}', '{"\\u0062":1}'):
+        assert not reader.takes_text(compiled, f"<f>{wrong}</f>"), wrong
+
+
+def test_rules_of_a_client_within_structural_tags_are_kept(engines: Engines, texts: list[bytes]) -> None:
+    source = 'root ::= my_basic_escape\nmy_basic_escape ::= "a" | "b"'
+    tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": source}}
+    compiled = engines.compile(grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag), XG))
+    assert Reader(texts).takes_text(compiled, "b") and not Reader(texts).takes_text(compiled, "n")
+
+
 @pytest.mark.parametrize(
     "source",
     [

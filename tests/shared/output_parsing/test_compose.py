@@ -4,14 +4,14 @@ from recorded_answers import Answer, call, check_answer, content, reasoning
 from blockyard.shared.output_parsing.compose import in_order, read_content, trimmed, with_custom_inputs
 from blockyard.shared.output_parsing.text_input import TextInput
 from blockyard.shared.reasoning_parsers.marked import marked
-from blockyard.shared.tool_parsers.json_calls import hermes
+from blockyard.shared.tool_parsers.json_calls.families import HERMES
 
 THINKS = marked("<think>", "</think>", also_ends_before=("<tool_call>",))
 CALL = '<tool_call>{"name": "note", "arguments": {"input": "say \\"a\\"\\n\\ud83d\\ude00"}}</tool_call>'
 
 
 def read(text: TextInput, opened: bool | None = None):
-    whole = in_order(lambda text: THINKS(text, opened), lambda text: hermes.read(text, ()))
+    whole = in_order(lambda text: THINKS(text, opened), lambda text: HERMES.read(text, ()))
     return with_custom_inputs(trimmed(whole), ["note"])(text)
 
 

@@ -67,6 +67,7 @@ class CoreLoop:
             ),
             0,
         )
+        self.groups, self.lifecycle = self.core.worker_groups, self.core.lifecycle
         self.core.on_member(Member("detokenizer", Role.DETOKENIZER, DETOKENIZER, "", ready=True), 0.0)
         for worker in self.runners:
             self._attach(worker)

@@ -1,1 +1,1 @@
-"""Dense families whose checkpoints name their weights as Llama's do: `llama.build_llama` with a `LlamaVariant` each."""
+"""Dense families with checkpoints that name weights as Llama's do: `llama.build_llama` with a `LlamaVariant` each."""

@@ -51,7 +51,7 @@ class LlamaConfig(msgspec.Struct, frozen=True):
 
 
 class LayerParts(NamedTuple):
-    """What a layer of a variant is made of."""
+    """The parts from which a variant makes a layer."""
 
     layers: LinearLayers
     number: int  # of the layer

@@ -71,9 +71,11 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     rotates = read_rotating_layers(config, num_layers)
     kinds = read_layer_types(config, num_layers, lambda layer: CHUNKED if rotates[layer] else FULL, (FULL, CHUNKED))
     rope = read_rope(config, longest)
-    if own.use_qk_norm and rope.rope_type in ("yarn", "longrope"):  # the norm behind the rotation undoes its factor
-        rope = msgspec.structs.replace(rope, attention_factor=1.0)
-    rotary = RotaryEmbedding(rope, head_size(fields), longest)
+    rotary, norm_eps = RotaryEmbedding(rope, head_size(fields), longest), fields.rms_norm_eps
+    if own.use_qk_norm and rope.rope_type in ("yarn", "longrope"):
+        # the norm behind the rotation undoes its factor, except in what the epsilon adds
+        norm_eps /= rotary.factor**2
+        rotary = RotaryEmbedding(msgspec.structs.replace(rope, attention_factor=1.0), head_size(fields), longest)
     scales = None
     if own.attn_temperature_tuning:
         scales = QueryScales(own.floor_scale, own.attn_scale, rotary.max_positions)
@@ -91,7 +93,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         return GatedMLP(layers, name, fields.hidden_size, own.intermediate_size_mlp)
 
     variant = LlamaVariant(
-        attentions=[_attention(fields, own, rotated) for rotated in rotates],
+        attentions=[_attention(fields, norm_eps if rotated and own.use_qk_norm else None) for rotated in rotates],
         windows=[own.attention_chunk_size or None if kind == CHUNKED else None for kind in kinds],
         chunked=True,
         rotations=[rotary if rotated else scales for rotated in rotates],
@@ -101,10 +103,10 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     return build_llama(config, fields, table, variant)
 
 
-def _attention(fields: LlamaConfig, own: Llama4Config, rotated: bool) -> AttentionOptions:
-    """The attention of a layer. Pairs are side by side. The norm of q and k is behind the rotation, which does not
-    change the length of a head."""
-    norm = head_l2_norm(fields.rms_norm_eps) if rotated and own.use_qk_norm else None
+def _attention(fields: LlamaConfig, norm_eps: float | None) -> AttentionOptions:
+    """The attention of a layer. Pairs are side by side. The norm of q and k, if `norm_eps` is given, is behind the
+    rotation, which does not change the length of a head."""
+    norm = None if norm_eps is None else head_l2_norm(norm_eps)
     return replace(biased(fields.attention_bias), halves_dim=0, qk_norm=norm)
 
 

@@ -9,10 +9,10 @@ that computes anything else stays as it is.
 - `norms`: RMSNorm. `gates`: MLPs with a gate.
 - `rotations`: rotary embedding of q and k. `later_reads`: whether it may be in place.
 - `experts`: mixtures of experts. `head`: the output layer without the layers before it.
-- `connection`: our attention and experts as transformers looks them up. `trial`: what a class has to pass to run.
+- `connection`: our attention and experts as transformers looks them up. `trial`: the test of a class.
 - `stored_names`: names and parts of weights in checkpoints.
-- `module_calls`: what a forward pass on the meta device does. `probes`: comparison with a copy of a module.
+- `module_calls`: the calls of a forward pass on the meta device. `probes`: comparison with a copy of a module.
 - `attention_input`: q, k and v as our attention reads them.
-- `fusions.Fusions`: what was found in a model, by the names of its modules.
+- `fusions.Fusions`: the modules of a model that our kernels can compute, by name.
 - `placement`: gives modules their places and their weights places in the `WeightTable`.
 """

@@ -18,7 +18,7 @@ _FIELD = "blockyard_connection"
 
 
 class Computes(Protocol):
-    """What computes attention and experts."""
+    """Computes attention and experts for a transformers class."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, **options: Any

@@ -1,4 +1,4 @@
-"""What our kernels can compute of a transformers class, by the names of its modules."""
+"""Finds the modules of a transformers class that our kernels can compute, by their names."""
 
 from collections import Counter
 from collections.abc import Mapping

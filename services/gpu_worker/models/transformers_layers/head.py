@@ -41,7 +41,7 @@ class _GivenHidden(nn.Module):
 
 
 class _LayersOutput(BaseModelOutputWithPast):
-    """What layers return. Fields that a class adds, such as `router_logits`, are None."""
+    """The output of the layers. Fields that a class adds, such as `router_logits`, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

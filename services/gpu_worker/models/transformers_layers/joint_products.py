@@ -90,7 +90,7 @@ def _reference(x: Tensor) -> StorageWeakRef:
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """What modules read of the weight of a linear layer beside it. There is no tensor to compute with."""
+    """The facts that other modules read of a linear layer's weight. There is no tensor to compute with."""
 
     dtype: torch.dtype
     device: torch.device

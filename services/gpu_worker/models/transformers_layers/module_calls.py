@@ -1,4 +1,4 @@
-"""What happens in a forward pass of a transformers class, as far as it tells what can be computed together."""
+"""Records the module calls of a transformers class's forward pass, to find calls that can be computed together."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

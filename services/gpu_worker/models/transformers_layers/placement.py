@@ -31,7 +31,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.rotations import R
 
 @dataclass(slots=True)
 class Placed:
-    """What takes the place of modules, as far as others have to know it."""
+    """The replacements of modules that other code has to know."""
 
     linears: list[Linear] = field(default_factory=list)  # in the order in which a step uses them
     norms: list[RMSNorm] = field(default_factory=list)

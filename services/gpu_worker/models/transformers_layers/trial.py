@@ -148,7 +148,7 @@ def _eager(causal: Any) -> Iterator[None]:
 
 
 def _outputs(base: nn.Module, run: Callable[[], Tensor]) -> dict[tuple[str, int], Tensor]:
-    """What each module returns, by its name and the number of its call, and the whole under an empty name."""
+    """Returns each module's output by name and number of the call, and the whole output under an empty name."""
     found: dict[tuple[str, int], Tensor] = {}
     calls: dict[str, int] = {}
 

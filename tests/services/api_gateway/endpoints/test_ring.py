@@ -136,7 +136,7 @@ async def test_held_requests_are_bounded_in_time_and_number(rig, monkeypatch) ->
     monkeypatch.setattr(hold, "MAX_HELD", 4)
     monkeypatch.setattr(admission, "AWAY_S", 3.0)
     async with rig() as r:
-        r.gateway.client.dispatch.hold._hold_s = 0.5
+        r.gateway.client.dispatch.hold.hold_s = 0.5
         r.ring.lose(SCHEDULER)
         held = [asyncio.create_task(r.post(COMPLETION, completion(n=2))) for _ in range(2)]
         await r.until(lambda: len(r.gateway.client.dispatch.hold) == 2)

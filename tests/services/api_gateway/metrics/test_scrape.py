@@ -227,6 +227,15 @@ async def test_transfers_of_schedulers_and_workers(rig) -> None:
         assert one["blockyard:steps_total", with_role] == 9
 
 
+async def before_and_after_loss(rig, stats: Stats) -> tuple[Any, Any, frozenset[tuple[str, str]]]:
+    """Metrics while a worker with these counters is there, and after its loss, and its labels."""
+    async with rig() as r:
+        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
+        found = await scrape(r)
+        r.ring.lose(WORKER)
+        return found, await scrape(r), frozenset({("model_name", "tiny"), ("member", worker.name)})
+
+
 async def test_step_times_of_workers(rig) -> None:
     stats = Stats(
         steps_total=10,
@@ -236,12 +245,7 @@ async def test_step_times_of_workers(rig) -> None:
         decode_step_us_total=30_000,
         decode_launch_us_total=600,
     )
-    async with rig() as r:
-        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
-        found = await scrape(r)
-        r.ring.lose(WORKER)
-        gone = await scrape(r)
-    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name)})
+    found, gone, of_worker = await before_and_after_loss(rig, stats)
     for one in (found, gone):
         for kind, count, step_s, launch_s in (("prefill", 4, 0.12, 0.09), ("decode", 6, 0.03, 0.0006)):
             labels = of_worker | {("kind", kind)}
@@ -252,12 +256,7 @@ async def test_step_times_of_workers(rig) -> None:
 
 async def test_masks_of_workers(rig) -> None:
     stats = Stats(masks_total=40, mask_waits_total=3, matcher_restarts_total=1, first_mask_counts=[0, 2, 1])
-    async with rig() as r:
-        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
-        found = await scrape(r)
-        r.ring.lose(WORKER)
-        gone = await scrape(r)
-    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name)})
+    found, gone, of_worker = await before_and_after_loss(rig, stats)
     for one in (found, gone):
         assert one["blockyard:constraint_masks_total", of_worker] == 40
         assert one["blockyard:constraint_mask_waits_total", of_worker] == 3
@@ -270,12 +269,7 @@ async def test_experts_of_workers(rig) -> None:
     stats = Stats(
         expert_samples_total=4, experts_hit_total=90, experts_hit_if_even_total=100, expert_loads=[1.5, 3.25, 2.0]
     )
-    async with rig() as r:
-        worker = r.ring.members[WORKER] = msgspec.structs.replace(r.ring.members[WORKER], stats=stats)
-        found = await scrape(r)
-        r.ring.lose(WORKER)
-        gone = await scrape(r)
-    of_worker = frozenset({("model_name", "tiny"), ("member", worker.name)})
+    found, gone, of_worker = await before_and_after_loss(rig, stats)
     for one in (found, gone):
         assert one["blockyard:expert_samples_total", of_worker] == 4
         assert one["blockyard:experts_hit_total", of_worker] == 90

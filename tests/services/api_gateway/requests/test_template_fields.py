@@ -93,6 +93,8 @@ async def test_grammars_of_harmony_begin_with_the_answer(rig) -> None:
     async with rig(tools=harmony) as r:
         frame = await sent(r, tools=TOOLS, tool_choice="required")
         assert frame.reasoning_end == "" and frame.grammar is not None and " to=functions.f" in frame.grammar.source
+        assert frame.inner_end == "<|end|>"
+        assert (await sent(r, response_format={"type": "json_object"})).inner_end == ""
         assert (await sent(r, response_format={"type": "json_object"})).reasoning_end == end
         body = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "thinking_token_budget": 5}
         status, answer = await r.post(CHAT, body)

@@ -22,7 +22,7 @@ SIZES = PDSizes(
 def server() -> Iterator[SuiteServer]:
     flags = ("--worker-cls", "mock", "--mock-step-ms", str(STEP_MS))
     with rig_serve("demo", *flags) as running:
-        yield SuiteServer(running.url, running.launched_s, running.ready_s)
+        yield SuiteServer(running.url, running.launched_s)
 
 
 def test_all_figures_of_a_unified_worker(server: SuiteServer, monkeypatch: pytest.MonkeyPatch) -> None:

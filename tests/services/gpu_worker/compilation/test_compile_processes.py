@@ -25,13 +25,13 @@ def test_a_process_that_ended_is_closed_and_replaced(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(compile_processes, "MODULE", "answer_lines")
     started: list[subprocess.Popen[str]] = []
-    start = compile_processes._start
+    start = compile_processes.start_process
 
     def recorded_start() -> "subprocess.Popen[str]":
         started.append(start())
         return started[-1]
 
-    monkeypatch.setattr(compile_processes, "_start", recorded_start)
+    monkeypatch.setattr(compile_processes, "start_process", recorded_start)
     answers: SimpleQueue[str] = SimpleQueue()
     processes = CompileProcesses(1)
 

@@ -65,7 +65,7 @@ def test_choices_whose_prompt_reports_log_probabilities(runners: Runners, preemp
         if preempts and runner is ahead:
             (partial,) = [one for one in group.running if one.sequence.request.id == "a"]
             assert 0 < partial.num_computed_tokens < 60
-            loop.core._lifecycle.preempt(group, partial)
+            loop.core.lifecycle.preempt(group, partial)
         assert loop.run().preemptions_total == (preempts and runner is ahead)
         assert {place: len(entries) for place, entries in loop.prompt_logprobs.items()} == {("a", 0): 59, ("b", 0): 59}
         for (name, _), entries in loop.prompt_logprobs.items():

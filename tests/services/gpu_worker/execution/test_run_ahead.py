@@ -105,7 +105,7 @@ def test_preempted_while_three_plans_are_in_flight(tiny: Tiny) -> None:
         if not loop.plans:
             break
         if number % 5 == 4 and group.running:
-            loop.core._lifecycle.preempt(group, group.running[number % len(group.running)])
+            loop.core.lifecycle.preempt(group, group.running[number % len(group.running)])
         loop.step()
     assert loop.run().preemptions_total > 3
     for request in asked:

@@ -8,12 +8,12 @@ import torch
 
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
+from blockyard.services.gpu_worker.kv.host_swap import HostSwap, copy_blocks
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
-from blockyard.services.gpu_worker.kv.pool_memory import PoolMemory
-from blockyard.services.gpu_worker.kv.transfers import Transfers, copy_blocks
+from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.models.interface import ModelShape
-from blockyard.services.kv_transfer.host_blocks import blocks_of
+from blockyard.services.kv_transfer.host_copies import blocks_of
 from blockyard.services.kv_transfer.layout import LayerRun
 from blockyard.shared.messages import BlockCopy
 
@@ -60,7 +60,7 @@ def test_blocks_are_copied_and_scrubbed_in_all_layers() -> None:
 
 def test_the_layout_for_transfers_finds_each_layer() -> None:
     pool = make()
-    layout = PoolMemory(pool, BlockHashes(BLOCKS), Transfers(BlockHashes(BLOCKS), SIZE, None)).layout
+    layout = PoolBlocks(pool, BlockHashes(BLOCKS), HostSwap(BlockHashes(BLOCKS), SIZE, None)).layout
     assert layout is not None
     assert layout.runs == (LayerRun(2, 2, 8), LayerRun(1, 1, 24), LayerRun(1, 1, 12, planes=1), LayerRun(1, 2, 8))
     assert layout.block_bytes == block_bytes(SHAPE, SIZE, torch.float32)

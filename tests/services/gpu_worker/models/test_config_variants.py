@@ -104,6 +104,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+LLAMA4_YARN = YARN | {"factor": 8.0, "rope_theta": 5000.0}
+VARIANTS += [
+    # a norm of q and k behind the rotation
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 0.01}),
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA4_YARN}),
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 0.01, "rope_parameters": LLAMA4_YARN}),
+    ("llama4", {"use_qk_norm": True, "rms_norm_eps": 0.1, "rope_parameters": LLAMA4_YARN | {"attention_factor": 0.3}}),
+    ("llama4", {"use_qk_norm": False, "rms_norm_eps": 0.01, "rope_parameters": LLAMA4_YARN}),
+]
+
+
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
 def test_spellings(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     assert_same(write(tmp_path, name, fields), tmp_path)
@@ -187,6 +198,21 @@ def test_tied_embeddings_beside_an_own_head(name: str, tmp_path: Path) -> None:
         assert is_own == (head == "own")
         assert ("not used: 1 tensor of lm_head.weight" in notes) == (head == "equal")
         notes.clear()
+
+
+@pytest.mark.parametrize("name", ["llama4-sees", "mistral3", "gemma3-sees", "gemma4-sees"])
+@pytest.mark.parametrize(("whole", "text"), [(True, False), (False, True)])
+def test_a_missing_head_where_two_flags_disagree(name: str, whole: bool, text: bool, tmp_path: Path) -> None:
+    """Llama 4 has its head within the text part, where that part's flag holds; the others have it beside the part."""
+    fields = BY_NAME[name].fields["text_config"] | {"tie_word_embeddings": text}
+    tiny = write(tmp_path, name, {"tie_word_embeddings": whole, "text_config": fields})
+    heads = {"lm_head__weight": None, "language_model__lm_head__weight": None}
+    rewrite(tmp_path, **heads)
+    if text if name == "llama4-sees" else whole:
+        assert_same(tiny, tmp_path)
+    else:
+        with pytest.raises(LoadError, match=r"^the checkpoint lacks lm_head\.weight$"):
+            start(tmp_path)
 
 
 @pytest.mark.parametrize("flag", [False, LEFT_OUT])

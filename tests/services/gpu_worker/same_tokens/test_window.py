@@ -50,7 +50,7 @@ class Poisoned(CoreLoop):
     def turn(self) -> None:
         super().turn()
         memory = self.runner.pool.runs[0]
-        for group in self.core._groups.attached.values():  # none until the worker has answered
+        for group in self.core.groups.values():  # none until the worker has answered
             self.most_used = max(self.most_used, group.kv_cache.blocks.num_used)
             with torch.inference_mode():
                 memory[:, group.kv_cache.blocks.uncached.free_ids()] = 1e4

@@ -57,6 +57,15 @@ def test_a_grammar_from_the_start_and_its_end() -> None:
     assert one.num_outputs == 4
 
 
+def test_reasoning_within_a_grammar_ends_with_the_budget() -> None:
+    """Where the grammar does not allow the end yet, it goes on until it does."""
+    ways = constraint(choices=[[5, 5, 5, 5, 9, 6], [5, 9, 6], [5, 5, 5, 9, 6], [5, 5, 9, 6]])
+    one = program(msgspec.structs.replace(ways, budget=2, inner_end=9))
+    assert masks(one, [5, 5, 9, 6]) == [[5], [5, 9], [9], [6], EOS]
+    late = program(msgspec.structs.replace(constraint(choices=[[5, 5, 5, 9], [5, 5, 5, 6]]), budget=1, inner_end=9))
+    assert masks(late, [5, 5, 5, 9]) == [[5], [5], [5], [9], EOS]
+
+
 def test_ids_beyond_the_vocabulary_are_never_allowed() -> None:
     assert mask(program(OutputConstraint())) == ALL
     assert allowed_ids(mask_of([-1, 3, VOCAB, 10**9], VOCAB)) == [3]

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from plan_driver import Driver, Stream
@@ -14,7 +15,12 @@ from tiny_models import LLAMA, Tiny, start
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from blockyard.services.gpu_worker.structured_output.mask_memory import num_mask_words
+from blockyard.services.gpu_worker.structured_output.mask_program import MaskProgram
+from blockyard.services.gpu_worker.structured_output.matcher_frames import OutputRules
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherKey
+from blockyard.shared.grammars.engines import make_engine
+from blockyard.shared.grammars.interface import Vocabulary
 from blockyard.shared.messages import (
     FinishReason,
     Grammar,
@@ -23,6 +29,9 @@ from blockyard.shared.messages import (
     OutputConstraint,
     Sampling,
 )
+from blockyard.shared.tool_parsers.call_grammar import calls_source
+from blockyard.shared.tool_parsers.channels.openai import OPENAI
+from blockyard.shared.tool_parsers.tools import Tool, ToolKind
 
 DEMO_TOKENIZER = Path(__file__).parents[4] / "shared/demo_model/tokenizer.json"
 SCHEMA = {
@@ -110,3 +119,33 @@ def run(driver: Driver, streams: list[Stream], killed: dict[MatcherKey, int]) ->
             for pid in matchers.process_ids.values():
                 os.kill(pid, signal.SIGKILL)
     driver.run()
+
+
+@pytest.mark.parametrize("budget", [8, 40])
+def test_a_forced_call_of_gpt_oss_comes_behind_a_budget_of_analysis(budget: int) -> None:
+    """Random analysis goes on for ever; behind the budget it ends, and the call follows."""
+    tokenizer = Tokenizer.from_file(str(DEMO_TOKENIZER))
+    tokenizer.add_special_tokens(list(OPENAI.markers))
+    schema = {"type": "object", "properties": {"x": {"enum": [1]}}, "required": ["x"], "additionalProperties": False}
+    tool = Tool(ToolKind.FUNCTION, "measure", schema)
+    found = calls_source(OPENAI, [tool], parallel=False, forced=True)
+    assert found is not None
+    grammar = Grammar(GrammarKind.LARK, found.source, GrammarEngine.GUIDANCE, markers=found.markers)
+    size, eos = tokenizer.get_vocab_size(), [1]
+    compiled = make_engine(GrammarEngine.GUIDANCE, Vocabulary(tokenizer.to_str(), size, eos)).compile(grammar)
+    limits = OutputConstraint(grammar, budget=budget, inner_end=tokenizer.token_to_id(OPENAI.reasoning_end))
+    program = MaskProgram(OutputRules(limits, [], 0, False, []), compiled, size, eos)
+    rng, words = np.random.default_rng(0), np.zeros(num_mask_words(size), np.int32)
+    ids = tokenizer.encode("<|channel|>analysis<|message|>", add_special_tokens=False).ids
+    program.accept(ids)
+    while not program.has_ended:
+        program.fill(words)
+        allowed = set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+        if len(ids) < budget:
+            allowed.discard(limits.inner_end)
+        ids.append(int(rng.choice(sorted(allowed))))
+        program.accept(ids[-1:])
+        assert len(ids) < budget + 200
+    assert ids.index(limits.inner_end) == budget
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert "to=functions.measure<|channel|>commentary json<|message|>{" in text

@@ -71,8 +71,7 @@ def check_clean(loop: RoleLoop) -> None:
     """No block is in use, held or quarantined at the end, on either side."""
     stats = loop.core.stats()
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-    handovers = loop.core._lifecycle.handovers
-    assert handovers.ledger.transfers == {} and not handovers.num_inbound.total()
+    assert loop.core.ledger.transfers == {} and not loop.core.handovers.num_inbound.total()
     for worker in loop.workers:
         assert loop.transfers[worker].open_transfers() == {} and not loop.ledger.held(worker)
 
@@ -168,9 +167,9 @@ def test_a_link_that_breaks_between_living_workers_costs_no_token(
     slow = KVTransferFaults(delay_ms=20.0)
     source = add_mock(loop, PREFILL, connector, encrypt=False, faults=slow)
     target = add_mock(loop, DECODE, connector, encrypt=False)
-    geometry = loop.core._groups.attached[target].geometry
+    geometry = loop.core.groups[target].geometry
     proxy = proxy_to(geometry.kv_endpoint.decode())
-    loop.core._groups.attached[target].geometry = msgspec.structs.replace(geometry, kv_endpoint=proxy.endpoint.encode())
+    loop.core.groups[target].geometry = msgspec.structs.replace(geometry, kv_endpoint=proxy.endpoint.encode())
     prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 3000, 300)]
     sampling = Sampling(max_tokens=10, seed=0)
     loop.add("r", prompt, sampling)

@@ -12,8 +12,7 @@ from kv_peers import LARGE, SMALL, needs_nixl
 from kv_workers import GEOMETRY, NUM_BLOCKS, KVWorker, bus_at, plan_of, send_to, until, worker_process
 
 from blockyard.services.gpu_worker.interfaces import StoredLayers
-from blockyard.services.gpu_worker.transfers import sender_links
-from blockyard.services.kv_transfer import sender_link
+from blockyard.services.kv_transfer import sender_link, sender_links
 from blockyard.services.kv_transfer.layout import LayerRun, as_text
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.shared.bus.poller import Poller
@@ -185,7 +184,7 @@ def test_an_unexpected_error_ends_a_send_and_not_the_worker(
     a, b = workers
     b.receive(1, A, [4])
     with monkeypatch.context() as patch:
-        patch.setattr(sender_link, "open_blocks", fails)
+        patch.setattr(sender_link, "make_copier", fails)
         a.send(send_to(b.geometry, B, 1, [1], [4]))
     a.turn()
     assert a.ended == {1: [KVSendEnded(A, 1, False)]} and a.transfers.num_open == 0
@@ -259,7 +258,7 @@ def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], m
     assert a.transfers.count(Stats()) == Stats(transfer_bytes=sent), "nothing was sent since"
     until(lambda: len(a.links.watched) == 3, a, b)  # the idle link is closed
     assert a.transfers.count(Stats()).transfer_bytes == sent
-    b.transfers._memory.receiver.drops.count(DropReason.DOUBLED, "for a test")
+    b.transfers._endpoint.receiver.drops.count(DropReason.DOUBLED, "for a test")
     for worker in workers:
         worker.transfers.close()
         worker.memory.renew()
@@ -322,8 +321,8 @@ def test_a_transfer_is_open_until_its_end_was_answered(workers: tuple[KVWorker, 
     b.receive(1, A, [5, 6])
     a.send(send_to(b.geometry, B, 1, [3], [5], is_last=False))
     until(lambda: b.landed.get(1) == [5], a, b)
-    assert a.transfers._memory is not None
-    [target] = a.transfers._memory.senders._targets.values()
+    assert a.transfers._endpoint is not None
+    [target] = a.transfers._endpoint.senders._targets.values()
     target.link.abort(1, "ended between two polls")
     assert target.link.open_transfers() == {} and a.transfers.open_transfers() == {1: []}
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
@@ -339,7 +338,7 @@ def test_a_link_is_closed_when_idle_and_when_its_worker_leaves(
     a.send(send_to(b.geometry, B, 1, [3], [5]))
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
     until(lambda: len(a.links.watched) == 3, a, b)
-    until(lambda: not b.transfers._memory.receiver._links, a, b)
+    until(lambda: not b.transfers._endpoint.receiver._links, a, b)
     monkeypatch.undo()
     b.receive(2, A, [6, 7])
     b.receive(3, 0xC, [8])  # its sender never opens a link
@@ -420,7 +419,7 @@ def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], c
     with worker_process(bus_at(tmp_path), B, connector) as b:
         b.tell(KVReceive(1, A, 1, blocks))
         a.send(send_to(b.geometry, B, 1, blocks[:-1], blocks[:-1], is_last=False))
-        until(lambda: a.transfers._memory.senders._targets[B].link._transfers._open[1].summed != 0, a)
+        until(lambda: a.transfers._endpoint.senders._targets[B].link._transfers._open[1].summed != 0, a)
         b.process.kill()
         b.process.join(10)
         until(lambda: 1 in a.ended, a)

@@ -125,6 +125,54 @@ def test_errors_are_raised_by_the_iterator(engine: AsyncLLMEngine) -> None:
     run(scene())
 
 
+# public names of vLLM 0.26's AsyncLLM that scripts call; some of older versions
+NAMES_OF_VLLM = (
+    "abort add_lora add_request check_health collective_rpc dead_error do_log_stats encode errored generate "
+    "get_model_config get_supported_tasks get_tokenizer get_vllm_config init_weight_transfer_engine is_paused "
+    "is_running is_sleeping is_stopped is_tracing_enabled list_loras model_config pause_generation pin_lora "
+    "remove_lora reset_encoder_cache reset_mm_cache reset_prefix_cache resume_generation scale_elastic_ep shutdown "
+    "sleep start_profile stop_profile update_weights wake_up checkpoint_prepare checkpoint_restore from_engine_args"
+)
+REFUSED = (
+    "add_lora add_request checkpoint_prepare checkpoint_restore get_vllm_config init_weight_transfer_engine list_loras "
+    "pin_lora remove_lora scale_elastic_ep start_profile stop_profile update_weights"
+)
+
+
+def test_methods_of_vllm_are_there_or_refused_by_name(engine: AsyncLLMEngine, caplog: pytest.LogCaptureFixture) -> None:
+    assert [name for name in NAMES_OF_VLLM.split() if not hasattr(AsyncLLMEngine, name)] == []
+
+    async def scene() -> None:
+        for name in REFUSED.split():
+            with pytest.raises(RequestError, match=f"`{name}` is not built yet"):
+                await getattr(engine, name)("an argument", of="any")
+        assert not await engine.is_tracing_enabled() and not await engine.is_sleeping()
+        assert await engine.get_supported_tasks() == ("generate",)
+        await engine.reset_mm_cache()
+        await engine.reset_encoder_cache()
+        await collect(engine, "prompt", SamplingParams(max_tokens=3), "counted")
+        with caplog.at_level("INFO"):
+            await engine.do_log_stats()
+        assert "vllm:num_requests_running" in caplog.text and "vllm:generation_tokens" in caplog.text
+
+    run(scene())
+
+
+def test_generation_pauses_and_goes_on(engine: AsyncLLMEngine) -> None:
+    async def scene() -> None:
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        assert await engine.is_paused()
+        task = asyncio.create_task(collect(engine, "prompt", SamplingParams(max_tokens=3), "held"))
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        await engine.resume_generation()
+        assert (await task)[-1].finished and not await engine.is_paused()
+        with pytest.raises(RequestError, match="mode must be one of"):
+            await engine.pause_generation(mode="never")
+
+    run(scene())
+
+
 def test_a_shutdown_fails_open_requests() -> None:
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(worker_cls="mock", log_level="warning"))
 

@@ -67,14 +67,15 @@ def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
 
 
 def test_a_queue_full_for_a_moment_is_reported_again(ring: type[Ring]) -> None:
-    """Requests that arrive together fill the queue, and all are scheduled before the capacity is announced."""
+    """Of requests that arrive together the last one is refused, and the others are all scheduled in the next step."""
     it = ring(max_queue_len=3, max_num_seqs=8)
     gateway, sampling = it.gateway, it.world.sampling(max_tokens=2)
-    for name in "abc":
+    for name in "abcd":
         frame = gateway.new(name, [1, 2], sampling, 1)
         it.world.core.on_message(gateway.incarnation, frame, it.world.now)
     it.world.turn()
     it.finish()
+    assert it.journal("d").refused is not None
     assert [frame.capacity.choices for frame in gateway.capacities] == [3]
 
 
@@ -136,7 +137,8 @@ def test_a_request_from_before_the_first_attach_fails_if_it_does_not_fit(ring: t
 
 
 def test_accepted_has_the_free_capacity(ring: type[Ring]) -> None:
+    """A request that starts does not wait any more, so that a queue for one is not full behind it."""
     it = ring(max_queue_len=5)
     it.submit("a", 7)
     answers = [o.frame for o in it.world.sent if isinstance(o.frame, Accepted | Refused)]
-    assert [(a.request_id, a.capacity.choices, a.capacity.tokens) for a in answers] == [("a", 4, 10_000 - 7)]
+    assert [(a.request_id, a.capacity.choices, a.capacity.tokens) for a in answers] == [("a", 5, 10_000)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 from fake_links import FakeLinks
 
+from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock.batch import MockBatch, MockSlot, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.runner import MockRunner
@@ -74,6 +75,10 @@ class FakeWorker:
     tables: dict[int, "Table"] = field(default_factory=dict)  # as of the last plan sent
     in_flight: list[InFlight] = field(default_factory=list)
 
+    @property
+    def runner(self) -> SleepingRunner:
+        return self.loop._runner
+
     def sent(self, frame: Frame) -> None:
         """Checks a frame that leaves the scheduler against the plans in flight."""
         busy_transfers = self.busy_transfers()
@@ -104,7 +109,7 @@ class FakeWorker:
             assert fetch.block not in busy_blocks, f"block {fetch.block} is written while a plan in flight has it"
         for start in frame.starts:
             assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
-            fresh = start.blocks[start.num_computed // self.loop._runner.geometry.block_size :]
+            fresh = start.blocks[start.num_computed // self.runner.geometry.block_size :]
             assert busy_blocks.isdisjoint(fresh), f"slot {start.slot} gets blocks of plans in flight"
             assert busy_transfers.isdisjoint(fresh), f"slot {start.slot} gets blocks of transfers"
             self.tables[start.slot] = Table(frame.number, start.num_computed, list(start.blocks))
@@ -113,7 +118,7 @@ class FakeWorker:
             assert busy_transfers.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of transfers"
             self.tables[more.slot].blocks += more.blocks
         slots = [run.slot for run in frame.runs]
-        geometry = self.loop._runner.geometry
+        geometry = self.runner.geometry
         blocks = set().union(*(self.tables[slot].seen(geometry) for slot in slots))
         blocks |= {copy.src for copy in frame.copies}
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
@@ -171,7 +176,7 @@ class FakeWorker:
             for number in own.open_transfers():
                 abort(self.transfers, self.incarnation, KVAbort(number))
         if isinstance(frame, KVReceive):
-            own.receive(frame, self.loop._runner.block_hashes)
+            own.receive(frame, self.runner.block_hashes)
         elif isinstance(frame, KVAudit):
             still_open = own.open_transfers()
             numbers, blocks = list(still_open), list(still_open.values())

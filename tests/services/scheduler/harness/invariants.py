@@ -74,23 +74,23 @@ def check_beams(journal: Journal, pattern: Pattern, max_model_len: int) -> None:
 
 
 def live_handovers(core: Scheduler) -> list[Handover]:
-    sequences = (c for r in core._lifecycle.requests.values() for c in r.active_sequences)
+    sequences = (c for r in core.lifecycle.requests.values() for c in r.active_sequences)
     return [c.handover for c in sequences if c.handover is not None]
 
 
 def held_by_transfers(core: Scheduler, worker: int) -> Counter[int]:
     """Blocks that transfers and handovers hold."""
-    handovers = core._lifecycle.handovers
-    reserved = Counter(b for h in live_handovers(core) if h.target == worker for b in h.held)
-    return handovers.ledger.held(worker) + reserved
+    reserved = Counter(b for h in live_handovers(core) if h.target == worker for b in h.held_blocks)
+    ends = (end for one in core.ledger.transfers.values() for end in one.ends if end.worker == worker)
+    return Counter(b for end in ends for b in end.held_blocks) + reserved
 
 
 def check_handovers(core: Scheduler) -> None:
     """Each handover is of one live sequence, and arriving sequences are counted."""
-    handovers = core._lifecycle.handovers
-    sequences = [c for r in core._lifecycle.requests.values() for c in r.active_sequences]
+    handovers = core.handovers
+    sequences = [c for r in core.lifecycle.requests.values() for c in r.active_sequences]
     waiting = [c for c in sequences if c.handover is not None and c.phase is Phase.WAITING]
-    assert all(c.is_held for c in waiting), "room is reserved for a sequence that other ones may have to wait for"
+    assert all(c.is_set_aside for c in waiting), "room is reserved for a sequence that other ones may have to wait for"
     arriving = [c for c in sequences if c.phase is Phase.ARRIVING]
     assert len(arriving) == handovers.num_arriving
     for sequence in arriving:
@@ -100,7 +100,7 @@ def check_handovers(core: Scheduler) -> None:
     inbound = Counter(h.target for h in live for _ in range(h.num_sequences))
     assert +handovers.num_inbound == inbound
     for handover in live:
-        assert handover.target in core._groups.attached
+        assert handover.target in core.groups
         assert handover.source != handover.target
 
 
@@ -116,7 +116,7 @@ def check_blocks(core: Scheduler, group: WorkerGroup) -> None:
             len(set(running.table.blocks[running.table.num_freed :]))
             == len(running.table.blocks) - running.table.num_freed
         )
-        assert running.table.num_freed <= group.kv_cache.window.num_skipped_blocks(running.num_computed_tokens)
+        assert running.table.num_freed <= group.kv_cache.num_skipped_blocks(running.num_computed_tokens)
     shared = {b for b, count in held.items() if count > 1}
     for running in group.running:
         written_prompts = running.num_scheduled_tokens + 1  # its last position may be repeated
@@ -169,7 +169,7 @@ def check_host(group: WorkerGroup) -> None:
 
 def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     """A sequence is next while any waits, and fair shares count the waiting and the running sequences."""
-    policy = core._lifecycle.waiting.policy
+    policy = core.waiting.policy
     first = policy.peek()
     assert (first is not None) == bool(waiting)
     assert first is None or first in waiting
@@ -177,7 +177,7 @@ def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
         assert first is None or policy.key(first) == min(policy.key(choice) for choice in waiting)
         return
     waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting)
-    all_running = [running for group in core._groups.attached.values() for running in group.running]
+    all_running = [running for group in core.groups.values() for running in group.running]
     runs = Counter((s.sequence.request.frame.tenant, s.sequence.request.frame.user) for s in all_running)
     for tenant in policy.tenants.shares.values():
         for user in tenant.users.shares.values():
@@ -190,24 +190,20 @@ def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     assert not +runs
 
 
-def check_router(core: Scheduler, is_held: list[Sequence]) -> None:
+def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     """Each routed sequence is in the queue of one attached group, and no group idles while a sequence could run."""
-    queues, groups = core._workers.router._queues, core._groups.attached
+    queues, groups = core.router._queues, core.groups
     assert all(groups.get(worker) is queue.group for worker, queue in queues.items())
     routed_sequences = [routed.sequence for queue in queues.values() for routed in queue.entries if routed.waits]
-    assert len(routed_sequences) == len(is_held) and {*map(id, routed_sequences)} == {*map(id, is_held)}
+    assert len(routed_sequences) == len(set_aside) and {*map(id, routed_sequences)} == {*map(id, set_aside)}
     idle = [
         g for w, g in groups.items() if not g.running and not g.in_flight and not (w in queues and queues[w].entries)
     ]
-    first = core._lifecycle.waiting.peek()
-    ready = (
-        first is not None
-        and core._planner.prefills._acceptance.can_accept(first.request)
-        and not first.awaits_results()
-    )
-    if core._workers.router.roles.is_active or core._lifecycle.handovers.ledger.transfers:
+    first = core.waiting.peek()
+    ready = first is not None and core.acceptance.can_accept(first.request) and not first.awaits_results()
+    if core.router.roles.is_active or core.ledger.transfers:
         return  # a group waits for sequences that are routed to it, or for blocks
-    assert core._workers.admission_delay.paused or not (idle and ready), "a group idles"
+    assert core.controls.paused or not (idle and ready), "a group idles"
 
 
 def check_decode_batch(group: WorkerGroup) -> None:
@@ -277,31 +273,32 @@ def check(core: Scheduler, turn: int) -> None:
 
     So many groups cost no more than one, and histories are longer for it.
     """
-    groups = list(core._groups.attached.values())
+    groups = list(core.groups.values())
     if groups:
         check_group(core, groups[turn % len(groups)])
-    waiting = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.ticket]
-    assert len(waiting) == len(core._lifecycle.waiting)
-    held = {id(choice) for choice in core._planner.prefills.deferred.sequences()}
-    check_policy(core, [choice for choice in waiting if not choice.is_held])
-    check_router(core, [choice for choice in waiting if choice.is_held and id(choice) not in held])
-    awaiting_prompt = [r for r in core._lifecycle.requests.values() if r.awaiting_prompt]
-    assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core._lifecycle.parallel_sampling.num_awaiting_prompt
+    waiting = [c for r in core.lifecycle.requests.values() for c in r.active_sequences if c.ticket]
+    assert len(waiting) == len(core.waiting)
+    partial = core.partial_prefills
+    held = {id(choice) for choice in partial.deferred()} if partial is not None else set[int]()
+    check_policy(core, [choice for choice in waiting if not choice.is_set_aside])
+    check_router(core, [choice for choice in waiting if choice.is_set_aside and id(choice) not in held])
+    awaiting_prompt = [r for r in core.lifecycle.requests.values() if r.awaiting_prompt]
+    assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core.parallel_sampling.num_awaiting_prompt
     check_handovers(core)
-    arriving = [c for r in core._lifecycle.requests.values() for c in r.active_sequences if c.phase is Phase.ARRIVING]
+    arriving = [c for r in core.lifecycle.requests.values() for c in r.active_sequences if c.phase is Phase.ARRIVING]
     queued = [*waiting, *arriving, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
     amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
-    assert amounts == core._lifecycle.waiting.usage.amount
+    assert amounts == core.waiting.usage.amount
     assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)
-    assert core._lifecycle.waiting.output_limits.total() == amounts.sequences
+    assert core.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:
         assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)
         assert all(c.phase is Phase.WAITING and not c.awaits_results() for c in request.awaiting_prompt)
         assert any(_computes_prompt(c) for c in request.active_sequences), (
             "sequences wait for a prompt that no sequence computes"
         )
-    live = core._lifecycle.streams.text_outboxes.values()
-    assert all(r.text_outbox is None or r.text_outbox in live for r in core._lifecycle.requests.values())
+    live = core.streams.text_outboxes.values()
+    assert all(r.text_outbox is None or r.text_outbox in live for r in core.lifecycle.requests.values())
     for text_outbox in live:
-        bound = sum(len(r.sequences) for r in core._lifecycle.requests.values() if r.text_outbox is text_outbox)
+        bound = sum(len(r.sequences) for r in core.lifecycle.requests.values() if r.text_outbox is text_outbox)
         assert text_outbox.num_streams == bound

@@ -98,7 +98,7 @@ class Program:
     def _settle(self) -> None:
         """No request starves: open requests end within a number of plans bounded by their tokens, also if preempted."""
         world = self.world
-        live = world.core._lifecycle.requests.values()
+        live = world.core.lifecycle.requests.values()
         widths = [len(r.sequences) if r.frame.beam is None else r.frame.beam.width for r in live]
         tokens = sum(w * (r.num_prompt + r.frame.sampling.max_tokens) for w, r in zip(widths, live, strict=True))
         before = world.num_steps
@@ -167,7 +167,7 @@ class Program:
             journal.cancelled = True
             for _ in range(1 + b % 2):
                 self.world.tell(gateway.incarnation, Cancel(request_id, journal.frame.attempt))
-            assert request_id not in self.world.core._lifecycle.requests, "it was cancelled"
+            assert request_id not in self.world.core.lifecycle.requests, "it was cancelled"
 
     def resubmit(self, a: int, b: int) -> None:
         """A gateway sends a request again after a timeout or a lost frame."""
@@ -178,7 +178,7 @@ class Program:
         """A Generate arrives twice while its request is open, and a Cancel of an earlier attempt arrives late."""
         for gateway, request_id in self._open(a):
             frame = gateway.journals[request_id].frame
-            if request_id in self.world.core._lifecycle.requests:
+            if request_id in self.world.core.lifecycle.requests:
                 self.world.tell(gateway.incarnation, frame)
             self.world.tell(gateway.incarnation, Cancel(request_id, frame.attempt - 1))
 

@@ -5,17 +5,18 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from zlib import crc32
 
 import msgspec
 from fake_links import FakeLinks
 
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock.batch import Pattern
-from blockyard.services.gpu_worker.mock.kv import state_of
 from blockyard.services.gpu_worker.mock.runner import MockRunner
 from blockyard.services.gpu_worker.service import Worker
-from blockyard.services.scheduler.batch.worker_groups import BatchLimits
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroups
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
 from blockyard.shared.messages import (
@@ -88,6 +89,16 @@ class World:
         self.sent: list[Outgoing] = []  # all frames sent, for scenarios to inspect
         self.done: list[Journal] = []  # journals of gateways that are gone
         self._incarnations = itertools.count(2)
+
+    # --- parts of the scheduler, for scenarios that look at them or act in them
+
+    @property
+    def groups(self) -> WorkerGroups:
+        return self.core.worker_groups
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self.core.lifecycle
 
     # --- members
 
@@ -258,7 +269,7 @@ class World:
                 self.turn()
 
     def _count_waiting_rows(self, worker: FakeWorker, answer: Frame) -> None:
-        group = self.core._groups.attached.get(worker.incarnation)
+        group = self.core.groups.get(worker.incarnation)
         runner = worker.loop._runner._runner
         if isinstance(answer, StepResult) and group is not None and group.in_flight and runner is not None:
             rows = {slot for rows in group.in_flight[0].rows for slot in rows.slots}
@@ -278,8 +289,8 @@ class World:
 
     def move(self, worker: int, count: int = 1 << 30, fails: bool = False) -> None:
         """A worker sends blocks to others. With `fails` the last of them is broken on the way."""
-        awake = {incarnation: one for incarnation, one in self.workers.items() if one.loop._runner._runner is not None}
-        kvs = {incarnation: one.loop._runner.block_hashes for incarnation, one in awake.items()}
+        awake = {incarnation: one for incarnation, one in self.workers.items() if one.runner._runner is not None}
+        kvs = {incarnation: one.runner.block_hashes for incarnation, one in awake.items()}
         fake_transfers.move(self.transfers, kvs, worker, count, fails)
 
     def notify(self, worker: int, is_doubled: bool = False) -> None:
@@ -316,7 +327,7 @@ class World:
             moving = [w for w, one in self.transfers.items() if one.outgoing]
             noticed = [w for w, one in self.transfers.items() if one.notices]
             if not workers and not detokenizers and not gateways and not moving and not noticed:
-                if not self.core._lifecycle.handovers.ledger.transfers:
+                if not self.core.ledger.transfers:
                     return
                 self.now += self.shape.kv_lease_s + 1.0
                 self.turn()
@@ -347,14 +358,14 @@ class World:
 
     def check_names(self, worker: FakeWorker) -> None:
         """The block hashes that a worker reports match the tokens in the journals."""
-        kv, size = worker.loop._runner.block_hashes, self.shape.block_size
+        kv, size = worker.runner.block_hashes, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
             root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
             for out in journal.outputs.values():
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
                 names = split_hashes(block_hashes(root, ids.tobytes(), size, journal.frame.extra_keys))
-                states |= {name: state_of(ids[: size * end].tobytes()) for end, name in enumerate(names, 1)}
+                states |= {name: crc32(ids[: size * end]) for end, name in enumerate(names, 1)}
         for block, name in kv.hashes.items():
             held = kv.state(block)
             assert states.get(name, held) == held, f"block {block} does not hold what its name says"
@@ -364,15 +375,15 @@ class World:
     def check_idle(self) -> None:
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-        assert not self.core._lifecycle.requests
+        assert not self.core.lifecycle.requests
         assert (stats.arriving, stats.transfers_open, stats.blocks_quarantined) == (0, 0, 0)
-        for group in self.core._groups.attached.values():
+        for group in self.core.groups.values():
             check_group(self.core, group)
             assert group.kv_cache.blocks.num_free == group.kv_cache.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids
         for worker in self.workers.values():
             self.check_names(worker)
-        for text_outbox in self.core._lifecycle.streams.text_outboxes.values():
+        for text_outbox in self.core.streams.text_outboxes.values():
             assert text_outbox.num_streams == 0
         for detokenizer in self.detokenizers.values():
             assert not detokenizer.streams or detokenizer.lost_frames, "a detokenizer's stream was never closed"

@@ -33,7 +33,9 @@ def starts(it: Ring) -> list[SlotStart]:
 
 
 def index_of(it: Ring) -> dict[bytes, int]:
-    return it.world.core._groups.attached[it.worker.incarnation].kv_cache.blocks.index._block_of
+    blocks = it.world.groups.attached[it.worker.incarnation].kv_cache.blocks
+    names = ((blocks.index.hash_of(block), block) for block in range(blocks.num_ids))
+    return {name: block for name, block in names if name is not None}
 
 
 def names_of(ids: list[int], salt: str = "") -> list[bytes]:
@@ -272,7 +274,7 @@ def test_an_attached_worker_keeps_its_cached_blocks(ring: type[Ring]) -> None:
 
 def test_hashes_that_do_not_match_the_blocks_are_ignored(ring: type[Ring]) -> None:
     it = ring()
-    group = it.world.core._groups.attached[it.worker.incarnation]
+    group = it.world.groups.attached[it.worker.incarnation]
     for blocks, names in (([1, 2], b"x" * 16), ([1, 99], b"x" * 16 + b"y" * 16), ([1, -1], b"x" * 16 + b"y" * 16)):
         frame = Attached(it.worker.incarnation, 1, group.geometry, blocks, names)
         group.kv_cache.restore(frame)
@@ -303,7 +305,7 @@ def test_no_sequence_goes_on_with_blocks_of_a_failed_slot(
         it.world.tell(it.detokenizer.incarnation, Stop([StreamRef("a", 0, 0)]))
         del it.detokenizer.streams["a", 0]
     assert set(names_of(prompt) if named else []) == index_of(it).keys()
-    runner, answer = it.worker.loop._runner, it.worker.links.answer
+    runner, answer = it.worker.runner, it.worker.links.answer
 
     def fail(to: int, frame: StepResult) -> bool:
         failed = [SlotResult(s.slot, [], len(prompt), FinishReason.FAILED, detail="not a number") for s in frame.slots]
@@ -331,7 +333,7 @@ def test_hashes_are_sent_with_the_plan_and_none_is_stale(ring: type[Ring]) -> No
     for i in range(12):
         it.submit(f"{i}", 0, prompt=[i % 4, *PROMPT[: 9 + i]], max_tokens=6)
         it.world.settle()
-    names = it.worker.loop._runner.block_hashes.hashes
+    names = it.worker.runner.block_hashes.hashes
     index = {block: name for name, block in index_of(it).items()}
     assert len(names) > 4
     assert all(index.get(block, name) == name for block, name in names.items())

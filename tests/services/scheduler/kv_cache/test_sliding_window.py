@@ -2,8 +2,8 @@
 
 import pytest
 
-from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow
-from blockyard.services.scheduler.sequences.block_table import NEVER
+from blockyard.services.scheduler.kv_cache.sliding_window import SlidingWindow, max_len
+from blockyard.services.scheduler.sequences.requests import NEVER
 
 from ..conftest import Ring
 
@@ -11,15 +11,13 @@ from ..conftest import Ring
 def test_which_blocks_are_in_the_window() -> None:
     window = SlidingWindow(10, 4, 8)
     assert [window.num_skipped_blocks(n) for n in (0, 9, 12, 13, 16, 17, 100)] == [0, 0, 0, 1, 1, 2, 22]
-    assert SlidingWindow(None, 4, 8).num_skipped_blocks(100) == 0
     assert SlidingWindow(1, 4, 8).num_skipped_blocks(8) == 2, "a token that sees itself alone"
 
 
 def test_how_many_blocks_are_taken_and_fit() -> None:
     window = SlidingWindow(10, 4, 8)
     assert (window.initial_tokens(100, 0), window.initial_tokens(12, 0), window.initial_tokens(100, 40)) == (18, 12, 58)
-    assert (window.max_len(5), window.max_len(4)) == (NEVER, 16)
-    assert SlidingWindow(None, 4, 8).max_len(5) == 20
+    assert (max_len(10, 4, 5), max_len(10, 4, 4), max_len(None, 4, 5)) == (NEVER, 16, 20)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,19 @@ def test_a_greedy_decode_step_enters_at_most_10_files(ring: type[Ring]) -> None:
     it.finish()
 
 
+def test_admission_of_a_greedy_request_enters_at_most_20_files(ring: type[Ring]) -> None:
+    """From its frame to the first plan with it, in a ring without other requests; its prompt has several blocks."""
+    it = ring(block_size=16)
+    it.submit("before", 5, max_tokens=2, temperature=0.0)
+    it.world.settle()
+    for request_id in ("hashed by the tokenizer", "hashed here"):  # every other request carries its hashes
+        files = traced(it, lambda name=request_id: it.submit(name, 50 + len(name), max_tokens=20, temperature=0.0))
+        assert len(files) <= 20, " ".join(sorted(files))
+        it.world.settle()
+    assert it.output("hashed here").num_cached_tokens == 0
+    it.finish()
+
+
 def test_admission_of_a_greedy_request_to_the_queue_enters_at_most_15_files(ring: type[Ring]) -> None:
     """The frame and the step after it, while a plan is in flight: the request starts with the next plan."""
     it = ring(block_size=16)

@@ -2,16 +2,14 @@
 
 from unittest.mock import Mock
 
-import pytest
-
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroup
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
+from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
 from blockyard.services.scheduler.sequences.requests import Request
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
-from blockyard.services.scheduler.workers.admission_delay import AdmissionDelay
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.simulation import SimulationConfig
@@ -84,15 +82,14 @@ def group_of(num_running: int) -> WorkerGroup:
     return group
 
 
-@pytest.mark.parametrize(("factor", "waits"), [(0.0, False), (0.5, True)])
-def test_the_next_prompt_waits_by_the_delay_factor(factor: float, waits: bool) -> None:
+def test_the_next_prompt_waits_by_the_delay_factor() -> None:
     frame = Generate("r", 0, "m", b"\0\0\0\0", b"", Sampling(9), TextOptions(), [ChoiceState(0)])
     request = Request("r", 0, frame, 0, 0, 1, arrival_s=10.0)
-    admission_delay = AdmissionDelay(factor)
-    admission_delay.on_prefill_step(0.4)
-    assert admission_delay.may_admit(request, group_of(3), 10.1) != waits
-    assert admission_delay.may_admit(request, group_of(0), 10.1), "nothing runs that could be held up"
-    assert admission_delay.may_admit(request, group_of(3), 10.21)
+    delay = PrefillDelay(0.5)
+    delay.on_prefill_step(0.4)
+    assert not delay.is_over(request, group_of(3), 10.1)
+    assert delay.is_over(request, group_of(0), 10.1), "nothing runs that could be held up"
+    assert delay.is_over(request, group_of(3), 10.21)
 
 
 def test_with_a_delay_prompts_are_computed_together() -> None:

@@ -21,7 +21,7 @@ def order(it: Ring) -> list[str]:
 
 
 def running_ids(it: Ring) -> list[str]:
-    group = it.world.core._groups.attached[it.worker.incarnation]
+    group = it.world.core.groups[it.worker.incarnation]
     return [running.sequence.request.id for running in group.running]
 
 

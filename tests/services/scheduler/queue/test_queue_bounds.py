@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.services.scheduler.admission.acceptance import MAX_SILENCE_S
+from blockyard.services.scheduler.admission.request_handler import MAX_SILENCE_S
 from blockyard.services.scheduler.queue.queue_bounds import MOST_RETRY_S
 from blockyard.shared.messages import Accepted, Beam, QueueCapacityChanged
 
@@ -18,7 +18,7 @@ def accepted(it: Ring) -> list[str]:
 
 
 def reasons(it: Ring) -> dict[str, int]:
-    return dict(it.world.core._requests.num_refused)
+    return {count.reason: count.total for count in it.world.core.stats().refused}
 
 
 def busy(ring: type[Ring], **shape: object) -> Ring:
@@ -63,7 +63,7 @@ def test_the_tenant_with_most_choices_gives_way_though_its_prompts_are_short(rin
     assert refusals(it) == {}
     it.submit("light", 100, tenant="light")
     assert refusals(it) == {"flood 3": 429}
-    assert it.world.core._lifecycle.waiting.usage.amount == (13, 3 * 4 * 3 + 100)
+    assert it.world.core.waiting.usage.amount == (13, 3 * 4 * 3 + 100)
     it.submit("light again", 3, n=4, tenant="light")
     assert reasons(it) == {"displaced": 2}
     it.finish()

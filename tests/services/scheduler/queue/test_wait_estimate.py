@@ -78,8 +78,8 @@ def estimates(more: dict[str, object], requests: list[TraceRequest]) -> list[tup
     handle = core.on_message
 
     def note(peer: int, frame: SchedulerIn, now: float) -> None:
-        if isinstance(frame, Generate) and len(core._lifecycle.waiting) and now > WARM_S:
-            told[int(frame.request_id)] = core._requests.bounds.wait_s
+        if isinstance(frame, Generate) and now > WARM_S and (stats := core.stats()).waiting:
+            told[int(frame.request_id)] = stats.wait_s
         handle(peer, frame, now)
 
     core.on_message = note

@@ -56,7 +56,7 @@ def test_the_same_sequences_in_the_same_order(width: int, num_prompt: int, penal
             for one in live:
                 likeliest = top(next_logprobs(seed, tuple(one.outputs)), num)
                 ids, logprobs = [token for token, _ in likeliest], [logprob for _, logprob in likeliest]
-                one.set_top(TokenLogprobs(ids[0], logprobs[0], 1, ids, logprobs))
+                one.top = TokenLogprobs(ids[0], logprobs[0], 1, ids, logprobs)
             live = [hypothesis for _, hypothesis in search.step(live, [EOS])]
         found = [tuple(one.hypothesis.outputs) for one in search.finished]
         assert found == reference(seed, width, 7, num_prompt, penalty), seed

@@ -21,12 +21,13 @@ REQUESTS = [ask(0.1 * (i + 1), 10, 10) for i in range(40)]  # 10 a second
 ONE = Setup("one", [SimulatedRole()])
 
 
-def serving(monkeypatch: pytest.MonkeyPatch, most: dict[str, float]) -> GoodputSearch:
-    """A search in which each setup serves so many requests a second, by name."""
+def serving(monkeypatch: pytest.MonkeyPatch, most: dict[str, float], rates: list[float] | None = None) -> GoodputSearch:
+    """A search in which each setup serves so many requests a second, by name. `rates` gets each that is tried."""
     search = GoodputSearch(config(), REQUESTS, LIMITS)
 
     def trial(setup: Setup, rate: float) -> Trial:
-        search.num_simulations += 1
+        if rates is not None:
+            rates.append(rate)
         return Trial(50.0, 10.0) if rate <= most[setup.name] else Trial()
 
     monkeypatch.setattr(search, "trial", trial)
@@ -52,9 +53,10 @@ def test_a_setup_that_serves_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("peak", [0, 3, 20, 38])
 def test_few_setups_are_tried(monkeypatch: pytest.MonkeyPatch, peak: int) -> None:
     setups = [Setup(str(i), []) for i in range(39)]
-    search = serving(monkeypatch, {str(i): 100.0 / (1 + abs(i - peak)) for i in range(39)})
+    rates: list[float] = []
+    search = serving(monkeypatch, {str(i): 100.0 / (1 + abs(i - peak)) for i in range(39)}, rates)
     assert search.best(setups, 19).setup.name == str(peak)
-    assert len(search.found) < 20 and search.num_simulations < 120
+    assert len(search.found) < 20 and len(rates) < 120
 
 
 def test_a_simulation_is_ended_when_a_limit_is_missed_for_certain() -> None:

@@ -26,7 +26,7 @@ class Pair:
         self.world.submit(self.gateway, request_id, num_prompt, **({"max_tokens": 6} | more))
 
     def sequence(self, request_id: str, index: int = 0) -> Sequence:
-        return self.world.core._lifecycle.requests[request_id].sequences[index]
+        return self.world.core.lifecycle.requests[request_id].sequences[index]
 
     def output(self, request_id: str, choice: int = 0) -> Output:
         return self.gateway.journals[request_id].outputs[choice]

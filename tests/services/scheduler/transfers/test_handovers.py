@@ -214,7 +214,7 @@ def test_if_the_first_sequence_ends_while_its_blocks_arrive_another_one_takes_th
     it.detokenizer.stops = lambda step: step.choice == 0
     it.submit("a", 22, n=2)
     it.prefill()
-    assert [one.index for one in it.world.core._lifecycle.requests["a"].sequences.values()] == [1]
+    assert [one.index for one in it.world.core.lifecycle.requests["a"].sequences.values()] == [1]
     assert it.sequence("a", 1).phase is Phase.ARRIVING
     it.finish()
     assert [start.num_computed for start in it.starts(it.target)] == [20]
@@ -310,8 +310,8 @@ def test_the_longest_request_is_the_one_that_some_pair_of_groups_serves() -> Non
     assert it.world.core.card is not None
     assert it.world.core.card.max_model_len == 64
     core = it.world.core
-    small = msgspec.structs.replace(core._groups.attached[it.source.incarnation].geometry, num_blocks=5)
-    large = core._groups.attached[it.target.incarnation].geometry
+    small = msgspec.structs.replace(core.groups[it.source.incarnation].geometry, num_blocks=5)
+    large = core.groups[it.target.incarnation].geometry
     assert capacity_of([small, large]).max_model_len == 20
     other = msgspec.structs.replace(small, num_blocks=9)
     assert capacity_of([small, other, large]).max_model_len == 36

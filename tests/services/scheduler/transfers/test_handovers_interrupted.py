@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from blockyard.services.scheduler.batch import worker_groups
 from blockyard.services.scheduler.sequences.requests import Phase
 from blockyard.shared.messages import Cancel, KVAbort, KVAudit, KVLanded, KVOpenTransfers, KVReceive, KVRole
 
@@ -126,7 +127,7 @@ def test_a_sequence_that_has_arrived_is_not_seated_if_it_or_its_group_ends_befor
     target = next(w for w in it.workers[1:] if it.frames(KVReceive, w))
     it.work(target)
     it.world.move(it.source.incarnation)
-    core, handovers = it.world.core, it.world.core._lifecycle.handovers
+    core, handovers = it.world.core, it.world.core.handovers
     for worker in (target, it.source):
         notices = it.world.transfers[worker.incarnation].notices
         while notices:
@@ -168,11 +169,11 @@ def test_late_notices_of_the_target_seat_nothing_twice() -> None:
     assert len(it.starts(it.target)) == 1
 
 
-def test_a_sequence_whose_blocks_land_last_gets_a_plan_at_once() -> None:
+def test_a_sequence_whose_blocks_land_last_gets_a_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for the check of all groups."""
+    monkeypatch.setattr(worker_groups, "CHECK_ALL_S", math.inf)
     it = Pair()
     it.submit("a", NUM_PROMPT)
     it.prefill()
-    it.world.core._groups._check_all_at = math.inf
     it.finish()
     assert len(it.starts(it.target)) == 1

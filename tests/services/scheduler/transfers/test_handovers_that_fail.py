@@ -225,8 +225,8 @@ def test_blocks_are_quarantined_until_both_workers_have_answered() -> None:
     it.prefill()
     it.gateway.journals["a"].cancelled = True
     it.world.tell(it.gateway.incarnation, Cancel("a", 0))
-    ((number, transfer),) = it.world.core._lifecycle.handovers.ledger.transfers.items()
-    blocks, source, target = it.world.core._groups.attached, it.source.incarnation, it.target.incarnation
+    ((number, transfer),) = it.world.core.ledger.transfers.items()
+    blocks, source, target = it.world.core.groups, it.source.incarnation, it.target.incarnation
     assert it.world.core.stats().blocks_quarantined == 10
     it.world.tell(target, KVLanded(target, number, [], [], True))
     assert blocks[target].kv_cache.blocks.num_used == 5, "the sender may still write"

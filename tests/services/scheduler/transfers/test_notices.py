@@ -14,7 +14,7 @@ def failed_pair() -> tuple[Pair, tuple[int, int]]:
     source.end_send(next(iter(source.outgoing)), False)
     it.finish()
     pair = it.source.incarnation, it.target.incarnation
-    assert pair in it.world.core._lifecycle.handovers.links.avoided
+    assert pair in it.world.core.link_backoff.avoided
     return it, pair
 
 
@@ -22,7 +22,7 @@ def test_a_worker_that_attaches_again_is_not_avoided() -> None:
     """Its links are new ones."""
     it, pair = failed_pair()
     it.world.tell(it.target.incarnation, OutOfStep(it.target.incarnation, 1))
-    links = it.world.core._lifecycle.handovers.links
+    links = it.world.core.link_backoff
     assert pair not in links.avoided and pair not in links.failing
     it.finish()
     it.submit("b", 17, prompt=[2, *range(16)])
@@ -32,7 +32,7 @@ def test_a_worker_that_attaches_again_is_not_avoided() -> None:
 
 def test_blocks_of_a_part_do_not_show_that_a_failing_link_works() -> None:
     it, pair = failed_pair()
-    links = it.world.core._lifecycle.handovers.links
+    links = it.world.core.link_backoff
     it.world.now += 1.0
     it.submit("b", 22, prompt=[2, *range(21)])
     it.prefill()

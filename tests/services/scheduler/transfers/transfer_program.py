@@ -45,7 +45,7 @@ class TransferProgram(Program):
     def __init__(self, shape: Shape, num_workers: int) -> None:
         super().__init__(shape)
         self.max_workers = max(WORKERS)
-        self.handovers = self.world.core._lifecycle.handovers
+        self.handovers = self.world.core.handovers
         self.counted: Counter[str] = Counter()
         for _ in range(num_workers - 1):
             self.world.add_worker()
@@ -70,12 +70,12 @@ class TransferProgram(Program):
                 "blocks failed": stats.transfer_blocks_failed_total,
                 "notices dropped": stats.transfer_notices_dropped_total,
                 "workers audited": len(audits),
-                "differences found by audits": self.handovers.audit.num_differences,
+                "differences found by audits": self.world.core.audit.num_differences,
             }
         )
 
     def submit(self, a: int, b: int) -> None:
-        self.counted["arrivals with a pair in back-off"] += bool(self.handovers.links.avoided)
+        self.counted["arrivals with a pair in back-off"] += bool(self.world.core.link_backoff.avoided)
         super().submit(a, b)
 
     def move(self, a: int, b: int) -> None:
@@ -131,6 +131,6 @@ class TransferProgram(Program):
 
     def _pass(self, seconds: float) -> None:
         self.world.now += seconds
-        leases = [one.ask_at for one in self.handovers.ledger.transfers.values() if not one.is_aborted]
+        leases = [one.ask_at for one in self.world.core.ledger.transfers.values() if not one.is_aborted]
         self.counted["leases expired"] += sum(at is not None and at <= self.world.now for at in leases)
         self.world.turn()

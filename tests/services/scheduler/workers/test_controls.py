@@ -85,23 +85,23 @@ def test_memory_parts_are_restored_one_after_the_other(ring: type[Ring]) -> None
     assert len(answers(it)) == 1, "the worker has done neither"
     it.world.settle()
     assert answers(it)[1:] == [("SLEEP", 200), ("WAKE_UP", 200)]
-    assert (last(it).sleep_level, it.world.core.phase, it.worker.loop._runner._woken) == (
+    assert (last(it).sleep_level, it.world.core.phase, it.worker.runner._woken) == (
         1,
         "asleep",
         {MemoryTag.WEIGHTS},
     )
     late = it.world.add_worker()
     it.world.settle()
-    assert (late.loop._runner.level, late.loop._runner._woken) == (1, {MemoryTag.WEIGHTS})
+    assert (late.runner.level, late.runner._woken) == (1, {MemoryTag.WEIGHTS})
     tell(it, ControlVerb.SLEEP)
     it.world.settle()
-    assert not it.worker.loop._runner._woken, "that part sleeps again"
+    assert not it.worker.runner._woken, "that part sleeps again"
     for tags in ([MemoryTag.KV_CACHE], [MemoryTag.KV_CACHE], [MemoryTag.WEIGHTS]):
         assert it.world.core.phase == "asleep"
         tell(it, ControlVerb.WAKE_UP, tags=tags)
         it.world.settle()
     assert [status for _, status in answers(it)] == [200] * 7
-    assert (last(it).sleep_level, late.loop._runner.level) == (0, 0)
+    assert (last(it).sleep_level, late.runner.level) == (0, 0)
     it.finish()
     assert len(it.output("a").ids) == 20
 
@@ -112,7 +112,7 @@ def test_a_worker_that_joins_sleeps_too_and_a_worker_that_dies_asleep_is_not_wai
     it.world.settle()
     late = it.world.add_worker()
     it.world.settle()
-    assert late.loop._runner.level == 1
+    assert late.runner.level == 1
     it.submit("a", 5)
     it.world.settle()
     assert it.world.core.stats().waiting == 1

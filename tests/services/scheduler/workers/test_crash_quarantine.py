@@ -181,7 +181,7 @@ def test_a_suspect_that_ran_beside_another_request_is_not_failed() -> None:
     alone = next(incarnation for incarnation, names in near.items() if names == {"suspect"})
     shared = next(incarnation for incarnation, names in near.items() if names == {"suspect", "other"})
     world.break_down(alone)
-    assert "suspect" in world.core._workers.admission_delay.quarantine.probations
+    assert "suspect" in world.core.quarantine.probations
     world.break_down(shared)
     it.worker = world.add_worker()
     it.finish()
@@ -213,7 +213,7 @@ def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> No
     world.break_down(it.worker.incarnation)
     it.worker = world.add_worker()
     it.submit("next", 3, max_tokens=4, priority=0)
-    choices = world.core._lifecycle.requests["suspect"].active_sequences
+    choices = world.core.lifecycle.requests["suspect"].active_sequences
     while not any(choice.ticket and choice.awaits_results() for choice in choices):
         world.work(it.worker)
         while it.detokenizer.inbox:

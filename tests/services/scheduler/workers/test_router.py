@@ -60,8 +60,8 @@ def submit(world: World, request_id: str, prompt: list[int], max_tokens: int = 4
 
 
 def where(world: World, request_id: str) -> int:
-    (choice,) = world.core._lifecycle.requests[request_id].sequences.values()
-    queues = world.core._workers.router._queues.items()
+    (choice,) = world.core.lifecycle.requests[request_id].sequences.values()
+    queues = world.core.router._queues.items()
     queued_ids = [
         worker for worker, queue in queues for routed in queue.entries if routed.waits and routed.sequence is choice
     ]
@@ -138,7 +138,7 @@ def test_a_short_prefix_does_not_put_all_load_on_one_group(two: World) -> None:
 def test_a_sequence_queued_at_a_lost_group_runs_at_the_other(two: World) -> None:
     for i in range(16):  # more than can run at once
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    assert any(queue.entries for queue in two.core._workers.router._queues.values())
+    assert any(queue.entries for queue in two.core.router._queues.values())
     lost = next(iter(two.workers))
     two.kill(lost)
     two.settle()
@@ -151,15 +151,13 @@ def test_a_cancelled_sequence_leaves_its_group_queue(two: World) -> None:
 
     for i in range(16):
         submit(two, str(i), [i + 1] * 30, max_tokens=10)
-    queued_ids = [
-        c.sequence.request.id for d in two.core._workers.router._queues.values() for c in d.entries if c.waits
-    ]
+    queued_ids = [c.sequence.request.id for d in two.core.router._queues.values() for c in d.entries if c.waits]
     assert queued_ids
     (gateway,) = two.gateways.values()
     for request_id in queued_ids:
         gateway.journals[request_id].cancelled = True
         two.tell(gateway.incarnation, Cancel(request_id, 0))
-    assert len(two.core._lifecycle.waiting) <= 16 - len(queued_ids)
+    assert len(two.core.waiting) <= 16 - len(queued_ids)
     two.settle()
     two.check_outputs()
     two.check_idle()

@@ -112,6 +112,16 @@ def test_a_forced_call_has_room_behind_reasoning(max_tokens: int, budget: int | 
         Sampling(1), prompt, card=card, max_tokens=max_tokens, seed=0, thinking_budget=budget, call_is_forced=True
     )
     assert done.constraint == OutputConstraint(ANY, [7], expected)
+    within = finalize_sampling(
+        Sampling(1),
+        Tokenized("", bytes(4), b"", grammar=ANY, inner_end=9),
+        card=card,
+        max_tokens=max_tokens,
+        seed=0,
+        thinking_budget=budget,
+        call_is_forced=True,
+    )
+    assert within.constraint == OutputConstraint(ANY, budget=expected, inner_end=9)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from blockyard.kernels.kv_cache.block_checksum import multipliers, salts
 from blockyard.kernels.kv_cache.block_checksum_triton import block_checksums
 from blockyard.kernels.kv_cache.copy_blocks import Memory, copy_blocks
 from blockyard.services.kv_transfer.arena import map_device_arena
-from blockyard.services.kv_transfer.block_memory import Copied, CopyFailed, PeerBlocks
+from blockyard.services.kv_transfer.block_copier import Copied, CopyFailed, PeerBlocks
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.device.ipc_memory import MappedBlocks
 from blockyard.services.kv_transfer.device.stream_copies import CudaStream, StreamCopies
-from blockyard.services.kv_transfer.host_blocks import Words
+from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import BlockLayout, Section
 from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, DeviceArenaHandle
 
@@ -73,8 +73,8 @@ class _DeviceSection:
     tables: tuple[Tensor, Tensor] | None  # multipliers and salts of checksums, None if they are off
 
 
-class DeviceBlocks:
-    """Blocks in GPU memory, a `BlockMemory`. Copies are kernels on a stream beside the steps.
+class DeviceCopier:
+    """Blocks in GPU memory, a `BlockCopier`. Copies are kernels on a stream beside the steps.
 
     `write` does not wait for steps in flight: call it for blocks that a complete step has written.
     """
@@ -278,6 +278,6 @@ def _packed(memory: Tensor, num_layers: int, num: int) -> Tensor:
     return memory.view(torch.int64).view(num_layers, num, -1)
 
 
-def open_blocks(memory: Tensor, layout: BlockLayout, thread: CopyThread) -> DeviceBlocks:
+def make_copier(memory: Tensor, layout: BlockLayout, thread: CopyThread) -> DeviceCopier:
     """memory [num_bytes] uint8 on a GPU."""
-    return DeviceBlocks(memory, layout, thread, StreamCopies(CudaStream(memory.device)))
+    return DeviceCopier(memory, layout, thread, StreamCopies(CudaStream(memory.device)))

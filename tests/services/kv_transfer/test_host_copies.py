@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from blockyard.kernels.kv_cache.block_checksum import block_checksums_reference
-from blockyard.services.kv_transfer.host_blocks import (
+from blockyard.services.kv_transfer.host_copies import (
     Checksums,
     Words,
     blocks_of,

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockyard.services.kv_transfer.arena import map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.device.ipc_memory import MappedBlocks
-from blockyard.services.kv_transfer.host_blocks import (
+from blockyard.services.kv_transfer.host_copies import (
     Checksums,
     Ids,
     Words,
@@ -30,7 +30,7 @@ PeerBlocks = Sequence[Words] | Sequence[MappedBlocks]  # of another worker, mapp
 # section
 
 
-class BlockMemory(Protocol):
+class BlockCopier(Protocol):
     """The KV blocks of one generation of an arena. Each copy ends in a call of `done` or `failed` by `poll`.
 
     Block ids must be in the pools, and the layers of one call in one section of the layout. Call the methods from one
@@ -88,8 +88,8 @@ class _HostSection:
     checksums: Checksums | None
 
 
-class HostBlocks:
-    """Blocks in host memory, a `BlockMemory`. Copies run on a `CopyThread`."""
+class HostCopier:
+    """Blocks in host memory, a `BlockCopier`. Copies run on a `CopyThread`."""
 
     connector = "shm"
     chunk_bytes = 4 << 20  # small, because an aborted transfer waits for its copies in flight

@@ -16,7 +16,7 @@ from blockyard.shared.messages import BlockCopy, BlockFetch, BlockSave, SlotBloc
 AT_ONCE = 64  # blocks; bounds the temporary memory
 
 
-class Transfers:
+class HostSwap:
     """Slots that start on blocks of a failed fetch, or on blocks of another worker that have not landed, produce no
     results until the scheduler ends them.
 

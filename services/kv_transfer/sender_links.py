@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from blockyard.services.gpu_worker.interfaces import KVMemory, WorkerLinks
-from blockyard.services.gpu_worker.transfers.link_counts import LinkCounts
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.link_counts import LinkCounts
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.services.kv_transfer.staging import StagingMemory
+from blockyard.services.kv_transfer.transfer_blocks import SocketWatch, TransferBlocks
 from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.messages import KVSend
@@ -29,7 +29,7 @@ class _Target:
     generation: int
     used_s: float
     transfers: set[int] = field(default_factory=set)  # open ones
-    is_watched: bool = True  # the ring's links wait for its sockets
+    is_watched: bool = True
 
 
 class SenderLinks:
@@ -38,17 +38,18 @@ class SenderLinks:
 
     def __init__(
         self,
-        links: WorkerLinks,
+        watch: SocketWatch,
+        sender: int,
         sockets: Sockets,
         layout: BlockLayout,
-        memory: KVMemory,
+        blocks: TransferBlocks,
         copies: CopyThread,
         config: KVTransferConfig,
         staging: StagingMemory,
     ) -> None:
-        """links: of the ring, which watch the sockets."""
-        self._links, self._sockets, self._layout = links, sockets, layout
-        self._memory, self._copies, self._config, self._staging = memory, copies, config, staging
+        """sender: this worker's incarnation."""
+        self._watch, self._me, self._sockets, self._layout = watch, sender, sockets, layout
+        self._blocks, self._copies, self._config, self._staging = blocks, copies, config, staging
         self._targets: dict[int, _Target] = {}  # by incarnation
         self._by_transfer: dict[int, _Target] = {}
         self._ended: list[SenderEnded] = []  # of links that were closed
@@ -105,7 +106,7 @@ class SenderLinks:
             target.transfers.add(number)
             self._by_transfer[number] = target
         self._sent_to.add(send.target)
-        self._memory.begin_send(number, send.blocks)
+        self._blocks.begin_send(number, send.blocks)
         target.link.write(number, send.blocks, send.target_blocks, layers, is_stored)
 
     def abort(self, number: int, reason: str) -> bool:
@@ -153,15 +154,15 @@ class SenderLinks:
             self._sockets,
             send.target_endpoint.decode(),
             send.target,
-            self._links.me.incarnation,
+            self._me,
             self._layout,
-            self._memory.arena,
+            self._blocks.arena,
             self._copies,
             self._config,
             send.ticket,
             self._staging,
         )
-        self._links.watch(link.socket, link.monitor)
+        self._watch.watch(link.socket, link.monitor)
         made = self._targets[send.target] = _Target(link, send.target_generation, time.monotonic())
         return made
 
@@ -175,11 +176,11 @@ class SenderLinks:
     def _unwatch(self, target: _Target) -> None:
         if target.is_watched:
             target.is_watched = False
-            self._links.unwatch(target.link.socket, target.link.monitor)
+            self._watch.unwatch(target.link.socket, target.link.monitor)
 
     def _take(self, target: _Target, ended: list[SenderEnded]) -> None:
         for event in ended:
             target.transfers.discard(event.number)
             self._by_transfer.pop(event.number, None)
-            self._memory.end(event.number)
+            self._blocks.end(event.number)
         self._ended += ended

@@ -5,17 +5,17 @@ import hashlib
 import numpy as np
 
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
+from blockyard.services.gpu_worker.kv.host_swap import HostSwap
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.kv.transfers import Transfers
 from blockyard.services.kv_transfer.arena import Arena
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun
 
 
-class PoolMemory:
-    """Implements `interfaces.KVMemory`. Blocks are read and written in place."""
+class PoolBlocks:
+    """Implements `TransferBlocks`. Blocks are read and written in place."""
 
-    def __init__(self, pool: KVPool, block_hashes: BlockHashes, transfers: Transfers) -> None:
-        self._pool, self._block_hashes, self._transfers = pool, block_hashes, transfers
+    def __init__(self, pool: KVPool, block_hashes: BlockHashes, host_swap: HostSwap) -> None:
+        self._pool, self._block_hashes, self._host_swap = pool, block_hashes, host_swap
 
     @property
     def arena(self) -> Arena:
@@ -40,10 +40,10 @@ class PoolMemory:
 
     def begin_receive(self, transfer: int, blocks: list[int]) -> None:
         self._block_hashes.invalidate(np.array(blocks, np.int64))
-        self._transfers.expect(blocks)
+        self._host_swap.expect(blocks)
 
     def landed(self, blocks: list[int]) -> None:
-        self._transfers.landed(blocks)
+        self._host_swap.landed(blocks)
 
     def end(self, transfer: int) -> None:
         """Blocks that did not land stay without KV until they are written."""

@@ -9,12 +9,12 @@ import torch
 from fake_cuda import FakeGpu
 from kv_peers import RECEIVER, SMALL, Pair, Peer
 
-from blockyard.services.kv_transfer import device_blocks
+from blockyard.services.kv_transfer import device_copier
 from blockyard.services.kv_transfer.arena import DeviceArena, map_device_arena
-from blockyard.services.kv_transfer.connectors.selection import open_blocks
+from blockyard.services.kv_transfer.connectors.selection import make_copier
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.device_blocks import MAX_STAGING
-from blockyard.services.kv_transfer.host_blocks import Checksums, Words
+from blockyard.services.kv_transfer.device_copier import MAX_STAGING
+from blockyard.services.kv_transfer.host_copies import Checksums, Words
 from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.shared.config.services.process import BusConfig
@@ -105,7 +105,7 @@ def test_a_kernel_that_the_receiver_cannot_launch_ends_the_transfer(
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     pair = Pair(*gpu_peers, "cuda_ipc")
-    monkeypatch.setattr(device_blocks, "block_checksums", fails)
+    monkeypatch.setattr(device_copier, "block_checksums", fails)
     pair.begin(1, [4, 5])
     pair.sender.write(1, [1, 2], [4, 5], ALL)
     pair.until(lambda: 1 in pair.ended)
@@ -116,7 +116,7 @@ def test_a_kernel_that_the_receiver_cannot_launch_ends_the_transfer(
 def test_a_copy_in_flight_keeps_the_mapping(
     fake_gpu: FakeGpu, gpu_peers: tuple[Peer, Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_blocks, "copy_blocks", lambda *args, **options: None)  # the interpreter keeps arguments
+    monkeypatch.setattr(device_copier, "copy_blocks", lambda *args, **options: None)  # the interpreter keeps arguments
     pair = Pair(*gpu_peers, "cuda_ipc")
     pair.begin(1, [4])
     fake_gpu.computes.clear()
@@ -177,7 +177,7 @@ def test_memory_of_a_copy_is_allocated_on_its_stream(
             streams.append(fake_gpu.on_side_stream)
         return real(*args, **options)
 
-    monkeypatch.setattr(device_blocks.torch, "empty", empty)
+    monkeypatch.setattr(device_copier.torch, "empty", empty)
     pair.begin(1, [4, 5])
     pair.sender.write(1, [1, 2], [4, 5], ALL)
     pair.until(lambda: 1 in pair.ended)
@@ -187,7 +187,7 @@ def test_memory_of_a_copy_is_allocated_on_its_stream(
 
 def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu) -> None:
     arena, thread = DeviceArena(40 * SMALL.block_bytes, torch.device("cpu")), CopyThread()
-    blocks = open_blocks(arena, SMALL, thread)
+    blocks = make_copier(arena, SMALL, thread)
     rng, words = np.random.default_rng(0), SMALL.sections[0].piece_bytes // 8
     sent = rng.integers(0, 2**64, (12, SMALL.num_layers, 2, words), dtype=np.uint64)
     order: list[int] = []
@@ -214,5 +214,5 @@ def test_received_bytes_wait_for_a_pinned_buffer(fake_gpu: FakeGpu) -> None:
 def test_memory_that_is_not_whole_blocks(fake_gpu: FakeGpu) -> None:
     thread = CopyThread()
     with pytest.raises(ValueError, match="not whole blocks"):
-        open_blocks(DeviceArena(SMALL.block_bytes + 8, torch.device("cpu")), SMALL, thread)
+        make_copier(DeviceArena(SMALL.block_bytes + 8, torch.device("cpu")), SMALL, thread)
     thread.close()
