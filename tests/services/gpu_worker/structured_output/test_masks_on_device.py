@@ -273,7 +273,7 @@ def test_a_slot_beyond_those_of_the_device_is_told_why(ahead: Runner) -> None:
     driver.free_slots = [33]
     beyond = driver.add([5], Sampling(4, 0.0, constraint=LIST))
     driver.run()
-    assert beyond.detail == "slot 33 is outside of 0 to 31"
+    assert beyond.detail == "slot 33 is outside of 0 to 15"
 
 
 def test_without_masks_on_the_device_the_host_samples(folder: Path, alone: list[Stream]) -> None:
