@@ -1,5 +1,7 @@
 """From logits to tokens on the device, for CUDA graphs.
 
+- `sampling_state`: the tensors that the kernels read and write. `sampling_references`: the kernels in plain torch.
+  Neither imports Triton.
 - `penalize_logits`: masks, bias, bans and penalties, for the slots that need them (`LogitsEdits`).
 - `wait_for_masks`: masks of structured output, which another process writes (`MaskTensors`), and `publish_sampled`,
   which tells that process the tokens.

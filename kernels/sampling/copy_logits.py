@@ -11,12 +11,6 @@ from blockyard.kernels.tensor_checks import check_tensor
 _TILE = 1024
 
 
-def copy_logits_reference(logits: Tensor, slots: Tensor, row: Tensor, out: Tensor) -> None:
-    for place, slot in enumerate(slots.tolist()):
-        if slot >= 0 and row[slot] >= 0:
-            out[int(row[slot])] = logits[place]
-
-
 @triton.jit
 def _copy_kernel(logits_ptr, slots_ptr, row_ptr, out_ptr, stride, vocab, TILE: tl.constexpr):
     # program (i, j): tile j of row i

@@ -5,43 +5,17 @@ many logits are above the sampled token's. The second takes the likeliest tokens
 largest logits.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.sampling.sampling_state import MAX_LOGPROBS, LogprobsTensors
 from blockyard.kernels.tensor_checks import check_tensor
 
-MAX_LOGPROBS = 20
 _SPAN = 128  # tokens
 _SPANS = 32  # spans of a program of the first kernel
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobsTensors:
-    """Outputs of `gather_logprobs`, for rows whose slots ask for log-probabilities; all contiguous."""
-
-    logprob: Tensor  # [rows] float32, of the sampled token
-    rank: Tensor  # [rows] int32, 1 is the likeliest; ties share the best rank
-    top_ids: Tensor  # [rows, at most MAX_LOGPROBS] int32, likeliest first, among ties the lowest; the rest is unset
-    top_logprobs: Tensor  # as top_ids, float32
-
-
-def gather_logprobs_reference(
-    logits: Tensor, slots: Tensor, tokens: Tensor, num_top: Tensor, out: LogprobsTensors
-) -> None:
-    for row, slot in enumerate(slots.tolist()):
-        num = int(num_top[slot]) if slot >= 0 else -1
-        if num < 0:
-            continue
-        logprobs = logits[row].log_softmax(-1)
-        chosen = logprobs[tokens[row]]
-        out.logprob[row], out.rank[row] = chosen, (logits[row] > logits[row, tokens[row]]).sum() + 1
-        order = logits[row].sort(descending=True, stable=True).indices[: min(num, out.top_ids.shape[1])]
-        out.top_ids[row, : len(order)], out.top_logprobs[row, : len(order)] = order.int(), logprobs[order]
 
 
 @triton.jit

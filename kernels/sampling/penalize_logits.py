@@ -5,132 +5,17 @@ is vLLM's: masks, bias and bans first, then repetition, frequency and presence p
 slot, and bans of token sequences, are computed by the host.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.sampling.wait_for_masks import MaskState, MaskTensors, apply_mask
+from blockyard.kernels.sampling.sampling_state import SEEN, LogitsEdits, RowMasks
+from blockyard.kernels.sampling.wait_for_masks import apply_mask
 from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 1024
-SEEN = 1 << 30  # bit of a count: the token is in the prompt; the bits below count it in the output
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsEdits:
-    """Logits edits of slots on the device; all contiguous. The `listed` tokens of a slot are distinct."""
-
-    row: Tensor  # [num_slots] int32: row of `counts` and `logits`, each of one slot; below 0: no edits
-    repetition: Tensor  # [num_slots] float32, 1: none
-    presence: Tensor  # [num_slots] float32
-    frequency: Tensor  # [num_slots] float32
-    only_listed: Tensor  # [num_slots] int32, not 0: only listed tokens are allowed
-    num_listed: Tensor  # [num_slots] int32, at most `most`
-    listed: Tensor  # [num_slots, most] int32 token ids
-    bias: Tensor  # [num_slots, most] float32, added to the listed tokens' logits; -inf bans
-    until: Tensor  # [num_slots, most] int64: banned while the new token's index is below
-    counts: Tensor  # [rows, vocab] int32: see SEEN
-    logits: Tensor  # [rows, vocab] float32, the adjusted logits of the last call
-
-    def check(self, vocab: int) -> None:
-        """Raises ValueError."""
-        num, most = self.listed.shape
-        whole = {"row": torch.int32, "only_listed": torch.int32, "num_listed": torch.int32}
-        one = {"repetition": torch.float32, "presence": torch.float32, "frequency": torch.float32}
-        for name, dtype in (whole | one).items():
-            check_tensor(name, getattr(self, name), (num,), dtype)
-        for name, dtype in {"listed": torch.int32, "bias": torch.float32, "until": torch.int64}.items():
-            check_tensor(name, getattr(self, name), (num, most), dtype)
-        for name, dtype in {"counts": torch.int32, "logits": torch.float32}.items():
-            check_tensor(name, getattr(self, name), (self.counts.shape[0], vocab), dtype)
-
-
-def make_logits_edits(num_slots: int, num_rows: int, most: int, vocab: int, device: torch.device) -> LogitsEdits:
-    """Edits of no slot. `most`: how many tokens a slot can list, a power of 2."""
-
-    def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
-
-    i32, f32 = torch.int32, torch.float32
-    return LogitsEdits(
-        row=full(-1, i32, num_slots),
-        repetition=full(1, f32, num_slots),
-        presence=full(0, f32, num_slots),
-        frequency=full(0, f32, num_slots),
-        only_listed=full(0, i32, num_slots),
-        num_listed=full(0, i32, num_slots),
-        listed=full(0, i32, num_slots, most),
-        bias=full(0, f32, num_slots, most),
-        until=full(0, torch.int64, num_slots, most),
-        counts=full(0, i32, num_rows, vocab),
-        logits=full(0, f32, num_rows, vocab),
-    )
-
-
-def count_known(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:
-    """Resets a slot's row of counts [vocab] int32 to token_ids [n] int64: all its tokens, the prompt first."""
-    output = token_ids[num_prompt_tokens:]
-    counts.zero_()
-    counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-    counts[token_ids[:num_prompt_tokens]] |= SEEN
-
-
-@dataclass(frozen=True, slots=True)
-class RowMasks:
-    """The masks of a step's rows."""
-
-    masks: MaskTensors
-    states: Tensor  # [rows] int32, see MaskState
-    words: Tensor  # [rows, ceil(vocab / 32)] int32, of rows with MaskState.MASKED
-
-    def first(self, rows: int) -> "RowMasks":
-        return RowMasks(self.masks, self.states[:rows], self.words[:rows])
-
-
-def penalize_logits_reference(
-    logits: Tensor, slots: Tensor, index: Tensor, edits: LogitsEdits, masked: RowMasks | None = None
-) -> None:
-    """Computes `penalize_logits` in the precision of edits.logits."""
-    for place, slot in enumerate(slots.tolist()):
-        row = int(edits.row[slot]) if slot >= 0 else -1
-        if row < 0:
-            continue
-        num = int(edits.num_listed[slot])
-        listed = edits.listed[slot, :num].long()
-        x = logits[place].to(edits.logits.dtype)
-        if masked is not None:
-            x = _masked_reference(x, masked, place)
-        changed = x[listed] + edits.bias[slot, :num]
-        changed[index[place] < edits.until[slot, :num]] = float("-inf")
-        x = torch.full_like(x, float("-inf")) if edits.only_listed[slot] else x.clone()
-        x[listed] = changed
-        counts = edits.counts[row]
-        by = torch.where(counts > 0, edits.repetition[slot], 1.0)
-        x = torch.where(x > 0, x / by, x * by)
-        number = counts & (SEEN - 1)
-        x -= edits.frequency[slot] * number + edits.presence[slot] * (number > 0)
-        edits.logits[row] = x
-
-
-def _masked_reference(x: Tensor, masked: RowMasks, place: int) -> Tensor:
-    if masked.states[place] == MaskState.MISSING:
-        return torch.full_like(x, float("-inf"))
-    if masked.states[place] == MaskState.FREE:
-        return x
-    token = torch.arange(len(x), device=x.device)
-    return torch.where(masked.words[place][token // 32] >> (token % 32) & 1 != 0, x, float("-inf"))
-
-
-def count_tokens_reference(tokens: Tensor, best: Tensor, ready: Tensor, slots: Tensor, edits: LogitsEdits) -> None:
-    columns = (tokens, best, ready, slots)
-    for token, value, is_ready, slot in zip(*(column.tolist() for column in columns), strict=True):
-        row = int(edits.row[slot]) if slot >= 0 else -1
-        if row >= 0 and is_ready and abs(value) < float("inf"):
-            edits.counts[row, token] += 1
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from blockyard.kernels.sampling.philox_gumbel import gumbel_rows
 from blockyard.kernels.sampling.sample_large_nucleus import sample_large_nucleus_kernel, sample_noise_kernel
 from blockyard.kernels.sampling.sample_scan import sample_scan_kernel
 from blockyard.kernels.sampling.sample_select import sample_select_kernel
+from blockyard.kernels.sampling.sampling_state import AdjustedLogits, SamplingTensors
 from blockyard.kernels.tensor_checks import check_tensor
 
 _LANES = 128  # of a tile: threads of the scan and noise kernels
@@ -35,35 +36,6 @@ _REGISTERS = (64, 128, None, 64)  # of a thread of each kernel, at most
 _STAGES = 1  # pipeline stages of the last kernel
 # low bits of an ordered integer that are always the same
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingTensors:
-    """Sampling parameters of slots on the device; all contiguous, [num_slots] but for `key`."""
-
-    temperature: Tensor  # float32; below 1e-5: greedy
-    top_k: Tensor  # int32, from 1; the vocabulary's size or more: no limit
-    top_p: Tensor  # float32, 1: no limit
-    min_p: Tensor  # float32, 0: no limit
-    key: Tensor  # [2, num_slots] int32 or int64, the two words of the request's seed
-    choice: Tensor  # int32
-
-    def check(self) -> None:
-        """Raises ValueError."""
-        num = self.temperature.shape[0]
-        for name, dtype in (("temperature", torch.float32), ("top_p", torch.float32), ("min_p", torch.float32)):
-            check_tensor(name, getattr(self, name), (num,), dtype)
-        check_tensor("top_k", self.top_k, (num,), torch.int32)
-        check_tensor("choice", self.choice, (num,), torch.int32)
-        check_tensor("key", self.key, (2, num), torch.int32, torch.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class AdjustedLogits:
-    """Logits that replace the raw ones, for the slots that have such a row (see `penalize_logits`)."""
-
-    row: Tensor  # [num_slots] int32; below 0: none
-    logits: Tensor  # [adjusted rows, vocab] float32, rows may be strided
 
 
 def sample_tokens_reference(

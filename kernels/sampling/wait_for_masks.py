@@ -7,69 +7,17 @@ may hold those of an earlier step, and copied to the device. The worker's `struc
 memory.
 """
 
-from dataclasses import dataclass
-from enum import IntEnum
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.sampling.sampling_state import INDEX_BITS, TOKEN_BITS, MaskTensors
 from blockyard.kernels.tensor_checks import check_tensor
 
-TOKEN_BITS, INDEX_BITS, OWNER_BITS = 20, 22, 21  # of a record, which is one store of 64 bits
 _TILE = 128
 _WORDS_TILE = 1024  # words that a program copies
-
-
-class MaskState(IntEnum):
-    """Whether a row of a step is ready to sample."""
-
-    MISSING = 0  # its mask did not come in time: the row waits
-    FREE = 1  # its slot has no constraint, or samples no token in this step
-    MASKED = 2  # its mask is there
-
-
-@dataclass(frozen=True, slots=True)
-class MaskTensors:
-    """Masks of slots; all contiguous. `owners` and `late` are on the device, the others are in pinned host memory."""
-
-    owners: Tensor  # [num_slots] int32, from 1 to 2 ** OWNER_BITS - 1; 0: the slot has no constraint
-    late: Tensor  # [num_slots] int32, not 0: the last `wait_for_masks` of the slot found no mask
-    words: Tensor  # [num_slots, 2, ceil(vocab / 32)] int32: bit i % 32 of word i // 32 allows token i
-    tags: Tensor  # [num_slots, 2] int64: owner << 32 | index
-    sampled: Tensor  # [num_slots] int64: owner << 42 | index << 20 | the token at that index
-
-    def check(self, vocab: int) -> None:
-        """Raises ValueError."""
-        num = self.owners.shape[0]
-        check_tensor("owners", self.owners, (num,), torch.int32)
-        check_tensor("late", self.late, (num,), torch.int32)
-        check_tensor("words", self.words, (num, 2, ceil_div(vocab, 32)), torch.int32)
-        check_tensor("tags", self.tags, (num, 2), torch.int64)
-        check_tensor("sampled", self.sampled, (num,), torch.int64)
-
-
-def wait_for_masks_reference(slots: Tensor, index: Tensor, masks: MaskTensors, states: Tensor, words: Tensor) -> None:
-    """Computes `wait_for_masks` without waiting."""
-    for row, (slot, at) in enumerate(zip(slots.tolist(), index.tolist(), strict=True)):
-        owner = int(masks.owners[slot]) if slot >= 0 else 0
-        there = owner != 0 and int(masks.tags[slot, at % 2]) == owner << 32 | at
-        states[row] = MaskState.FREE if owner == 0 else MaskState.MASKED if there else MaskState.MISSING
-        if owner:
-            masks.late[slot] = not there
-        if there:
-            words[row] = masks.words[slot, at % 2].to(words.device)
-
-
-def publish_sampled_reference(
-    tokens: Tensor, best: Tensor, slots: Tensor, index: Tensor, masks: MaskTensors, states: Tensor
-) -> None:
-    for row, slot in enumerate(slots.tolist()):
-        if states[row] == MaskState.MASKED and abs(float(best[row])) < float("inf"):
-            owner, at = int(masks.owners[slot]), int(index[row])
-            masks.sampled[slot] = owner << (INDEX_BITS + TOKEN_BITS) | at << TOKEN_BITS | int(tokens[row])
 
 
 @triton.jit

@@ -1,86 +1,15 @@
 """The end of a step: each slot takes its new token, waits or ends, and the outcome is stored for the host."""
 
-import math
-from enum import IntEnum, auto
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.slots.gather_inputs import StepInputs
-from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, Field, SlotState
+from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_RESULTS, Field, SlotState, StepInputs
 from blockyard.kernels.tensor_checks import check_tensor
 
 _TILE = 128
-NUM_RESULTS = 3  # words a row: outcome, token, number of computed tokens
-
-
-class SlotOutcome(IntEnum):
-    """The outcome of a step for a row's slot."""
-
-    NOTHING = 0  # a padding row, or the slot had ended before
-    PART = auto()  # not all known tokens are computed yet
-    TOKEN = auto()
-    END_OF_SEQUENCE = auto()  # comes with a token, as do STOP and LENGTH
-    STOP = auto()
-    LENGTH = auto()
-    FULL = auto()  # at its maximum length, no token was sampled
-    NOT_FINITE = auto()
-    NONE_ALLOWED = auto()
-    WAITING = auto()  # no token: the next step computes the last known token again and writes the same KV
-
-
-ALIVE = (SlotOutcome.PART, SlotOutcome.TOKEN, SlotOutcome.WAITING)
-WITH_TOKEN = (SlotOutcome.TOKEN, SlotOutcome.END_OF_SEQUENCE, SlotOutcome.STOP, SlotOutcome.LENGTH)
-
-
-def advance_slots_reference(
-    state: SlotState,
-    inputs: StepInputs,
-    tokens: Tensor,
-    best: Tensor,
-    ready: Tensor,
-    eos: Tensor,
-    results: Tensor,
-    counts: Tensor | None,
-) -> None:
-    out = results[int(state.step) % len(results)]
-    fields = state.fields
-    out[0, : len(inputs.slots)] = int(SlotOutcome.NOTHING)
-    for row, slot in enumerate(inputs.slots.tolist()):
-        if slot < 0:
-            continue
-        position = int(fields[Field.POSITION, slot]) + (1 if counts is None else int(counts[row]))
-        outcome = _outcome(
-            fields[:, slot].tolist(), position, int(tokens[row]), float(best[row]), bool(ready[row]), eos.tolist()
-        )
-        if outcome == SlotOutcome.WAITING:
-            position -= 1
-            fields[Field.NEXT, slot] = inputs.token_ids[row]
-        fields[Field.POSITION, slot] = position
-        fields[Field.LIVE, slot] = int(outcome in ALIVE)
-        if outcome in WITH_TOKEN:
-            fields[Field.NEXT, slot] = tokens[row]
-            fields[Field.KNOWN, slot] = position + 1
-        out[:, row] = torch.tensor([outcome, tokens[row], position])
-
-
-def _outcome(slot: list[int], position: int, token: int, best: float, is_ready: bool, eos: list[int]) -> SlotOutcome:
-    if position < slot[Field.KNOWN]:
-        return SlotOutcome.PART
-    if position >= slot[Field.MAX_KNOWN]:
-        return SlotOutcome.FULL
-    if slot[Field.AWAITS_HOST] or not is_ready:
-        return SlotOutcome.WAITING
-    if not math.isfinite(best):
-        return SlotOutcome.NONE_ALLOWED if best == -math.inf else SlotOutcome.NOT_FINITE
-    if token in eos and not slot[Field.IGNORE_EOS]:
-        return SlotOutcome.END_OF_SEQUENCE
-    if token in slot[Field.STOPS : Field.STOPS + slot[Field.NUM_STOPS]]:
-        return SlotOutcome.STOP
-    return SlotOutcome.LENGTH if position + 1 >= slot[Field.MAX_KNOWN] else SlotOutcome.TOKEN
 
 
 @triton.jit(do_not_specialize=["count", "capacity"])

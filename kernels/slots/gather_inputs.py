@@ -1,58 +1,12 @@
 """The inputs of a decode step: each row's next token, position and slot, gathered from the slot state."""
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.slots.slot_state import Field, SlotState
-from blockyard.kernels.tensor_checks import check_tensor
+from blockyard.kernels.slots.slot_state import Field, SlotState, StepInputs
 
 _TILE = 128
-NUM_INPUT_WORDS = 5  # int64 fields of StepInputs
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """Inputs of a step, [rows] int64 each."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor  # below 0: a padding row, or a slot that has ended
-    index: Tensor  # index in its sequence of the token to be sampled
-    sampled_slots: Tensor  # the slot, below 0 also where the next token is known already
-
-    @classmethod
-    def make(cls, capacity: int, device: torch.device) -> "StepInputs":
-        return cls(
-            *torch.zeros((NUM_INPUT_WORDS, -(-capacity // 2) * 2), dtype=torch.int64, device=device)[:, :capacity]
-        )
-
-    def first(self, rows: int) -> "StepInputs":
-        return StepInputs(
-            *(one[:rows] for one in (self.token_ids, self.positions, self.slots, self.index, self.sampled_slots))
-        )
-
-    def check(self, rows: int) -> None:
-        """Raises ValueError."""
-        for name in ("token_ids", "positions", "slots", "index", "sampled_slots"):
-            check_tensor(name, getattr(self, name), (rows,), torch.int64)
-
-
-def gather_inputs_reference(state: SlotState, inputs: StepInputs) -> None:
-    slots = state.row_slots[: len(inputs.slots)].long()
-    live = (slots >= 0) & (state.fields[Field.LIVE][slots.clamp(min=0)] != 0)
-    for field, out in ((Field.NEXT, inputs.token_ids), (Field.POSITION, inputs.positions)):
-        out.copy_(torch.where(live, state.fields[field][slots.clamp(min=0)].long(), 0))
-    inputs.slots.copy_(torch.where(live, slots, -1))
-    inputs.index.copy_(inputs.positions + 1)
-    inputs.sampled_slots.copy_(
-        torch.where(state.fields[Field.KNOWN][slots.clamp(min=0)] <= inputs.index, inputs.slots, -1)
-    )
-    state.step.add_(1)
 
 
 @triton.jit(do_not_specialize=["count"])

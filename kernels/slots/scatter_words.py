@@ -10,10 +10,6 @@ from blockyard.kernels.int_math import ceil_div
 _TILE = 1024
 
 
-def scatter_words_reference(arena: Tensor, pairs: Tensor, count: int) -> None:
-    arena[pairs[0, :count].long()] = pairs[1, :count]
-
-
 @triton.jit(do_not_specialize=["count", "stride"])
 def _scatter_words_kernel(arena_ptr, pairs_ptr, stride, count, TILE: tl.constexpr):
     # program i: tile i of the pairs

@@ -1,4 +1,6 @@
-"""State of batch slots on the device: one arena of 32-bit words, updated by scattered writes.
+"""State of batch slots on the device, inputs of a step, and what it did to its slots. Imports no Triton.
+
+The state is one arena of 32-bit words, updated by scattered writes.
 
 `fields` has one row for each field and a column for each slot; `row_slots` has the slot of each row of the step;
 `tables` are the block tables. The host sends all changes of a plan as pairs (index in the arena, value), which one
@@ -6,13 +8,17 @@ kernel writes.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, auto
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.tensor_checks import check_tensor
+
 MAX_STOP_IDS = 8  # stop ids a slot; the host handles slots with more
 MAX_TOKEN_EDITS = 64  # biased or banned tokens a slot; the host handles slots with more
+NUM_INPUT_WORDS = 5  # int64 fields of StepInputs
+NUM_RESULTS = 3  # words a row: outcome, token, number of computed tokens
 
 
 class Field(IntEnum):
@@ -98,3 +104,49 @@ class SlotState:
                 raise ValueError(f"{name}: expected contiguous int32, got {one.dtype}, strides {one.stride()}")
         if self.fields.shape[0] != NUM_FIELDS or self.fields.shape[1] != self.tables.shape[0]:
             raise ValueError(f"fields {list(self.fields.shape)} and tables {list(self.tables.shape)} do not fit")
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Inputs of a step, [rows] int64 each."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor  # below 0: a padding row, or a slot that has ended
+    index: Tensor  # index in its sequence of the token to be sampled
+    sampled_slots: Tensor  # the slot, below 0 also where the next token is known already
+
+    @classmethod
+    def make(cls, capacity: int, device: torch.device) -> "StepInputs":
+        return cls(
+            *torch.zeros((NUM_INPUT_WORDS, -(-capacity // 2) * 2), dtype=torch.int64, device=device)[:, :capacity]
+        )
+
+    def first(self, rows: int) -> "StepInputs":
+        return StepInputs(
+            *(one[:rows] for one in (self.token_ids, self.positions, self.slots, self.index, self.sampled_slots))
+        )
+
+    def check(self, rows: int) -> None:
+        """Raises ValueError."""
+        for name in ("token_ids", "positions", "slots", "index", "sampled_slots"):
+            check_tensor(name, getattr(self, name), (rows,), torch.int64)
+
+
+class SlotOutcome(IntEnum):
+    """The outcome of a step for a row's slot."""
+
+    NOTHING = 0  # a padding row, or the slot had ended before
+    PART = auto()  # not all known tokens are computed yet
+    TOKEN = auto()
+    END_OF_SEQUENCE = auto()  # comes with a token, as do STOP and LENGTH
+    STOP = auto()
+    LENGTH = auto()
+    FULL = auto()  # at its maximum length, no token was sampled
+    NOT_FINITE = auto()
+    NONE_ALLOWED = auto()
+    WAITING = auto()  # no token: the next step computes the last known token again and writes the same KV
+
+
+ALIVE = (SlotOutcome.PART, SlotOutcome.TOKEN, SlotOutcome.WAITING)
+WITH_TOKEN = (SlotOutcome.TOKEN, SlotOutcome.END_OF_SEQUENCE, SlotOutcome.STOP, SlotOutcome.LENGTH)

@@ -5,9 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs
-from blockyard.kernels.sampling.penalize_logits import count_known, make_logits_edits, penalize_logits
-from blockyard.kernels.sampling.sample_tokens import SamplingTensors, sample_tokens
+from blockyard.kernels.sampling.logprobs import gather_logprobs
+from blockyard.kernels.sampling.penalize_logits import penalize_logits
+from blockyard.kernels.sampling.sample_tokens import sample_tokens
+from blockyard.kernels.sampling.sampling_state import LogprobsTensors, SamplingTensors, count_known, make_logits_edits
 from blockyard.services.gpu_worker.bench.row import Row, row
 from blockyard.services.gpu_worker.bench.timing import DEVICE, copies, graph_seconds
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.slots.gather_inputs import StepInputs
-from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.device_masks import SlotMasks

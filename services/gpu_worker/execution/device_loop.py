@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.slots.advance_slots import WITH_TOKEN, SlotOutcome
+from blockyard.kernels.slots.slot_state import WITH_TOKEN, SlotOutcome
 from blockyard.services.gpu_worker.arrays import Bools, Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution import decode_graphs

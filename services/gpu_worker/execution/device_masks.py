@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockyard.kernels.sampling.penalize_logits import RowMasks
-from blockyard.kernels.sampling.wait_for_masks import MaskTensors
+from blockyard.kernels.sampling.sampling_state import MaskTensors, RowMasks
 from blockyard.kernels.slots.slot_state import Field, SlotState
 from blockyard.services.gpu_worker.structured_output.mask_memory import MaskMemory, num_mask_words
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses

@@ -4,15 +4,22 @@ from torch import Tensor
 
 from blockyard.kernels.attention.fused_decode import SplitSemaphores
 from blockyard.kernels.sampling.copy_logits import copy_logits
-from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs
-from blockyard.kernels.sampling.penalize_logits import LogitsEdits, RowMasks, count_tokens, penalize_logits
-from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens
+from blockyard.kernels.sampling.logprobs import gather_logprobs
+from blockyard.kernels.sampling.penalize_logits import count_tokens, penalize_logits
+from blockyard.kernels.sampling.sample_tokens import sample_tokens
+from blockyard.kernels.sampling.sampling_state import (
+    AdjustedLogits,
+    LogitsEdits,
+    LogprobsTensors,
+    RowMasks,
+    SamplingTensors,
+)
 from blockyard.kernels.sampling.wait_for_masks import publish_sampled, wait_for_masks
 from blockyard.kernels.slots.advance_slots import advance_slots
-from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs
+from blockyard.kernels.slots.gather_inputs import gather_inputs
 from blockyard.kernels.slots.record_step import record_step
 from blockyard.kernels.slots.scatter_words import scatter_words
-from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN, FUSED_DECODE_MAX_ROWS
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blockyard.kernels.sampling.philox_gumbel import split_seed
-from blockyard.kernels.sampling.sample_tokens import SamplingTensors
+from blockyard.kernels.sampling.sampling_state import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.execution.device_masks import SlotMasks

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from blockyard.kernels.slots.advance_slots import NUM_RESULTS
+from blockyard.kernels.slots.slot_state import NUM_RESULTS
 from blockyard.services.gpu_worker.arrays import Words
 
 FIRST_PAIRS = 4096  # initial capacity of a step's buffers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.slots.gather_inputs import NUM_INPUT_WORDS, StepInputs
+from blockyard.kernels.slots.slot_state import NUM_INPUT_WORDS, StepInputs
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps

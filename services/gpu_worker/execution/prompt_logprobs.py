@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.sampling.logprobs import MAX_LOGPROBS, LogprobsTensors
+from blockyard.kernels.sampling.sampling_state import MAX_LOGPROBS, LogprobsTensors
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent

@@ -13,9 +13,13 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from blockyard.kernels.sampling.logprobs import MAX_LOGPROBS, LogprobsTensors
-from blockyard.kernels.sampling.penalize_logits import LogitsEdits, count_known
-from blockyard.kernels.sampling.sample_tokens import AdjustedLogits
+from blockyard.kernels.sampling.sampling_state import (
+    MAX_LOGPROBS,
+    AdjustedLogits,
+    LogitsEdits,
+    LogprobsTensors,
+    count_known,
+)
 from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS

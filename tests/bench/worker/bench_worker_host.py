@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from rig import Row, median, table
 
-from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome
-from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.kernels.slots.slot_state import NUM_RESULTS, SlotOutcome, SlotState
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.sampling.sampler import Sampler

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from blockyard.kernels.sampling import copy_logits as file
-from blockyard.kernels.sampling.copy_logits import copy_logits, copy_logits_reference
+from blockyard.kernels.sampling.copy_logits import copy_logits
+from blockyard.kernels.sampling.sampling_references import copy_logits_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]

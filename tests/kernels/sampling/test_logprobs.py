@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from blockyard.kernels.sampling import logprobs as file
-from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs, gather_logprobs_reference
+from blockyard.kernels.sampling.logprobs import gather_logprobs
+from blockyard.kernels.sampling.sampling_references import gather_logprobs_reference
+from blockyard.kernels.sampling.sampling_state import LogprobsTensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]

@@ -6,20 +6,15 @@ import pytest
 import torch
 
 from blockyard.kernels.sampling import penalize_logits as file
-from blockyard.kernels.sampling.penalize_logits import (
-    LogitsEdits,
-    count_known,
-    count_tokens,
-    count_tokens_reference,
-    make_logits_edits,
-    penalize_logits,
-    penalize_logits_reference,
-)
-from blockyard.kernels.sampling.sample_tokens import (
+from blockyard.kernels.sampling.penalize_logits import count_tokens, penalize_logits
+from blockyard.kernels.sampling.sample_tokens import sample_tokens, sample_tokens_reference
+from blockyard.kernels.sampling.sampling_references import count_tokens_reference, penalize_logits_reference
+from blockyard.kernels.sampling.sampling_state import (
     AdjustedLogits,
+    LogitsEdits,
     SamplingTensors,
-    sample_tokens,
-    sample_tokens_reference,
+    count_known,
+    make_logits_edits,
 )
 from blockyard.services.gpu_worker.sampling.host_steps import Penalties, StepResources, StoppedRows
 from blockyard.services.gpu_worker.slots import Slots

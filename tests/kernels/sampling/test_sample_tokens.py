@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.sampling import sample_tokens as file
-from blockyard.kernels.sampling.sample_tokens import (
-    AdjustedLogits,
-    SamplingTensors,
-    sample_tokens,
-    sample_tokens_reference,
-)
+from blockyard.kernels.sampling.sample_tokens import sample_tokens, sample_tokens_reference
+from blockyard.kernels.sampling.sampling_state import AdjustedLogits, SamplingTensors
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,20 +6,14 @@ from torch import Tensor
 
 from blockyard.kernels.sampling import penalize_logits as file
 from blockyard.kernels.sampling import wait_for_masks as wait_file
-from blockyard.kernels.sampling.penalize_logits import (
-    RowMasks,
-    make_logits_edits,
-    penalize_logits,
+from blockyard.kernels.sampling.penalize_logits import penalize_logits
+from blockyard.kernels.sampling.sampling_references import (
     penalize_logits_reference,
-)
-from blockyard.kernels.sampling.wait_for_masks import (
-    MaskState,
-    MaskTensors,
-    publish_sampled,
     publish_sampled_reference,
-    wait_for_masks,
     wait_for_masks_reference,
 )
+from blockyard.kernels.sampling.sampling_state import MaskState, MaskTensors, RowMasks, make_logits_edits
+from blockyard.kernels.sampling.wait_for_masks import publish_sampled, wait_for_masks
 from blockyard.services.gpu_worker.structured_output.mask_memory import record_of, tag_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,13 +7,27 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import wrap_int32
-from blockyard.kernels.slots.advance_slots import NUM_RESULTS, SlotOutcome, advance_slots, advance_slots_reference
-from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs, gather_inputs_reference
+from blockyard.kernels.slots.advance_slots import advance_slots
+from blockyard.kernels.slots.gather_inputs import gather_inputs
 from blockyard.kernels.slots.record_step import record_step, record_step_reference
-from blockyard.kernels.slots.scatter_words import scatter_words, scatter_words_reference
-from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
+from blockyard.kernels.slots.scatter_words import scatter_words
+from blockyard.kernels.slots.slot_references import (
+    advance_slots_reference,
+    gather_inputs_reference,
+    scatter_words_reference,
+)
+from blockyard.kernels.slots.slot_state import (
+    MAX_STOP_IDS,
+    NUM_FIELDS,
+    NUM_RESULTS,
+    Field,
+    SlotOutcome,
+    SlotState,
+    StepInputs,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
 EOS = torch.tensor([7, 9], dtype=torch.int32, device=DEVICE)
 RING, CAPACITY = 4, 150
 
@@ -42,7 +56,8 @@ def random_state(num_slots: int, seed: int) -> SlotState:
 
 
 def copy_of(state: SlotState) -> SlotState:
-    other = SlotState.make(state.fields.shape[1], len(state.row_slots), state.tables.shape[1], DEVICE)
+    """In host memory, where the references run."""
+    other = SlotState.make(state.fields.shape[1], len(state.row_slots), state.tables.shape[1], CPU)
     other.arena.copy_(state.arena)
     return other
 
@@ -77,13 +92,13 @@ def test_scatter(count: int) -> None:
 @pytest.mark.parametrize("rows", [1, 17, 128, CAPACITY])
 def test_gather(rows: int) -> None:
     state = random_state(200, rows)
-    want_state, want, got = copy_of(state), StepInputs.make(rows, DEVICE), StepInputs.make(rows, DEVICE)
+    want_state, want, got = copy_of(state), StepInputs.make(rows, CPU), StepInputs.make(rows, DEVICE)
     got.slots.fill_(99)
     gather_inputs_reference(want_state, want)
     gather_inputs(state, got)
     for name in StepInputs.__slots__:
-        assert torch.equal(getattr(got, name), getattr(want, name)), name
-    assert torch.equal(state.arena, want_state.arena)
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+    assert torch.equal(state.arena.cpu(), want_state.arena)
     live = want.slots >= 0
     assert rows == 1 or 0 < int(live.sum()) < rows, "both kinds of rows must be there"
 
@@ -93,21 +108,23 @@ def test_gather(rows: int) -> None:
 def test_advance(rows: int, counted: bool) -> None:
     state = random_state(200, rows + counted)
     now = StepInputs.make(rows, DEVICE)
-    gather_inputs_reference(state, now)
+    gather_inputs(state, now)
     at = torch.Generator().manual_seed(rows)
     tokens = torch.randint(0, 20, (rows,), generator=at).to(DEVICE)
     best = torch.randn(rows, generator=at).to(DEVICE)
     best[2::7], best[3::11], best[4::13] = math.nan, -math.inf, math.inf
     counts = torch.randint(1, 4, (rows,), generator=at, dtype=torch.int32).to(DEVICE) if counted else None
     want_state = copy_of(state)
-    want = torch.full((RING, NUM_RESULTS, CAPACITY), -5, dtype=torch.int32, device=DEVICE)
-    got = want.cpu().pin_memory() if DEVICE.type == "cuda" else want.clone()
+    want = torch.full((RING, NUM_RESULTS, CAPACITY), -5, dtype=torch.int32)
+    got = want.pin_memory() if DEVICE.type == "cuda" else want.clone()
     ready = torch.randint(0, 9, (rows,), generator=at, dtype=torch.int32).to(DEVICE)
-    advance_slots_reference(want_state, now, tokens, best, ready, EOS, want, counts)
+    rows_now = StepInputs(*(getattr(now, name).cpu() for name in StepInputs.__slots__))
+    sampled = (tokens.cpu(), best.cpu(), ready.cpu(), EOS.cpu(), want, None if counts is None else counts.cpu())
+    advance_slots_reference(want_state, rows_now, *sampled)
     advance_slots(state, now, tokens, best, ready, EOS, got, counts)
     torch.cuda.synchronize() if DEVICE.type == "cuda" else None
-    assert torch.equal(state.arena, want_state.arena)
-    out, place = want.cpu()[:, :, :rows], int(state.step) % RING
+    assert torch.equal(state.arena.cpu(), want_state.arena)
+    out, place = want[:, :, :rows], int(state.step) % RING
     assert torch.equal(got[:, 0, :rows], out[:, 0])
     told = out[place, 0] != SlotOutcome.NOTHING
     assert torch.equal(got[place][:, :rows][:, told], out[place][:, told])
@@ -156,7 +173,7 @@ def test_record_step(step: int) -> None:
 def test_a_model_without_an_end_of_sequence() -> None:
     state = random_state(200, 1)
     now, none = StepInputs.make(40, DEVICE), EOS[:0]
-    gather_inputs_reference(state, now)
+    gather_inputs(state, now)
     tokens = torch.full((40,), 7, device=DEVICE)
     results = torch.zeros((RING, NUM_RESULTS, CAPACITY), dtype=torch.int32, device=DEVICE)
     ones = torch.ones(40, device=DEVICE)

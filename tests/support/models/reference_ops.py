@@ -10,25 +10,30 @@ from blockyard.kernels.attention.latent.write_latent import write_latent_referen
 from blockyard.kernels.attention.paged_decode import PagedKVMetadata, paged_decode_reference
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.sampling.copy_logits import copy_logits_reference
-from blockyard.kernels.sampling.logprobs import LogprobsTensors, gather_logprobs_reference
-from blockyard.kernels.sampling.penalize_logits import (
-    LogitsEdits,
-    RowMasks,
+from blockyard.kernels.sampling.sample_tokens import sample_tokens_reference
+from blockyard.kernels.sampling.sampling_references import (
+    copy_logits_reference,
     count_tokens_reference,
+    gather_logprobs_reference,
     penalize_logits_reference,
-)
-from blockyard.kernels.sampling.sample_tokens import AdjustedLogits, SamplingTensors, sample_tokens_reference
-from blockyard.kernels.sampling.wait_for_masks import (
-    MaskState,
     publish_sampled_reference,
     wait_for_masks_reference,
 )
-from blockyard.kernels.slots.advance_slots import advance_slots_reference
-from blockyard.kernels.slots.gather_inputs import StepInputs, gather_inputs_reference
+from blockyard.kernels.sampling.sampling_state import (
+    AdjustedLogits,
+    LogitsEdits,
+    LogprobsTensors,
+    MaskState,
+    RowMasks,
+    SamplingTensors,
+)
 from blockyard.kernels.slots.record_step import record_step_reference
-from blockyard.kernels.slots.scatter_words import scatter_words_reference
-from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.kernels.slots.slot_references import (
+    advance_slots_reference,
+    gather_inputs_reference,
+    scatter_words_reference,
+)
+from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSettings, DecodeSteps, num_mask_slots
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop

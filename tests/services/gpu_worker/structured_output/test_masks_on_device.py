@@ -16,8 +16,8 @@ from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from torch import Tensor
 
-from blockyard.kernels.sampling.penalize_logits import RowMasks
-from blockyard.kernels.slots.gather_inputs import StepInputs
+from blockyard.kernels.sampling.sampling_state import RowMasks
+from blockyard.kernels.slots.slot_state import StepInputs
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_ops import mask_polls
 from blockyard.services.gpu_worker.runner import Runner
