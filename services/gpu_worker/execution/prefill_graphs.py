@@ -141,7 +141,8 @@ class PrefillGraphs:
 
 
 class CudaGraphRecorder:
-    """Captures on the GPU. Steps may be in flight: trials touch no slot and write to the results of the next step."""
+    """Captures on the GPU while no step is in flight. Trials touch no slot, and have the number of the last step, whose
+    results were read."""
 
     def __init__(self, steps: DecodeSteps, layer_words: LayerWords | None = None) -> None:
         """layer_words: that the graphs write; None: they do not tell which layers are stored."""
@@ -182,19 +183,13 @@ class CudaGraphRecorder:
             torch.cuda.synchronize(self._device)
         # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
-        self._end()
         return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples, sampler_input.hidden), measured)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
-        """Prepares a trial: all rows are padding, and it has the number of the next step."""
+        """Prepares a trial: all rows are padding, and it has the number of the last step."""
         slots, last = self._steps.slots, self._steps.ring.step
         slots.clear_rows()
-        slots.state.step.fill_(wrap_int32(last if descriptor.num_decodes else last + 1))
-
-    def _end(self) -> None:
-        """Ends trials; the device must be synchronized. The words must not tell that the next step is stored."""
-        if self._layer_words is not None:
-            self._layer_words.drop_trials(self._steps.ring.step)
+        slots.state.step.fill_(wrap_int32(last - 1 if descriptor.num_decodes else last))  # gathering rows adds 1
 
     @contextlib.contextmanager
     def _recorded(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:

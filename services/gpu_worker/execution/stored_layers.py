@@ -67,13 +67,6 @@ class LayerWords:
         """The layers of a step that is launched as a CUDA graph, by its number. It is at most 2**31 steps ago."""
         return [StoredLayers(layers, partial(self._is_stored, i, step)) for i, layers in enumerate(self._groups)]
 
-    def drop_trials(self, step: int) -> None:
-        """Overwrites the number of trial steps, which is that of the next step.
-
-        No step may be in flight, and `step` is the number of the last one.
-        """
-        self._numbers[:] = step % 2**32
-
     def _record(self, group: int) -> None:
         self._ops.record_step(self._step, self._words, group)
 

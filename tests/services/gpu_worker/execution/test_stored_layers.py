@@ -40,7 +40,8 @@ class Device:
         self.launched = first
         self._ops, self._step = QueuedOps(), torch.zeros(1, dtype=torch.int32)
         self.words = LayerWords(layer_groups(LAYERS, num_groups), self._ops, self._step)
-        self.words.drop_trials(first)
+        self.launch(first)
+        self.run()
 
     def launch(self, number: int, is_graph: bool = True) -> None:
         """A step that is no graph writes no words."""
@@ -80,10 +81,10 @@ def test_layers_count_as_stored_when_they_are(actions: list[str | int], groups: 
     for action in actions:
         if isinstance(action, int):
             device.run(action)
-        elif action == "trial":  # has the number of the next step
-            device.launch(device.launched + 1)
+        elif action == "trial":  # has the number of the last step, which is done
             device.run()
-            device.words.drop_trials(device.launched)
+            device.launch(device.launched)
+            device.run()
         else:
             device.launched += 1
             device.launch(device.launched, action == "graph")

@@ -13,7 +13,6 @@ from tiny_models import BY_NAME, start
 from blockyard.kernels.slots.record_step import record_step
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
-from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import KVTransferConfig
@@ -144,25 +143,6 @@ def test_a_later_replay_of_the_same_graph_holds_no_send_back(runner: Runner) -> 
     while not runner.collect():
         assert time.monotonic() < deadline
     assert all(group.is_stored() for group in first) and not second[-1].is_stored()
-    got = copies(runner, second, BLOCKS[4:8], torch.cuda.Stream())
-    finish(runner)
-    assert torch.equal(got, runner.pool.runs[0][:, BLOCKS[4:8]]) and bool(got.flatten(2).any(2).all())
-
-
-@pytest.mark.parametrize("has_decodes", [False, True])
-def test_a_size_captured_beside_steps_tells_nothing_of_the_next_step(runner: Runner, has_decodes: bool) -> None:
-    """Trials have the number of the next step."""
-    loop = runner.ahead
-    assert isinstance(loop, DeviceLoop)
-    first = runner.launch(plan(1, begin(runner, 8)))
-    every = descriptors(loop.steps.capacity, 64, loop.steps.padded_num_seqs)
-    size = next(one for one in every if bool(one.num_decodes) == has_decodes)
-    before = loop._graphs._graphs.get(size)
-    loop._graphs._capture(size)  # also where `capture_one` drops all sizes: the device is much slower than the host
-    assert loop._graphs._problem == "" and loop._graphs._graphs[size] is not before
-    assert all(group.is_stored() for group in first), "capturing waits for the device"
-    second = runner.launch(plan(2, []))
-    assert not any(group.is_stored() for group in second)
     got = copies(runner, second, BLOCKS[4:8], torch.cuda.Stream())
     finish(runner)
     assert torch.equal(got, runner.pool.runs[0][:, BLOCKS[4:8]]) and bool(got.flatten(2).any(2).all())
