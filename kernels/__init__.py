@@ -10,7 +10,7 @@
 `services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service. Within it
 `attention/` imports `kv_cache/`, which imports `layers/`, as does `moe/`; no other folder imports another. `int_math`,
 `gpu_facts`, `programmatic_launch` and `tensor_checks` serve all host functions. PERFORMANCE.md has the figures. Modules
-without Triton (references, RMSNorm, the CPU path) are imported on machines that have none.
+without Triton (references of `sampling/` and `slots/`, RMSNorm, the CPU path) are imported on machines that have none.
 
 To add a kernel:
 1. A file in the folder of its subject: the `@triton.jit` kernel, a host function that checks shapes and launches it,
