@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.attention import (
@@ -112,7 +113,9 @@ PROJECTIONS = (
 @settings(deadline=None)
 @given(heads(), st.sampled_from(PROJECTIONS), st.booleans())
 def test_heads(sizes: Sizes, qkv: QKVProjection, transposed: bool) -> None:
-    shape = AttentionShape(num_heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, scale=1.0)
+    shape = AttentionShape(
+        num_heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, rules=ScoreRules(scale=1.0)
+    )
     options = AttentionOptions(qkv=qkv, out_bias=True, out_transposed=transposed)
     whole, *ranks = built(lambda layers: Attention(layers, "a", 0, HIDDEN, shape, options), sizes.size)
     check_outputs(whole.qkv, [one.qkv for one in ranks])
