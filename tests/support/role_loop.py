@@ -59,6 +59,7 @@ class RoleLoop:
     ) -> None:
         self.bus = bus_at(folder)
         self.workers: dict[int, Worker] = {}
+        self.runners: dict[int, SleepingRunner] = {}
         self.transfers: dict[int, WorkerTransfers] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.finishes: dict[tuple[str, int], FinishReason] = {}
@@ -85,7 +86,7 @@ class RoleLoop:
         config = msgspec.structs.replace(config, process=msgspec.structs.replace(config.process, bus=self.bus))
         links, runner = LoopLinks(self, member), SleepingRunner(lambda: start(config), lambda: 0)
         transfers = WorkerTransfers(config, links, lambda: runner.kv_memory)
-        self.transfers[incarnation] = transfers
+        self.runners[incarnation], self.transfers[incarnation] = runner, transfers
         self.workers[incarnation] = Worker(links, runner, transfers)
         self.core.on_member(member, time.monotonic())
         self.turn()

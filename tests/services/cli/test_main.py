@@ -72,24 +72,25 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(args: list[str], line: str) ->
 
 
 @pytest.mark.parametrize(
-    ("args", "code"),
+    "args",
     [
-        (["serve", "--help"], 128 + signal.SIGPIPE),
-        (["flags"], 128 + signal.SIGPIPE),
-        (["version"], 128 + signal.SIGPIPE),
-        (["bench", "serve", "--help"], 0),  # argparse ignores write errors
-        (["simulate", "--generate", "sharegpt", "--requests", "3000"], 128 + signal.SIGPIPE),
+        ["serve", "--help"],
+        ["flags"],
+        ["version"],
+        ["bench", "serve", "--help"],
+        ["simulate", "--generate", "sharegpt", "--requests", "3000"],
     ],
 )
-def test_a_closed_pipe_ends_it_without_output(args: list[str], code: int) -> None:
+def test_a_closed_pipe_ends_it_without_output(args: list[str]) -> None:
     """As `blockyard flags | head` once head has seen enough."""
     reader, writer = os.pipe()
     os.close(reader)
     env = os.environ | {"PYTHONPATH": str(SRC)}
+    env.pop("PYTHONUNBUFFERED", None)  # argparse ignores errors of writes, but not of the flush behind them
     command = [sys.executable, "-m", "blockyard", *args]
     done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (code, "")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_an_unknown_service_is_refused_with_the_list() -> None:
