@@ -18,7 +18,9 @@ from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
 
-ONEDNN_PRODUCTS = "256"
+# Entries of two caches of products that oneDNN compiles for each number of rows: its own (256 KiB an entry), and the one
+# of ideep, through which torch calls it. Both keep 1,024 unless limited, and freed memory between them is not reused.
+CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -29,8 +31,8 @@ def serve(config: WorkerConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu)
     if config.kernel_cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(Path(config.kernel_cache).absolute() / "triton")
-    # oneDNN keeps compiled products by their number of rows, 256 KiB each on the CPU: 1,024 of them unless limited
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", ONEDNN_PRODUCTS)
+    for name, most in CACHED_PRODUCTS.items():
+        os.environ.setdefault(name, most)
     processes = start_compilers(config)
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
