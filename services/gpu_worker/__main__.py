@@ -18,8 +18,8 @@ from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
 
-# Entries of two caches of products that oneDNN compiles for each number of rows: its own (256 KiB an entry), and the one
-# of ideep, through which torch calls it. Both keep 1,024 unless limited, and freed memory between them is not reused.
+# Two caches of what oneDNN compiles for each number of rows: its own (256 KiB an entry), and that of ideep, through
+# which torch calls it. Both keep 1,024 entries unless limited, and memory freed between them is not reused.
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
