@@ -15,6 +15,7 @@ from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
 from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.step import Attend
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.messages import KVRole, KVSend, Sampling, SlotRun, SlotStart, StepPlan
 
@@ -56,6 +57,24 @@ def test_a_replay_writes_a_word_once_the_kernels_before_it_are_complete() -> Non
         torch.cuda.synchronize()
 
 
+class Late:
+    """Attention that the device begins 20 ms late. Implements `Attend`."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __call__(self, *args: Any) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES)
+        return self._attend(*args)
+
+    def latent(self, *args: Any) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES)
+        return self._attend.latent(*args)
+
+    def of_rows(self, indices: Any) -> "Late":
+        return Late(self._attend.of_rows(indices))
+
+
 @pytest.fixture
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """A prefill worker whose steps replay one graph, with 20 ms before each layer stores its K and V."""
@@ -68,14 +87,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     assert isinstance(loop, DeviceLoop)
     attend_of = DeviceOps.attend
 
-    def slow(ops: DeviceOps, *args: Any) -> Any:
-        attend = attend_of(ops, *args)
-
-        def after_a_while(*more: Any) -> Any:
-            torch.cuda._sleep(CYCLES)
-            return attend(*more)
-
-        return after_a_while
+    def slow(ops: DeviceOps, *args: Any) -> Attend:
+        return Late(attend_of(ops, *args))
 
     monkeypatch.setattr(DeviceOps, "attend", slow)
     monkeypatch.setattr("blockyard.services.gpu_worker.execution.prefill_graphs.START_S", 0.0)
