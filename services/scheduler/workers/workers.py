@@ -85,7 +85,7 @@ class Workers:
         self._lifecycle.requeue_all(group)
         if self._router.on_groups_changed():  # sequences that were routed to pairs with this group are routed again
             self._router.requeue_all()
-            self._groups.mark_all_dirty()
+        self._groups.mark_all_dirty()  # they may run in any other group
 
     def _attach(self, worker: int, now: float) -> None:
         self._outbox.send(worker, self._groups.attach_request(worker, now))

@@ -182,6 +182,18 @@ def test_a_result_that_is_not_the_next_means_attach_again(ring: type[Ring]) -> N
     assert len(it.output("a").ids) == 30
 
 
+def test_while_a_worker_is_attached_again_its_sequences_run_in_another_group(ring: type[Ring]) -> None:
+    it = ring()
+    other = it.world.add_worker()
+    it.world.settle()
+    it.submit("a", 9, max_tokens=30)
+    first, second = (it.worker, other) if it.worker.busy() else (other, it.worker)
+    assert not second.busy()
+    it.world.tell(first.incarnation, StepResult(first.incarnation, 99, [], 0.0))
+    assert isinstance(second.inbox[0], StepPlan), "at once, before the first one answers"
+    it.finish()
+
+
 def test_out_of_step_before_the_answer_to_attach_changes_nothing(ring: type[Ring]) -> None:
     it = ring()
     it.submit("a", 5, max_tokens=30)
