@@ -52,9 +52,6 @@ class BeamScheduler:
         self._parallel_sampling.on_removed(sequence)
         live = [c.hypothesis for c in search.beams if c.hypothesis is not None]
         if any(h.top is None for h in live):
-            near = {c.last_run.worker for c in search.beams if c.last_run is not None and c.phase is Phase.RUNNING}
-            # `preempt_stalled` may find a beam to preempt in these groups
-            self._groups.mark_dirty(self._groups.attached[worker] for worker in near)
             return
         search.on_step(sequence)
         search.steps.shorten(group.max_model_len - request.num_prompt)
@@ -63,6 +60,22 @@ class BeamScheduler:
             self._extend(search, extensions)
         else:
             self._answer(request, search)
+
+    def on_plan_completed(self, group: WorkerGroup) -> None:
+        """Marks groups in which `preempt_stalled` may find beams to preempt: their search awaits no result any more.
+
+        This need not follow a beam's result: a beam whose blocks could not be fetched has none, and waits again,
+        perhaps for another group to which nothing happens.
+        """
+        if len(self._groups.attached) < 2:
+            return  # this group is marked
+        for request in self.live.values():
+            beams = request.search.beams if request.search is not None else []
+            ran_here = any(beam.last_run is not None and beam.last_run.worker == group.worker for beam in beams)
+            if ran_here and not any(beam.awaits_results() for beam in beams):
+                runs = [beam.last_run for beam in beams if beam.phase is Phase.RUNNING]
+                near = {running.worker for running in runs if running is not None}
+                self._groups.mark_dirty(self._groups.attached[worker] for worker in near)
 
     def preempt_stalled(self, group: WorkerGroup) -> bool:
         """Preempts idle beams of searches that cannot continue. Returns whether there were any.

@@ -58,6 +58,8 @@ class StepResults:
                 self._apply_slot(group, record, running, slot, result.stamp_s)
         for number, running in record.sequences.items():
             running.own_tokens -= record.chunk_sizes.get(number, 1)  # to be scheduled again
+        if self._beam_scheduler.live:
+            self._beam_scheduler.on_plan_completed(group)
         if record.filled:
             group.kv_cache.mark_blocks_full(record.filled)
         num_tokens = self.num_prompt_tokens + self.num_output_tokens - before

@@ -206,6 +206,17 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     assert core.controls.paused or not (idle and ready), "a group idles"
 
 
+def check_searches(core: Scheduler) -> None:
+    """No beam keeps its blocks in a group without plans in flight while its search awaits no result."""
+    if core.controls.frozen:
+        return
+    still = {running.sequence for g in core.groups.values() if not g.in_flight for running in g.running}
+    for request in core.lifecycle.requests.values():
+        beams = request.search.beams if request.search is not None else []
+        has_idle = any(beam in still and beam.hypothesis is not None and beam.hypothesis.top for beam in beams)
+        assert not has_idle or any(beam.awaits_results() for beam in beams), f"{request.id} stands still"
+
+
 def check_decode_batch(group: WorkerGroup) -> None:
     """A running sequence is in the decode batch or outside, and the rows of the batch agree with its sequences."""
     decode_batch = group.decode_batch
@@ -285,6 +296,7 @@ def check(core: Scheduler, turn: int) -> None:
     awaiting_prompt = [r for r in core.lifecycle.requests.values() if r.awaiting_prompt]
     assert sum(len(r.awaiting_prompt) for r in awaiting_prompt) == core.parallel_sampling.num_awaiting_prompt
     check_handovers(core)
+    check_searches(core)
     arriving = [c for r in core.lifecycle.requests.values() for c in r.active_sequences if c.phase is Phase.ARRIVING]
     queued = [*waiting, *arriving, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
     amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
