@@ -10,6 +10,8 @@
     bodies/              bytes of a body -> the request, by its API
     responses/           text deltas -> an answer, whole or as server-sent events
     metrics/             /metrics
+    page/                the playground, served as it is
+    garbage.py           when Python's cyclic garbage is collected
 
 Imports point one way: server -> endpoints -> http -> service -> request_pipeline, metrics -> responses -> bodies ->
 apis -> requests. Tokenizing, dispatch, and the journal of open requests are in `shared/ring_client`, which offline

@@ -21,12 +21,13 @@ Folders:
 - `kv/`: KV memory, block hashes, and KV blocks in host memory.
 - `transfers/`: KV blocks that go to other workers or come from them.
 - `loading/`: weights, CPU offload, sleep.
-- `linear_tuning/`: picks the kernel of each linear layer.
+- `quantization/`: how weights are kept, and the formats of checkpoints.
+- `linear_tuning/`: picks the kernels of each linear layer and of experts.
 - `mock/`: a worker without a model. `bench/`: timings of kernels.
 
 Imports go one way: `engine` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`,
-`structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `loading/`.
-tests/test_imports.py holds the whole order.
+`structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `quantization/` ->
+`loading/`. tests/test_imports.py holds the whole order.
 `service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker without transfers
 runs without it.
 """
