@@ -95,7 +95,7 @@ def decode(blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 def multiply(values: Tensor, scales: Tensor) -> None:
     """Multiplies values [..., in] in place by 2 ** (scales - 127), scales [..., in / 32] uint8."""
-    exponents = scales.int() - BIAS
+    exponents = scales.to(values.device).int() - BIAS  # offloaded values are in host memory
     factors = torch.ldexp(torch.ones(exponents.shape, device=values.device), exponents)
     values.view(*scales.shape, BLOCK).mul_(factors[..., None])
 
