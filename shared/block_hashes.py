@@ -77,8 +77,10 @@ def _hashes_with_keys(
     for start in range(first, first + len(token_ids) // 4 // block_size * block_size, block_size):
         ids = token_ids[4 * (start - first) : 4 * (start - first + block_size)]
         here = [key for key in keys if key.first < start + block_size and start < key.end]
-        places = b"".join((key.first - start).to_bytes(8, "little", signed=True) for key in here)
-        parent = hash_block(parent, ids + places + _framed(key.digest for key in here))
+        if here:  # the count makes one key never look like two
+            places = b"".join((key.first - start).to_bytes(8, "little", signed=True) for key in here)
+            ids += len(here).to_bytes(8, "little") + places + _framed(key.digest for key in here)
+        parent = hash_block(parent, ids)
         names.append(parent)
     return names
 

@@ -237,9 +237,13 @@ class GrammarChecks:
 
     def _reject_waiting(self, engine: GrammarEngine, why: str) -> None:
         for key in [key for key, check in self._waiting.items() if check.engine == engine]:
-            for peer, work in self._end(key).works:
-                message = f"the grammar could not be compiled: {why}"
-                self._on_verdict(peer, work, TextRejected(work.request_id, FIELD, message, UNAVAILABLE))
+            check = self._end(key)
+            for peer, work in check.works:
+                answer = TextRejected(work.request_id, FIELD, check.cause)  # of the engine before
+                if not check.cause:
+                    message = f"the grammar could not be compiled: {why}"
+                    answer = TextRejected(work.request_id, FIELD, message, UNAVAILABLE)
+                self._on_verdict(peer, work, answer)
 
 
 def _job(key: str, work: Tokenize) -> Tokenize:

@@ -20,9 +20,11 @@ from blockyard.shared.messages import Grammar, GrammarKind
 NAME = "xgrammar"
 MOST_WHITESPACE = 21  # characters between JSON tokens, of any kind: a line break and its indentation
 # Escapes within strings: "\\u0061" would be another spelling of a name that the schema knows. JSON needs no others.
-# Rules of a client that have such a name in a structural tag have other bodies.
+# Rules of a client that have such a name in a structural tag have other bodies. A compiled grammar's have a lookahead.
 _HEX = r" \[A-Fa-f0-9\]" * 4
-_ESCAPES = re.compile(rf'^(\w*basic_escape\w*) ::= \(\(\[\\"\\\\/bfnrt\]\) \| \("u"{_HEX}\)\)$', re.MULTILINE)
+_ESCAPES = re.compile(
+    rf'^(\w*basic_escape\w*) ::= \(\(\[\\"\\\\/bfnrt\]\) \| \("u"{_HEX}\)\)(?: \(=.*\))?$', re.MULTILINE
+)
 _FEW_ESCAPES = r'\1 ::= ["\\\\bfnrt]'
 
 

@@ -90,11 +90,14 @@ class Beam(FrameStruct, frozen=True):
     stop: BeamStop = BeamStop.LIKELY
 
 
+MAX_EXTRA_KEYS = 1024  # of a request: each block looks at all
+
+
 class ExtraKey(FrameStruct, frozen=True):
     """What the KV of some tokens depends on besides the ids: an image, or an adapter."""
 
-    first: int  # position of the first of these tokens, in prompt and outputs
-    end: int  # ... and behind the last one
+    first: NumTokens  # position of the first of these tokens, in prompt and outputs
+    end: NumTokens  # ... and behind the last one
     digest: bytes
 
 
@@ -114,7 +117,9 @@ class Generate(Frame, frozen=True):
     cache_salt: str = ""
     user: str = ""  # divides the tenant's share
     beam: Beam | None = None
-    extra_keys: list[ExtraKey] = []  # `block_hashes` contain them, and hashes of generated blocks will
+    extra_keys: Annotated[
+        list[ExtraKey], msgspec.Meta(max_length=MAX_EXTRA_KEYS)
+    ] = []  # `block_hashes` contain them, and hashes of generated blocks will
 
 
 class Cancel(Frame, frozen=True):

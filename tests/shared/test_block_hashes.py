@@ -120,3 +120,12 @@ def test_extra_keys_differ_by_digest_and_place() -> None:
     ]
     found = [block_hashes(root_hash("m"), pack([7] * 4), 4, keys) for keys in lists]
     assert len({*found}) == len(lists)
+
+
+def test_one_extra_key_is_never_two() -> None:
+    """The bytes behind the count are equal: the place of the second key is the length of the one digest."""
+    one, other = b"aaaa", b"bbbb"
+    digest = len(one).to_bytes(8, "little") + one + len(other).to_bytes(8, "little") + other
+    two = [ExtraKey(0, 64, one), ExtraKey(len(digest), 64, other)]
+    found = [block_hashes(root_hash("m"), pack([7] * 64), 64, keys) for keys in (two, [ExtraKey(0, 64, digest)])]
+    assert found[0] != found[1]

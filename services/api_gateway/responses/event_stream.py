@@ -83,7 +83,9 @@ class EventStream:
                 self._writer.write(self._writer.frame(data), now)
 
     def _write_opening(self, now: float) -> None:
-        usage = replace(self._usage(), completion=0) if self._options.continuous_usage else None
+        usage = self._usage() if self._options.continuous_usage else None
+        if usage is not None:  # output may wait behind it
+            usage = replace(usage, completion=0, reasoning=None if usage.reasoning is None else 0)
         if event := self._events.opening(usage):
             self._writer.write_unpaused(event, now)
 

@@ -32,7 +32,16 @@ class StreamedResponses:
 
         Raises RequestError if the request fails before anything is written.
         """
-        await generation.wait_begun(min(BEGIN_S, self._keepalive_s))
+        try:
+            await generation.wait_begun(min(BEGIN_S, self._keepalive_s))
+            return await self._write(http_request, generation, writer)
+        finally:  # text may be kept for the writer before it starts
+            self._open.pop(writer, None)
+            self.unread_text.drop(writer)
+
+    async def _write(
+        self, http_request: web.Request, generation: HttpGeneration, writer: ResponseWriter
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers=HEADERS)
         chunked = http_request.version >= (1, 1)
         if chunked:
@@ -47,17 +56,13 @@ class StreamedResponses:
         writer.start(transport, chunked, loop.time())
         self._open[writer] = generation.api.keep_alive
         self._opened.set()
-        try:
-            await generation.wait_finished()
-            await writer.wait_resumed()
-            writer.write_unpaused(generation.ending(), loop.time())
-            await response.write_eof()
-            await writer.flush()
-            if generation.error is not None:
-                http_request.protocol.close()  # takes effect when this handler has returned
-        finally:
-            self._open.pop(writer, None)
-            self.unread_text.drop(writer)
+        await generation.wait_finished()
+        await writer.wait_resumed()
+        writer.write_unpaused(generation.ending(), loop.time())
+        await response.write_eof()
+        await writer.flush()
+        if generation.error is not None:
+            http_request.protocol.close()  # takes effect when this handler has returned
         return response
 
     async def sweep(self) -> None:

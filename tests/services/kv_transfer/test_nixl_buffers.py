@@ -28,7 +28,7 @@ def pair(bus: BusConfig) -> Iterator[Pair]:
     it.until(lambda: it.sender.connector == "nixl")
     yield it
     it.close()
-    assert it.receiver._staging.used_bytes == it.sender._staging.used_bytes == 0
+    assert it.receiver._staging._used == it.sender._staging._used == 0
     source.close()
     target.close()
 

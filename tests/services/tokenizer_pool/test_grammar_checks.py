@@ -14,8 +14,12 @@ import pytest
 from text_rig import parent_of, text_config
 from tokenizers import Tokenizer
 
+from blockyard.services.tokenizer_pool import grammar_checks
+from blockyard.services.tokenizer_pool.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.grammar_checks import MAX_WAITING, GrammarChecks, Verdict
 from blockyard.services.tokenizer_pool.job_limits import MIB, NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.job_workers import JobWorkers
+from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import BUSY, TAKES_LONG, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
 from blockyard.shared.process.settings import LOW_PRIORITY
 
@@ -142,6 +146,26 @@ def test_escapes_of_signs_end_in_a_verdict(rig: CheckRig, engine: GrammarEngine,
     in_schema = schema({"type": "object", "properties": {"a": {"type": "string", "pattern": escaped}}})
     asked = [msgspec.structs.replace(one, engine=engine) for one in (regex(escaped), in_schema)]
     assert len(rig.ask(*asked, GOOD)) == 3
+
+
+def test_what_one_engine_refuses_is_a_client_error_if_the_next_one_does_not_start(
+    rig: CheckRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(JobWorkers):
+        def __init__(self, module: str, settings: ServerSettings) -> None:
+            super().__init__(module, settings)
+            self.engine = settings.engine
+
+        async def load(self) -> list[str]:
+            if self.engine is GrammarEngine.XGRAMMAR:
+                raise BlockyardError("it does not start")
+            return await super().load()
+
+    monkeypatch.setattr(grammar_checks, "JobWorkers", Failing)
+    wrong, beyond = Grammar(GrammarKind.EBNF, "root ::= missing"), schema(BEYOND_GUIDANCE)
+    for verdict in rig.ask(wrong, beyond):
+        assert isinstance(verdict, TextRejected)
+        assert verdict.code == "" and "it does not start" not in verdict.message
 
 
 def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:

@@ -153,10 +153,22 @@ IN_TAGS = [
             ],
         },
     },
+    {
+        "type": "structural_tag",  # the same in front
+        "format": {
+            "type": "sequence",
+            "elements": [
+                {"type": "optional", "content": {"type": "token", "token": "return"}},
+                {"type": "const_string", "value": "<f>"},
+                {"type": "json_schema", "json_schema": TAG},
+                {"type": "const_string", "value": "</f>"},
+            ],
+        },
+    },
 ]
 
 
-@pytest.mark.parametrize("tag", IN_TAGS, ids=["older", "tag", "token"])
+@pytest.mark.parametrize("tag", IN_TAGS, ids=["older", "tag", "token", "token first"])
 def test_names_within_structural_tags_are_not_escaped(
     engines: Engines, texts: list[bytes], tag: dict[str, Any]
 ) -> None:
