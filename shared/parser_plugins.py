@@ -25,7 +25,11 @@ F = TypeVar("F", bound=ToolFormat | ReasoningFormat)
 
 def tool_format(name: str, plugin: str = "") -> ToolFormat:
     """A value of --tool-call-parser. `plugin` is the path of a file, or empty. Raises ConfigError."""
-    own = tool_formats(plugin)
+    return find_tool_format(name, tool_formats(plugin))
+
+
+def find_tool_format(name: str, own: Sequence[ToolFormat]) -> ToolFormat:
+    """A value of --tool-call-parser, first among the formats of a file. Raises ConfigError."""
     found = _named(name, own)
     if found is None and own and name not in tools.BY_NAME and name not in tools.NOT_BUILT:
         raise ConfigError(f"--tool-call-parser {name}: known are {_names(own, tools.BY_NAME)}")
@@ -34,7 +38,11 @@ def tool_format(name: str, plugin: str = "") -> ToolFormat:
 
 def reasoning_format(name: str, plugin: str = "") -> ReasoningFormat:
     """A value of --reasoning-parser. `plugin` is the path of a file, or empty. Raises ConfigError."""
-    own = reasoning_formats(plugin)
+    return find_reasoning_format(name, reasoning_formats(plugin))
+
+
+def find_reasoning_format(name: str, own: Sequence[ReasoningFormat]) -> ReasoningFormat:
+    """A value of --reasoning-parser, first among the formats of a file. Raises ConfigError."""
     found = _named(name, own)
     if found is None and own and not reasoning.is_known(name):
         raise ConfigError(f"--reasoning-parser {name}: known are {_names(own, reasoning.BY_NAME)}")

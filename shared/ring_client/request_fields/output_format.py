@@ -42,22 +42,23 @@ class OutputFormats:
 
 
 class ModelFormats:
-    """The formats of all models, each loaded once."""
+    """The formats of all models. Files of plugins are run once, and not within a request."""
 
     def __init__(self, plugins: ParserPlugins) -> None:
         """Raises ConfigError for a plugin that does not import."""
-        parser_plugins.tool_formats(plugins.tools)
-        parser_plugins.reasoning_formats(plugins.reasoning)
-        self._plugins = plugins
+        self._tools = parser_plugins.tool_formats(plugins.tools)
+        self._reasoning = parser_plugins.reasoning_formats(plugins.reasoning)
         self._loaded: dict[tuple[str, str], OutputFormats] = {}  # by the names of their parsers
 
     def of(self, card: ModelCard) -> OutputFormats:
         """Raises RequestError for a parser that this process does not have."""
-        tools = card.settings.tools
-        names = tools.parser, tools.reasoning_parser
+        names = tools, reasoning = card.settings.tools.parser, card.settings.tools.reasoning_parser
         if names not in self._loaded:
             try:
-                self._loaded[names] = OutputFormats.load(tools, self._plugins)
+                self._loaded[names] = OutputFormats(
+                    parser_plugins.find_tool_format(tools, self._tools) if tools else None,
+                    parser_plugins.find_reasoning_format(reasoning, self._reasoning) if reasoning else None,
+                )
             except ConfigError as e:
                 raise RequestError(f"this server cannot read the model's answers: {e}", status=500) from e
         return self._loaded[names]
