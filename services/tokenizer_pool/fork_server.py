@@ -58,6 +58,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     config: TokenizerConfig
     limits: JobLimits
     engine: GrammarEngine = GrammarEngine.AUTO  # of grammar workers
+    gives_way: bool = False  # loads at low priority: nothing waits for it
 
 
 def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) -> None:
@@ -65,6 +66,8 @@ def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) ->
     control = socket.socket(fileno=int(sys.argv[1]))
     given = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerSettings)
     settings.die_with(os.getppid())
+    if given.gives_way:
+        settings.give_way()
     name = f"{given.config.process.name}: {kind}"
     logs.setup(name, given.config.process.log_level)
     setproctitle(f"blockyard: {name} fork server")

@@ -37,10 +37,11 @@ MODULE = "blockyard.services.tokenizer_pool.grammar_worker"
 MAX_KNOWN = 4096  # verdicts in the cache; each has at most the 400 characters of its message
 MAX_WAITING = 256  # different grammars of one tenant that wait; gateways send a few at a time
 FIELD = "grammar"  # of a rejection; the gateway names the request's own field
+FALLBACK_S = 20.0  # after the start; by then a ring serves, and an import of seconds delays no one's first request
 
 
 class EngineWorkers:
-    """An engine that no grammar needs takes no memory: xgrammar and lm-format-enforcer load torch."""
+    """The workers of one engine. They start when they are needed: xgrammar and lm-format-enforcer load torch."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -53,10 +54,15 @@ class EngineWorkers:
     def pids(self) -> list[int]:
         return self._workers.worker_pids if self._workers is not None else []
 
-    def start(self) -> None:
-        """Starts the fork server, which imports the engine and waits for the vocabulary."""
+    def start(self, *, gives_way: bool = False) -> None:
+        """Starts the fork server, if it does not run. It imports the engine and waits for the vocabulary.
+
+        gives_way: at low priority, before a grammar waits for it.
+        """
+        if self._workers is not None:
+            return
         self._needed.set()
-        self._workers = JobWorkers(MODULE, self._settings)
+        self._workers = JobWorkers(MODULE, msgspec.structs.replace(self._settings, gives_way=gives_way))
         if self._model is not None:
             self._workers.set_vocabulary(self._model)
         for job in self._pending:
@@ -79,8 +85,7 @@ class EngineWorkers:
         """Serves until cancelled. If no worker can be had, forgets all jobs and calls `on_failure` with the cause."""
         while True:
             await self._needed.wait()
-            if self._workers is None:
-                self.start()
+            self.start()
             assert self._workers is not None
             try:
                 await self._workers.load()
@@ -128,7 +133,9 @@ class GrammarChecks:
             if name != GrammarEngine.AUTO
         }
         usual = config.grammar_engine
-        self._usual = self._engines[AUTO_ORDER[0] if usual == GrammarEngine.AUTO else usual]
+        self._usual, *self._fallbacks = (
+            [self._engines[name] for name in AUTO_ORDER] if usual == GrammarEngine.AUTO else [self._engines[usual]]
+        )
         self._model: ModelVocabulary | None = None
         self._known: OrderedDict[bytes, Grammar | str] = OrderedDict()  # with its engine and no source; or why not
         self._waiting: dict[str, _Check] = {}  # by the hash of the grammar, in hexadecimal
@@ -175,11 +182,14 @@ class GrammarChecks:
             check.works.append((peer, work))
 
     async def run(self, on_verdict: OnVerdict) -> None:
-        """Serves until cancelled."""
+        """Serves until cancelled. Imports the engines behind the usual one after `FALLBACK_S`, at low priority."""
         self._on_verdict = on_verdict
         async with asyncio.TaskGroup() as tasks:
             for workers in self._engines.values():
                 tasks.create_task(workers.run(self._answered, self._reject_waiting))
+            await asyncio.sleep(FALLBACK_S)
+            for workers in self._fallbacks:
+                workers.start(gives_way=True)
 
     def _begin(self, key: str, peer: int, work: Tokenize) -> None:
         if self._num_waiting[work.tenant] >= MAX_WAITING:

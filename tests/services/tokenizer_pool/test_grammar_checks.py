@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -149,7 +150,7 @@ def test_escapes_of_signs_end_in_a_verdict(rig: CheckRig, engine: GrammarEngine,
 
 
 def test_what_one_engine_refuses_is_a_client_error_if_the_next_one_does_not_start(
-    rig: CheckRig, monkeypatch: pytest.MonkeyPatch
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(JobWorkers):
         def __init__(self, module: str, settings: ServerSettings) -> None:
@@ -163,9 +164,10 @@ def test_what_one_engine_refuses_is_a_client_error_if_the_next_one_does_not_star
 
     monkeypatch.setattr(grammar_checks, "JobWorkers", Failing)
     wrong, beyond = Grammar(GrammarKind.EBNF, "root ::= missing"), schema(BEYOND_GUIDANCE)
-    for verdict in rig.ask(wrong, beyond):
-        assert isinstance(verdict, TextRejected)
-        assert verdict.code == "" and "it does not start" not in verdict.message
+    with serving(checks) as rig:
+        for verdict in rig.ask(wrong, beyond):
+            assert isinstance(verdict, TextRejected)
+            assert verdict.code == "" and "it does not start" not in verdict.message
 
 
 def test_a_check_gives_way_to_open_streams(rig: CheckRig) -> None:
@@ -186,8 +188,11 @@ def test_a_verdict_is_kept(rig: CheckRig) -> None:
     assert isinstance(good, Grammar) and time.process_time() - began < 1.0
 
 
-def test_the_workers_of_an_engine_start_with_its_first_grammar_and_hold_up_no_other(checks: GrammarChecks) -> None:
+def test_the_workers_of_an_engine_start_with_its_first_grammar_and_hold_up_no_other(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """xgrammar takes seconds of CPU time to import, and hundreds of MiB."""
+    monkeypatch.setattr(grammar_checks, "FALLBACK_S", LIMIT_S)
     with serving(checks) as rig:
         assert rig.ask(regex("v{3}")) == [msgspec.structs.replace(regex("v{3}"), engine=GrammarEngine.GUIDANCE)]
         assert len(checks.worker_pids) == NUM_WORKERS
@@ -195,10 +200,25 @@ def test_the_workers_of_an_engine_start_with_its_first_grammar_and_hold_up_no_ot
         asked = rig.ask(*others, *(regex(f"v{{{n}}}") for n in range(5, 15)))
         assert asked[: len(others)] == others
         assert not {"0", "2"} & set(list(rig.verdicts)[:10])  # those that load torch
-        assert len(checks.worker_pids) == NUM_WORKERS * (1 + len(others))
+        rig.runner.run(rig.until(lambda: len(checks.worker_pids) == NUM_WORKERS * (1 + len(others))))
         again = [Grammar(GrammarKind.REGEX, "v{5}", engine) for engine in OTHER_ENGINES]
         began = time.monotonic()
         assert rig.ask(*again) == again and time.monotonic() - began < 2.0
+
+
+def test_an_engine_that_may_be_asked_next_is_imported_before_a_grammar_needs_it(
+    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checks, "FALLBACK_S", 0.1)
+    with serving(checks) as rig:
+        rig.runner.run(rig.start())
+        rig.runner.run(rig.until(lambda: len(checks.worker_pids) == 2 * NUM_WORKERS))
+        usual, fallback = (parent_of(pid) for pid in checks.worker_pids[::NUM_WORKERS])
+        priority = partial(os.getpriority, os.PRIO_PROCESS)
+        assert priority(usual) < priority(fallback)  # streams come first
+        grammar = Grammar(GrammarKind.REGEX, "v{4}", GrammarEngine.XGRAMMAR)
+        assert rig.ask(grammar, regex("v{5}"), schema(BEYOND_GUIDANCE))[0] == grammar
+        assert len(checks.worker_pids) == 2 * NUM_WORKERS
 
 
 def test_the_engine_of_the_settings_is_there_before_a_grammar_needs_it(tokenizer_folder: Path) -> None:
