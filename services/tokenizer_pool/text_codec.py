@@ -6,6 +6,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
 from blockyard.services.tokenizer_pool.job_limits import Phases, Unlimited
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.shared.block_hashes import block_hashes, root_hash
@@ -38,6 +39,7 @@ class TextCodec:
         self._templates = templates
         self._config = config
         self._token_chars = token_chars
+        self._fill_in_middle = FillInMiddle(tokenizer, config.fim_template)
         self._phases: Phases = Unlimited()
 
     def set_phases(self, phases: Phases) -> None:
@@ -77,10 +79,12 @@ class TextCodec:
             return self._encoded(request, text, field)
 
     def _encoded(self, request: Tokenize, text: str | None, field: str) -> Tokenized:
-        if text is not None:
+        special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
+        if text is not None and request.suffix is not None:
+            data = pack(self._around_hole(text, request.suffix, request.max_tokens, special))
+        elif text is not None:
             self._check_chars(text, request.max_tokens, field)
-            special = request.add_special_tokens
-            data = pack(self._encode(text, request.messages is None if special is None else special, field))
+            data = pack(self._encode(text, special, field))
         else:
             data = request.token_ids or b""
         self._check(data, field)
@@ -104,6 +108,15 @@ class TextCodec:
             reasoning_opened=opened,
             only_behind=self._unopened(request.reasoning_start, data) if begin_after and not opened else [],
             inner_end=self._tokenizer.token_to_id(request.inner_end) if request.inner_end else None,
+            stop_token_ids=self._fill_in_middle.ends if request.suffix is not None else [],
+        )
+
+    def _around_hole(self, prefix: str, suffix: str, most: int, add_special_tokens: bool) -> list[int]:
+        start = self._encode("", add_special_tokens, "prompt")
+        chars = self._token_chars
+        most_chars = 0 if chars is None or chars.whitespace_lost else chars.most
+        return self._fill_in_middle.prompt(
+            prefix, suffix, start, lambda text: self._encode(text, False, "prompt"), most, most_chars
         )
 
     def _open_reasoning(self, end: str, ids: bytes) -> list[int]:

@@ -36,6 +36,7 @@ class Tokenize(Frame, frozen=True):
     tenant: str = ""  # as in Generate: jobs of tenants are run in turns
     quick: bool = False  # is expected to take little time: runs before long jobs, with a small limit of CPU time
     inner_end: str = ""  # the special token that ends reasoning within the grammar; empty: there is none in it
+    suffix: str | None = None  # the text behind the hole that follows `text`; both are cut to `max_tokens`
 
 
 class Tokenized(Frame, frozen=True):
@@ -50,6 +51,7 @@ class Tokenized(Frame, frozen=True):
     reasoning_opened: bool | None = None  # the prompt ends with the start of `reasoning_markers`; False: with the end
     only_behind: list[int] = []  # ids of `reasoning_start`; empty too if the prompt ends with it
     inner_end: int | None = None  # id of `inner_end`; None too if it is no token
+    stop_token_ids: list[int] = []  # end an answer that fills a hole
 
 
 class Detokenize(Frame, frozen=True):

@@ -15,10 +15,30 @@ from blockyard.shared.token_ids import first_outside, pack
 REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables of templates whose models may leave reasoning out
 
 
-def completion_prompts(prompt: str | list[str | int | list[int]] | None, card: ModelCard) -> list[Tokenize]:
-    """One frame per prompt. Raises RequestError."""
+OUTPUT_SHARE = 2  # of the context, the most that is kept free for an answer when texts around a hole are cut
+
+
+def prompts_with_hole(
+    prompts: list[Tokenize], suffix: str, max_tokens: int | None, truncate: int | None, card: ModelCard
+) -> list[Tokenize]:
+    """The frames of texts with a hole and `suffix` behind them, cut so that the answer fits. Raises RequestError."""
+    if any(prompt.text is None for prompt in prompts):
+        raise RequestError("suffix needs a prompt that is text, not token ids", "suffix")
+    kept = card.max_model_len // OUTPUT_SHARE
+    most = card.max_model_len - (kept if max_tokens is None else min(max(max_tokens, 1), kept))
+    if truncate is not None:
+        most = min(most, truncate)
+    return [msgspec.structs.replace(prompt, suffix=suffix, max_tokens=most) for prompt in prompts]
+
+
+def completion_prompts(
+    prompt: str | list[str | int | list[int]] | None, card: ModelCard, may_be_empty: bool = False
+) -> list[Tokenize]:
+    """One frame per prompt. may_be_empty: of a text. Raises RequestError."""
     if prompt is None:
         raise RequestError("`prompt` is missing", "prompt")
+    if prompt == "" and may_be_empty:
+        return [Tokenize(request_id="", model=card.names[0], text="", max_tokens=card.max_model_len)]
     if isinstance(prompt, str):
         return [_text(prompt, "prompt", card)]
     if not prompt:

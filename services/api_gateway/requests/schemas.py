@@ -27,7 +27,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "return_prompt_text": (False,),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
-    "suffix": ("",),
 }
 
 
@@ -118,8 +117,8 @@ class CompletionRequest(GenerationFields):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    suffix: str | None = None
     # refused by name
-    suffix: msgspec.Raw = NULL
     prompt_embeds: msgspec.Raw = NULL
 
 
@@ -134,6 +133,7 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     echo: bool | None = None
+    suffix: str | None = None
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Verbosity | None = None
     include_reasoning: bool | None = None

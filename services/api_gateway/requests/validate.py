@@ -6,7 +6,12 @@ from dataclasses import replace
 import msgspec
 
 from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS, GenerateRequest, ResponseOptions
-from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts, thinking_is_off
+from blockyard.services.api_gateway.requests.prompt_fields import (
+    chat_prompt,
+    completion_prompts,
+    prompts_with_hole,
+    thinking_is_off,
+)
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
@@ -42,6 +47,8 @@ def parse_chat(
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
     if request.echo:
         raise RequestError("echo is for /v1/completions; a chat answer does not repeat its messages", "echo")
+    if request.suffix:
+        raise RequestError("suffix is for /v1/completions; a chat has no hole in its prompt", "suffix")
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         raise RequestError("max_tokens and max_completion_tokens are two names of one field", "max_completion_tokens")
     asked = limits.max_tokens("max_tokens", request.max_tokens, None)
@@ -108,11 +115,13 @@ def parse_completion(
 ) -> GenerateRequest:
     """Parses a completion, whose text is not read into parts: see `parse_chat`."""
     echo = bool(request.echo)
+    if echo and request.suffix:
+        raise RequestError("echo shows a prompt without a hole: it cannot be combined with suffix", "echo")
     asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
     num_top = _num_logprobs("logprobs", request.logprobs, card)
     prompts = [
         msgspec.structs.replace(p, add_special_tokens=request.add_special_tokens, want_text=echo and p.text is None)
-        for p in completion_prompts(request.prompt, card)
+        for p in completion_prompts(request.prompt, card, bool(request.suffix))
     ]
     common = _response_options(request, card, config, "cmpl-", name)
     of_prompt = common.prompt_logprobs
@@ -126,7 +135,11 @@ def parse_completion(
         no_output=asked == 0,
     )
     grammar = read_grammar(request, card.settings.grammars)
-    return _generate_request(request, options, card, prompts, asked, num_top, of_prompt, grammar)
+    parsed = _generate_request(request, options, card, prompts, asked, num_top, of_prompt, grammar)
+    if not request.suffix:
+        return parsed
+    prompts = prompts_with_hole(parsed.prompts, request.suffix, asked, parsed.truncate, card)
+    return replace(parsed, prompts=prompts, truncate=None)
 
 
 def _num_logprobs(field: str, value: int | None, card: ModelCard) -> int | None:

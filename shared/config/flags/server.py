@@ -37,6 +37,14 @@ SERVER = (
     ),
     Flag("chat-template", FlagKind.TEXT, None, "Chat template: a file, or the template itself."),
     Flag(
+        "fim-template",
+        FlagKind.TEXT,
+        None,
+        "Prompt of a completion with `suffix`: {prefix} and {suffix} between the model's markers. Unset: those of the "
+        "family whose markers the tokenizer has.",
+        ("tokenizer.fim_template",),
+    ),
+    Flag(
         "chat-template-content-format",
         FlagKind.TEXT,
         "auto",

@@ -24,7 +24,7 @@ def finalize_sampling(
     thinking_budget: int | None = None,
     call_is_forced: bool = False,
 ) -> Sampling:
-    """Returns the sampling of this prompt, with its bad words and its grammar.
+    """Returns the sampling of this prompt, with its bad words, its own stop tokens and its grammar.
 
     Where the model reasons first, the grammar begins behind the end of reasoning (`card` has its texts), and
     `thinking_budget` limits the output tokens up to there; 0 is no reasoning beside a grammar. A forced call has room
@@ -63,6 +63,9 @@ def finalize_sampling(
             tools.reasoning_end,
             tools.reasoning_other_ends,
         )
+    if prompt.stop_token_ids:
+        stops = [*sampling.stop_token_ids, *prompt.stop_token_ids]
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=stops)
     return msgspec.structs.replace(
         sampling, max_tokens=min(max(wanted, 1), left), seed=seed, bad_words=bad_words, constraint=constraint
     )
