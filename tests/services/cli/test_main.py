@@ -82,7 +82,7 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(args: list[str], line: str) ->
     ],
 )
 def test_a_closed_pipe_ends_it_without_output(args: list[str]) -> None:
-    """As `blockyard flags | head` once head has seen enough."""
+    """`blockyard flags | head` closes it once head has seen enough."""
     reader, writer = os.pipe()
     os.close(reader)
     env = os.environ | {"PYTHONPATH": str(SRC)}

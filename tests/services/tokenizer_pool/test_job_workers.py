@@ -168,7 +168,7 @@ def test_kills_of_its_workers_fail_no_job_however_many_they_are(byte_tokenizer: 
 def test_a_job_whose_worker_is_killed_while_it_takes_much_memory_fails(
     byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """As the kernel does when memory runs out. With each further run it might choose another process."""
+    """The kernel kills it so when memory runs out. With each further run it might choose another process."""
     limits = msgspec.structs.replace(LONG, growth_bytes=64 << 20)
     with text_rig(tmp_path, byte_tokenizer, limits, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
         rig.settle()

@@ -78,7 +78,7 @@ class FakeTransfers:
 
 
 def abort(workers: dict[int, FakeTransfers], worker: int, frame: KVAbort) -> None:
-    """As the protocol between two workers does it: the receiver ends when the sender has stopped."""
+    """Ends a transfer in the order of the real protocol: the receiver ends when the sender has stopped."""
     own, number = workers[worker], frame.transfer
     if number in own.outgoing or (number not in own.incoming and frame.is_source):
         sent = own.outgoing.get(number)
