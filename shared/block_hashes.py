@@ -13,6 +13,7 @@ from hashlib import blake2b
 from itertools import chain
 
 from blockyard.shared.messages import ExtraKey
+from blockyard.shared.token_ids import ID_BYTES, num_ids
 
 HASH_BYTES = 16
 _MANY = 64
@@ -74,8 +75,8 @@ def _hashes_with_keys(
     A block's keys are hashed behind its ids, each with where it begins in the block or before.
     """
     names = []
-    for start in range(first, first + len(token_ids) // 4 // block_size * block_size, block_size):
-        ids = token_ids[4 * (start - first) : 4 * (start - first + block_size)]
+    for start in range(first, first + num_ids(token_ids) // block_size * block_size, block_size):
+        ids = token_ids[ID_BYTES * (start - first) : ID_BYTES * (start - first + block_size)]
         here = [key for key in keys if key.first < start + block_size and start < key.end]
         if here:  # the count makes one key never look like two
             places = b"".join((key.first - start).to_bytes(8, "little", signed=True) for key in here)

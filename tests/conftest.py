@@ -69,7 +69,7 @@ def _sentencepiece_like(decoder: decoders.Decoder) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def sentence_tokenizer() -> Tokenizer:
-    """As Llama 2's: byte fallback, a leading space that decoding strips."""
+    """A tokenizer like Llama 2's: byte fallback, a leading space that decoding strips."""
     return _sentencepiece_like(
         decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -136,7 +136,7 @@ LAYERS["shared/ring_client"] = (
     "ring_links",
     "request_fields",
     "choice_reader",
-    "admission",
+    "schedulers",
     "controls",
     "grammar_verdicts",
 )

@@ -31,9 +31,9 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 class RequestPipeline:
     def __init__(self, client: RingClient, formats: ModelFormats, log_requests: bool = False) -> None:
         self._log_requests, self._formats = log_requests, formats
-        self.tokenizer_client, self.admission, self._dispatch = (
+        self.tokenizer_client, self.schedulers, self._dispatch = (
             client.tokenizer_client,
-            client.admission,
+            client.schedulers,
             client.dispatch,
         )
         self._meters, self.clock = client.meters, client.clock
@@ -56,7 +56,7 @@ class RequestPipeline:
         `name` must be unique: the ids of the requests in the ring begin with it. Raises RequestError.
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
-        self.admission.check_capacity(model, arrived_s, tenant, request.user)
+        self.schedulers.check_capacity(model, arrived_s, tenant, request.user)
         prompts = await self.tokenizer_client.tokenize(
             request.prompts, name, request.truncate, request.options.echo, request.grammar_field, tenant
         )

@@ -1,6 +1,7 @@
 """The `blockyard` command line.
 
-`main.main` takes the arguments of `blockyard COMMAND`, runs the command and returns its exit code. `serve`, `run`,
-`ring` and `keys` are in `launcher`, `bench` and `simulate` in `bench`, `tune` in `offline`; `flags`, `parsers` and
-`models` print tables of `shared/config` from here. It imports these packages, and nothing imports it.
+`entry.main` is the program, which loads `main`. `main.main` takes the arguments of `blockyard COMMAND`, runs the
+command and returns its exit code. `serve`, `run`, `ring` and `keys` are in `launcher`, `bench` and `simulate` in
+`bench`, `tune` in `offline`; `flags`, `parsers` and `models` print tables of `shared/config` from here. It imports
+these packages, and nothing imports it.
 """

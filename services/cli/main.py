@@ -1,6 +1,7 @@
 """The command line: `blockyard COMMAND`. A wrong flag is one line on stderr and exit code 2."""
 
 import difflib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def _main(argv: Sequence[str] | None) -> int:
             print(f"blockyard {command}: error: {line}", file=sys.stderr)
         return e.exit_code
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
 
 
 def _run(command: str, words: list[str]) -> int:

@@ -13,12 +13,14 @@ from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
 from blockyard.shared.config import host_memory, http_server, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
+from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 
 REGISTRY_PORT = 5700
+OF_ALL_SERVICES = ("config", "model")  # a gateway reads the model's name if --served-model-name is not given
 ANSWER_S = 5.0  # longest wait for the registry's answer
 
 
@@ -42,11 +44,19 @@ def run(args: Sequence[str]) -> int:
     config = service_config(service, values)
     is_local = config.process.bus.bind.startswith("ipc://")
     of_worker = resolve.worker_notes(values, is_local) if service == "gpu_worker" else []
-    of_gateway = http_server.notes(values) if service == "api_gateway" else []
+    of_gateway = [*http_server.notes(values), *_unread_notes(values)] if service == "api_gateway" else []
     of_model = resolve.model_notes(values, find_model(service, values)) if service == "scheduler" else []
     for note in (*notes, *values.notes(), *of_worker, *of_gateway, *of_model):
         print(note, file=sys.stderr)
     exec_service(service, config)
+
+
+def _unread_notes(values: Values) -> list[str]:
+    """Returns a line that names the flags that the settings of a gateway were made without, or nothing."""
+    unread = [values.where(name) for name in values.unread() if name not in OF_ALL_SERVICES and not FLAGS[name].mapped]
+    if not unread:
+        return []
+    return [f"{', '.join(unread)}: no effect on a gateway; models' settings are flags of the services that run them"]
 
 
 def service_config(service: str, values: Values) -> ServiceStruct:
@@ -77,17 +87,31 @@ def find_model(service: str, values: Values) -> Checkpoint:
     """Finds weights for a worker, a tokenizer for text services, and for others only what a flag needs."""
     if service == "gpu_worker":
         return model_files.find(values)
-    needs_files = {
-        "tokenizer_pool": True,
-        "detokenizer": True,
-        "scheduler": not values.get("enable-chunked-prefill", bool)
-        or values.get("disable-sliding-window", bool)
-        or values["generation-config"] == "auto"
-        or output_parsers.needs_template(values),
-    }
-    if needs_files.get(service, False):
+    if service in ("tokenizer_pool", "detokenizer"):
         return model_files.find(values, weights=False)
+    if service == "scheduler" and (found := _files_of_scheduler(values)):
+        return found
     return Checkpoint(name=values.get("model", str), path=Path(), tokenizer_path=Path())
+
+
+def _files_of_scheduler(values: Values) -> Checkpoint | None:
+    """Returns the model's files if a flag depends on them. Raises ConfigError, which names the flag, without them."""
+    about_config = {
+        "enable-chunked-prefill": not values.get("enable-chunked-prefill", bool),
+        "disable-sliding-window": values.get("disable-sliding-window", bool),
+    }
+    need_config = [values.where(name) for name, is_given in about_config.items() if is_given]
+    of_generation = [values.where("generation-config")] if values["generation-config"] == "auto" else []
+    flags = [*need_config, *of_generation, *output_parsers.autos(values)]
+    if not flags:
+        return None
+    try:
+        found = model_files.find(values, weights=False)
+    except ConfigError as e:
+        raise ConfigError(f"run scheduler: {', '.join(flags)} needs the model's files: {e}") from e
+    if need_config and not found.config:
+        raise ConfigError(f"run scheduler: {', '.join(need_config)} needs {found.path / 'config.json'}: no such file")
+    return found
 
 
 def bus_config(values: Values) -> BusConfig:

@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 
-from blockyard.shared.ring_client.admission import not_ready
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import JournalEntry
+from blockyard.shared.ring_client.schedulers import not_ready
 
 
 class InflightLimiter:
@@ -43,7 +43,7 @@ class InflightLimiter:
 
     def send_pending(self) -> None:
         now = self._client.clock()
-        if not self._client.admission.schedulers(self._model):
+        if not self._client.schedulers.of(self._model):
             self._wait_for_scheduler(now)
             return
         self._served_s = now
@@ -52,7 +52,7 @@ class InflightLimiter:
             choices = len(entry.choices) if entry.request.beam is None else entry.request.beam.width
             tokens = entry.num_prompt_tokens * choices
             wanted = (self._num_choices + choices, self._num_tokens + tokens)
-            if not self._client.admission.takes(self._model, *wanted, now, alone=not self._unanswered):
+            if not self._client.schedulers.takes(self._model, *wanted, now, alone=not self._unanswered):
                 return
             del self._queue[entry.request_id]
             self._unanswered[entry.request_id] = (choices, tokens)

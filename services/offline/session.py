@@ -189,7 +189,7 @@ class Session:
             if isinstance(event, Joined | Changed | QueueCapacityChanged):
                 self._limiter.send_pending()
                 model = self.config.served_model_names[0]
-                if self._client.admission.schedulers(model) and self._client.tokenizer_client.serves(model):
+                if self._client.schedulers.of(model) and self._client.tokenizer_client.serves(model):
                     self._served.set()
 
     async def _announce(self) -> None:
@@ -197,7 +197,7 @@ class Session:
         await self._served.wait()
         self._display.close()
         self._display.say(f"{NAME}: ready after {self._ring.start_up.seconds:.1f} s")
-        self._ready.set_result(self._client.admission.card(self.config.served_model_names[0]))
+        self._ready.set_result(self._client.schedulers.card(self.config.served_model_names[0]))
 
     async def _serve(self, batch: RequestBatch) -> None:
         self._batches.add(batch)

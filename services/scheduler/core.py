@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from blockyard.services.scheduler.admission.admission import Admission, ServedModel
 from blockyard.services.scheduler.admission.gateways import Gateways
+from blockyard.services.scheduler.admission.model_limits import ModelLimits, ServedModel
 from blockyard.services.scheduler.admission.request_handler import Acceptance, RequestHandler
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroups
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
@@ -23,8 +23,8 @@ from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimi
 from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits, PartialPrefills
 from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
 from blockyard.services.scheduler.planning.prefill_planner import PrefillLimits, PrefillPlanner
+from blockyard.services.scheduler.planning.result_applier import ResultApplier
 from blockyard.services.scheduler.planning.step_planner import StepPlanner
-from blockyard.services.scheduler.planning.step_results import StepResults
 from blockyard.services.scheduler.queue.policies import POLICIES
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
@@ -156,11 +156,11 @@ class Scheduler:
 
     def _make_admission(self, model: ServedModel) -> None:
         lifecycle, streams, outbox = self.lifecycle, self.streams, self.outbox
-        self.admission = Admission(model)
+        self.model_limits = ModelLimits(model)
         self.gateways = Gateways(lifecycle, streams, outbox)
         self.acceptance = Acceptance(lifecycle, self.waiting, streams, self.bounds, outbox)
         self.requests = RequestHandler(
-            *(self.admission, self.bounds, self.acceptance, self.gateways, lifecycle),
+            *(self.model_limits, self.bounds, self.acceptance, self.gateways, lifecycle),
             *(self.waiting, self.parallel_sampling, self.beams, streams, outbox),
         )
 
@@ -170,7 +170,7 @@ class Scheduler:
         self.router = Router(
             waiting, self.groups, acceptance, self.handovers, self.link_backoff, settings.decode_prefill_tokens
         )
-        self.workers = Workers(groups, self.lifecycle, self.admission, self.router, self.notices, outbox)
+        self.workers = Workers(groups, self.lifecycle, self.model_limits, self.router, self.notices, outbox)
         self.sleep = WorkerSleep(groups, self.bounds, outbox, self.workers)
         self.controls = Controls(groups, self.sleep, outbox, settings.may_sleep)
 
@@ -187,22 +187,22 @@ class Scheduler:
         self.planner = StepPlanner(
             *(incarnation, self.prefills, lifecycle, waiting, self.parallel_sampling, self.beams, self.fair_limiter)
         )
-        self.results = StepResults(lifecycle, waiting, self.beams, self.vectors)
+        self.results = ResultApplier(lifecycle, waiting, self.beams, self.vectors)
 
     @property
     def card(self) -> ModelCard | None:
         """None until a group is attached; a new object after each change."""
-        return self.admission.card
+        return self.model_limits.card
 
     @property
     def notes(self) -> list[str]:
         """Lines for the start-up report."""
-        return self.admission.notes
+        return self.model_limits.notes
 
     @property
     def roles(self) -> frozenset[KVRole]:
         """Returns the roles of the groups in `notes`."""
-        return self.admission.roles
+        return self.model_limits.roles
 
     @property
     def phase(self) -> str:

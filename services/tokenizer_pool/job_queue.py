@@ -11,7 +11,7 @@ from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextR
 
 MAX_SENT = 2  # a worker never waits for a job, and few are resent when it ends
 MAX_KILLED = NUM_WORKERS + 1  # workers killed in a way that their job may have caused, before the job fails
-KILLED_S = 60.0  # since the first kill from outside that a job met, before it fails
+KILLED_S = 60.0  # since the first kill from outside that a job, or a server that loads, met, before it fails
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import subprocess
@@ -180,14 +181,15 @@ class JobWorkers:
     async def load(self) -> list[str]:
         """Waits until the server has loaded, and returns its notes. Raises LoadError, ConfigError or BlockyardError."""
         loop = asyncio.get_running_loop()
-        num_ends, began_s = 0, loop.time()
+        num_ends, killed_s = 0, math.inf  # when the first one was killed
         while num_ends < MAX_STARTS:
             try:
                 frame = await self._server.next()
             except ServerEnded:
-                was_killed = self._start_again("has ended before it had loaded")
+                was_killed, now = self._start_again("has ended before it had loaded"), loop.time()
+                killed_s = min(killed_s, now) if was_killed else killed_s
                 # a kill from outside says nothing about the next start
-                num_ends += not was_killed or loop.time() - began_s > KILLED_S
+                num_ends += not was_killed or now - killed_s > KILLED_S
                 continue
             if isinstance(frame, LoadFailed):
                 raise (ConfigError if frame.exit_code == ConfigError.exit_code else LoadError)(frame.message)

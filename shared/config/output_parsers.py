@@ -65,15 +65,16 @@ class OutputParsers(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
-def needs_template(values: Values) -> bool:
-    """True if the chat template decides on a format."""
-    return AUTO in (_name(values, _TOOLS), _name(values, _REASONING))
+def autos(values: Values) -> list[str]:
+    """Returns the flags for which the chat template decides on a format."""
+    names = {_TOOLS.flag: _name(values, _TOOLS), _REASONING.flag: _name(values, _REASONING)}
+    return [f"--{flag} auto" for flag, name in names.items() if name == AUTO]
 
 
 def output_parsers(values: Values, model: Checkpoint) -> OutputParsers:
     """Settles `auto`. Raises ConfigError for an unknown name, a plugin that does not import, or a missing flag."""
     notes: list[str] = []
-    templates = _templates(values, model) if needs_template(values) else []
+    templates = _templates(values, model) if autos(values) else []
     tools = _chosen(values, _TOOLS, templates, notes)
     reasoning = _chosen(values, _REASONING, templates, notes)
     defaults = ToolDefaults(

@@ -162,6 +162,7 @@ class Values:
     def __init__(self, *sources: ParsedFlags) -> None:
         """`sources` in falling precedence. Raises ConfigError with a line for each refused value."""
         self._given: ParsedFlags = {}
+        self._read: set[str] = set()
         for source in reversed(sources):
             for name, one in source.items():
                 self._given[name] = _over(self._given.get(name), one)
@@ -183,6 +184,7 @@ class Values:
         return self.with_given(own)
 
     def __getitem__(self, name: str) -> object:
+        self._read.add(name)
         return self._given[name].value if name in self._given else FLAGS[name].default
 
     def get(self, name: str, kind: type[T]) -> T:
@@ -196,6 +198,10 @@ class Values:
 
     def is_given(self, name: str) -> bool:
         return name in self._given
+
+    def unread(self) -> list[str]:
+        """Returns the names of flags that were given and whose values nothing has asked for."""
+        return [name for name in self._given if name not in self._read]
 
     def where(self, name: str) -> str:
         """Returns the flag's name in errors."""

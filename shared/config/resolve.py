@@ -318,8 +318,7 @@ def _fields(values: Values, service: str) -> dict[str, Any]:
     for flag in FLAGS.values():
         for target in flag.to:
             path = target.lstrip("!").split(".")
-            value = values[flag.name]
-            if path[0] != service or value is None:
+            if path[0] != service or (value := values[flag.name]) is None:
                 continue
             inner = fields
             for name in path[1:-1]:

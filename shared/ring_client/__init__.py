@@ -1,7 +1,7 @@
 """A client of the ring: its open requests, their recovery, and the models it may ask for.
 
 API gateways and the offline API each own one `RingClient` (client.py), which routes frames and membership events to
-the parts. `ClientAdmission` knows the models, their schedulers and the capacity of their queues; `TokenizerClient`
+the parts. `Schedulers` knows the models, their schedulers and the capacity of their queues; `TokenizerClient`
 tokenizes; `Journal` records the open requests and their output, and recovery/ sends them again after a failure;
 `Fanout` delivers text and vectors to them; request_fields/ checks fields that HTTP and offline requests share;
 metrics/ counts.

@@ -22,7 +22,6 @@ from blockyard.shared.messages import (
     Tokenized,
     VectorBatch,
 )
-from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.controls import ControlClient
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.journal import Journal
@@ -32,6 +31,7 @@ from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.hold import HOLD_S
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
+from blockyard.shared.ring_client.schedulers import Schedulers
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient
 
 TICK_S = 0.1
@@ -55,12 +55,12 @@ class RingClient:
         self._stall_timeout_s, self.clock = stall_timeout_s, clock
         self.meters = Meters(served_model_names[0] if served_model_names else "")
         self.journal = Journal()
-        self.admission = ClientAdmission(served_model_names)
+        self.schedulers = Schedulers(served_model_names)
         self.tokenizer_client = TokenizerClient(links, check_wait_s)
         self.controls = ControlClient(links)
         self.counts = MemberCounts(links)
-        self.dispatch = Dispatch(links, self.journal, self.admission, self.meters, hold_s)
-        self._recovery = Recovery(links, self.journal, self.admission, self.dispatch, stall_timeout_s)
+        self.dispatch = Dispatch(links, self.journal, self.schedulers, self.meters, hold_s)
+        self._recovery = Recovery(links, self.journal, self.schedulers, self.dispatch, stall_timeout_s)
         self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
 
     def handle(self, peer: int, event: Event | GatewayIn) -> None:
@@ -78,7 +78,7 @@ class RingClient:
             case PathLost():
                 self._recovery.path_lost(peer, event.member, self.clock())
             case QueueCapacityChanged():
-                self.admission.heard(peer, event.capacity, self.clock())
+                self.schedulers.heard(peer, event.capacity, self.clock())
             case Controlled():
                 self.controls.answered(peer, event)
             case StatsResponse():
@@ -91,7 +91,7 @@ class RingClient:
     async def keep_time(self, count: Callable[[], None]) -> None:
         """Runs timeouts and retries for ever. Calls `count` about twice a second to publish counters."""
         while True:
-            self.admission.tick(self.clock())
+            self.schedulers.tick(self.clock())
             self._recovery.tick(self.clock())
             self.tokenizer_client.tick(self.clock(), self._stall_timeout_s)
             count()
@@ -104,14 +104,14 @@ class RingClient:
         return sum(entry.num_open for entry in self.journal.entries.values())
 
     def _changed(self, member: Member) -> None:
-        self.admission.changed(member)
+        self.schedulers.changed(member)
         self.tokenizer_client.changed(member)
         self._recovery.changed(member, self.clock())
-        if member.role is Role.SCHEDULER and (cards := self.admission.cards()):
+        if member.role is Role.SCHEDULER and (cards := self.schedulers.cards()):
             self.meters.serves(cards[0])
 
     def _gone(self, member: Member) -> None:
-        self.admission.gone(member, self.clock())
+        self.schedulers.gone(member, self.clock())
         self.tokenizer_client.gone(member)
         self.controls.gone(member)
         self.counts.gone(member)

@@ -44,7 +44,7 @@ class RawMemory:
         self.renew()
 
     def renew(self) -> None:
-        """As a runner that begins anew: other memory."""
+        """A runner that begins anew has other memory."""
         self.arena = HostArena(self.num_blocks * (self.layout or LARGE).block_bytes)
         self.in_transfer: dict[int, set[int]] = {}
         self.without_kv: set[int] = set()

@@ -105,7 +105,6 @@ class BodyParser:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", MODULE, *arguments],
                 stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
                 env=env,
                 start_new_session=True,
             )

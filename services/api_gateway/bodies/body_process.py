@@ -1,9 +1,9 @@
 """Parses large bodies for a gateway, one at a time: run as `python -m MODULE PARENT_PID GATEWAY_NAME MAX_CPU_S`.
 
-A body that takes more CPU time than that ends this process by a signal, and the gateway refuses the request.
+Its standard input is a socket, on which it also answers: what a user's file of formats prints is no frame. A body that
+takes more CPU time than that ends this process by a signal, and the gateway refuses the request.
 """
 
-import contextlib
 import gc
 import logging
 import resource
@@ -85,8 +85,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # this process ends at the end of its stream
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, hard))
-    out = sys.stdout.buffer
-    with contextlib.redirect_stdout(sys.stderr):  # what a user's file of formats prints is no frame
+    with open(sys.stdin.fileno(), "wb", closefd=False) as out:
         serve(sys.stdin.buffer, out, float(sys.argv[3]))
 
 

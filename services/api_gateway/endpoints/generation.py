@@ -76,7 +76,7 @@ class GenerationEndpoints:
 
     async def _parse(self, http_request: web.Request, endpoint: str) -> ParsedBody:
         """Reads and parses the body. Unknown fields are reported in a response header."""
-        context = ParseContext(endpoint, REQUEST_ID.get(), self._pipeline.admission.served())
+        context = ParseContext(endpoint, REQUEST_ID.get(), self._pipeline.schedulers.served())
         async with self._uploads.read(http_request) as body:
             parsed = await self._body_parser.parse(body, context)
         if parsed.ignored:

@@ -133,14 +133,14 @@ class StatusEndpoints:
         yield Route("POST", "/ping", self.health, Access.OPEN)
 
     async def models(self, _: web.Request) -> web.Response:
-        cards = self._gateway.pipeline.admission.cards()
+        cards = self._gateway.pipeline.schedulers.cards()
         return json_response(ModelList("list", [_model(card, name) for card in cards for name in card.names]))
 
     async def model(self, request: web.Request) -> web.Response:
-        name, admission = request.match_info["model"], self._gateway.pipeline.admission
-        if not any(name in card.names for card in admission.cards()):
+        name, schedulers = request.match_info["model"], self._gateway.pipeline.schedulers
+        if not any(name in card.names for card in schedulers.cards()):
             name = name.rstrip("/")
-        return json_response(_model(admission.card(name), name))
+        return json_response(_model(schedulers.card(name), name))
 
     async def health(self, _: web.Request) -> web.Response:
         if missing := _missing_roles(self._gateway.links):

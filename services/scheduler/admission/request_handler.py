@@ -3,8 +3,8 @@
 import math
 from collections import Counter, deque
 
-from blockyard.services.scheduler.admission.admission import Admission, Refusal
 from blockyard.services.scheduler.admission.gateways import Gateways
+from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
@@ -92,7 +92,7 @@ class RequestHandler:
 
     def __init__(
         self,
-        admission: Admission,
+        model_limits: ModelLimits,
         bounds: QueueBounds,
         acceptance: Acceptance,
         gateways: Gateways,
@@ -105,7 +105,7 @@ class RequestHandler:
     ) -> None:
         self.num_requests = 0
         self.num_refused: Counter[str] = Counter()  # by reason
-        self._admission, self._bounds, self._acceptance, self._gateways = admission, bounds, acceptance, gateways
+        self._model_limits, self._bounds, self._acceptance, self._gateways = model_limits, bounds, acceptance, gateways
         self._lifecycle, self._waiting, self._parallel_sampling = lifecycle, waiting, parallel_sampling
         self._beam_scheduler, self._streams, self._outbox = beam_scheduler, streams, outbox
         self._arrivals = 0
@@ -156,7 +156,7 @@ class RequestHandler:
             if frame.attempt == request.attempt and request.accepted:
                 self._acceptance.notify(request)  # a repeated frame gets a repeated answer
             return
-        refusal = self._admission.validate(frame)
+        refusal = self._model_limits.validate(frame)
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)

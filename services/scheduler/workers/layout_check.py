@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from blockyard.services.scheduler.admission.admission import exchange
+from blockyard.services.scheduler.admission.model_limits import exchange
 from blockyard.shared.messages import Geometry, KVRole
 
 log = logging.getLogger(__name__)

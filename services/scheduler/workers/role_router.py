@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from blockyard.services.scheduler.admission.admission import exchange
+from blockyard.services.scheduler.admission.model_limits import exchange
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
@@ -205,5 +205,5 @@ class RoleRouter:
         return num_missing // TRANSFER_SHARE + queue.backlog + RUNNING_TOKENS * num_sequences
 
     def _num_sequences(self, queue: GroupQueue) -> int:
-        """That run, wait for the next plan, or are on their way."""
+        """Sequences that run, wait for the next plan, or are on their way."""
         return queue.num_sequences + self._handovers.num_inbound[queue.group.worker]

@@ -2,7 +2,7 @@
 
 import logging
 
-from blockyard.services.scheduler.admission.admission import Admission
+from blockyard.services.scheduler.admission.model_limits import ModelLimits
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
@@ -21,12 +21,12 @@ class Workers:
         self,
         groups: WorkerGroups,
         lifecycle: Lifecycle,
-        admission: Admission,
+        model_limits: ModelLimits,
         router: Router,
         transfer_notices: TransferNotices,
         outbox: Outbox,
     ) -> None:
-        self._groups, self._lifecycle, self._admission, self._outbox = groups, lifecycle, admission, outbox
+        self._groups, self._lifecycle, self._model_limits, self._outbox = groups, lifecycle, model_limits, outbox
         self._router, self._transfer_notices = router, transfer_notices
         self._layouts = LayoutCheck()
 
@@ -44,7 +44,7 @@ class Workers:
         self._transfer_notices.on_attached(group, frame)
         self._router.on_groups_changed()
         self._groups.mark_dirty((group,))
-        self._admission.update_capacity(self._groups.attached.values())
+        self._model_limits.update_capacity(self._groups.attached.values())
         attached = ((other, one.geometry) for other, one in self._groups.attached.items())
         self._layouts.on_attached(worker, group.geometry, attached)
         return group
@@ -58,7 +58,7 @@ class Workers:
         group = self._groups.detach(member)
         if group is not None:
             self.requeue(group, is_lost=True)
-            self._admission.update_capacity(self._groups.attached.values())
+            self._model_limits.update_capacity(self._groups.attached.values())
         else:
             self._transfer_notices.on_detached(member, is_lost=True)
 

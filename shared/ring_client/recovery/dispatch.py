@@ -2,26 +2,26 @@
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Cancel, FinishReason
-from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.journal import Journal, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.hold import HOLD_S, HeldRequests
 from blockyard.shared.ring_client.ring_links import RingLinks
+from blockyard.shared.ring_client.schedulers import Schedulers
 
 
 class Dispatch:
     """Opens, sends, resends and closes the journal's requests."""
 
     def __init__(
-        self, links: RingLinks, journal: Journal, admission: ClientAdmission, meters: Meters, hold_s: float = HOLD_S
+        self, links: RingLinks, journal: Journal, schedulers: Schedulers, meters: Meters, hold_s: float = HOLD_S
     ) -> None:
-        self._links, self._journal, self._admission, self._meters = links, journal, admission, meters
+        self._links, self._journal, self._schedulers, self._meters = links, journal, schedulers, meters
         self.hold = HeldRequests(hold_s)
         self.waiting: dict[str, JournalEntry] = {}  # to be sent again when due and a scheduler is ready
 
     def check_hold(self, model: str, num_choices: int, num_tokens: int) -> None:
         """Raises a 503 if a new request must be held and exceeds the bounds."""
-        if not self._admission.schedulers(model):
+        if not self._schedulers.of(model):
             self.hold.check(model, num_choices, num_tokens)
 
     def open(self, entry: JournalEntry, now: float) -> None:
@@ -62,7 +62,7 @@ class Dispatch:
     def retry(self, now: float) -> None:
         """Called about every 0.1 s: sends requests that waited for a time or a scheduler."""
         for entry in list(self.waiting.values()):
-            if entry.not_before_s <= now and self._admission.schedulers(entry.request.model):
+            if entry.not_before_s <= now and self._schedulers.of(entry.request.model):
                 self.resend(entry, now)
         for entry in self.hold:  # as a new request: the scheduler may refuse it
             entry.heard(now)
@@ -72,8 +72,8 @@ class Dispatch:
     def _send(self, entry: JournalEntry) -> bool:
         """Returns False if there is no scheduler to send it to."""
         before = entry.scheduler
-        candidates = self._admission.schedulers(entry.request.model)
-        chosen = before if before in candidates else self._admission.most_free(candidates, entry.heard_s)
+        candidates = self._schedulers.of(entry.request.model)
+        chosen = before if before in candidates else self._schedulers.most_free(candidates, entry.heard_s)
         if chosen is None or not self._links.send(chosen, entry.generate()):
             entry.assign(None)
             return False

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.ring_client.admission import AWAY_S, not_ready
 from blockyard.shared.ring_client.journal import JournalEntry
+from blockyard.shared.ring_client.schedulers import AWAY_S, not_ready
 
 HOLD_S = AWAY_S
 MAX_HELD = 1024  # choices, as the default of a scheduler's queue

@@ -5,10 +5,10 @@ from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Accepted, Cancel, Member, Refused, Role
-from blockyard.shared.ring_client.admission import ClientAdmission, not_ready, too_busy
 from blockyard.shared.ring_client.journal import MAX_GAPS, Journal, JournalEntry
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.ring_links import RingLinks
+from blockyard.shared.ring_client.schedulers import Schedulers, not_ready, too_busy
 
 log = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ class Recovery:
     """Every kind of loss is handled alike: the request is sent again with the next attempt."""
 
     def __init__(
-        self, links: RingLinks, journal: Journal, admission: ClientAdmission, dispatch: Dispatch, stall_timeout_s: float
+        self, links: RingLinks, journal: Journal, schedulers: Schedulers, dispatch: Dispatch, stall_timeout_s: float
     ) -> None:
-        self._links, self._journal, self._admission, self._dispatch = links, journal, admission, dispatch
+        self._links, self._journal, self._schedulers, self._dispatch = links, journal, schedulers, dispatch
         self._stall_timeout_s = stall_timeout_s
         self._lost: OrderedDict[int, None] = OrderedDict()
 
     def accepted(self, peer: int, frame: Accepted, now: float) -> None:
-        self._admission.heard(peer, frame.capacity, now)
+        self._schedulers.heard(peer, frame.capacity, now)
         entry = self._journal.entries.get(frame.request_id)
         if entry is None:
             self._links.send(peer, Cancel(frame.request_id, frame.attempt))
@@ -37,7 +37,7 @@ class Recovery:
                 self._dispatch.resend_at(entry, now + LOST_RETRY_S)
 
     def refused(self, peer: int, frame: Refused, now: float) -> None:
-        self._admission.heard(peer, frame.capacity, now)
+        self._schedulers.heard(peer, frame.capacity, now)
         entry = self._journal.entries.get(frame.request_id)
         if entry is None or frame.attempt != entry.attempt:
             return

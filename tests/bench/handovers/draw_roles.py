@@ -32,7 +32,7 @@ def timeline(model: Path, flags: Sequence[str], folder: Path) -> list[RequestRes
 
 
 def longest_gap_ms(results: list[RequestResult]) -> float:
-    """Of the streams, from the time when the prompt is sent to its first token."""
+    """The longest gap of the streams, from the time when the prompt is sent to its first token."""
     *streams, prompt = results
     return 1000 * max(
         later - earlier

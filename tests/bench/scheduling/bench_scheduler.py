@@ -168,7 +168,7 @@ class Bench:
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """As the service does."""
+    """The collector is off in the service, too."""
     gc.collect()
     gc.freeze()
     gc.disable()

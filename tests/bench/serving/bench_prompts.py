@@ -55,7 +55,7 @@ def _row(server: Server, length: int, rounds: int) -> Row:
 
 
 def _cpu_ms(server: Server) -> dict[str, float]:
-    """Of each service, to the nanosecond, as the kernel counts it by thread."""
+    """CPU time of each service: the kernel counts it by thread, to the nanosecond."""
     found = dict.fromkeys(SERVICES, 0.0)
     for title, pid in server.children().items():
         for name in SERVICES:

@@ -94,7 +94,7 @@ class Load:
 
 
 def measure(runner: Runner, cases: list[tuple[int, int, int]]) -> list[tuple[float, float, float]]:
-    """Of each: alone, ahead, and the launch of one ahead, in ms."""
+    """Times of each in ms: alone, ahead, and the launch of one ahead."""
     found = []
     for case in cases:
         load = Load(runner, *case)

@@ -184,7 +184,7 @@ def report(num: int, times: dict[str, list[float]]) -> None:
         return sorted(values)[len(values) // 2]
 
     def best(prefix: str) -> list[float]:
-        """Of each round, the quickest kind."""
+        """The quickest kind of each round."""
         return [min(t) for t in zip(*(v for k, v in times.items() if k.startswith(prefix)), strict=True)]
 
     for name, values in times.items():

@@ -47,7 +47,7 @@ def cut_text(text: str, every_chars: int, rng: random.Random) -> list[str]:
 
 
 def encode_cut_documents(tokenizer: Tokenizer, documents: list[str], every_chars: int, seed: int) -> list[Ids]:
-    """As `encode_documents`, the text cut before it is encoded; 0 cuts nothing."""
+    """Does what `encode_documents` does, with the text cut before it is encoded; 0 cuts nothing."""
     if every_chars == 0:
         return encode_documents(tokenizer, documents)
     rng = random.Random(seed)

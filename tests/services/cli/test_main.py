@@ -82,7 +82,7 @@ def test_a_wrong_line_is_one_line_and_exit_code_2(args: list[str], line: str) ->
     ],
 )
 def test_a_closed_pipe_ends_it_without_output(args: list[str]) -> None:
-    """As `blockyard flags | head` once head has seen enough."""
+    """`blockyard flags | head` closes it once head has seen enough."""
     reader, writer = os.pipe()
     os.close(reader)
     env = os.environ | {"PYTHONPATH": str(SRC)}
@@ -91,6 +91,28 @@ def test_a_closed_pipe_ends_it_without_output(args: list[str]) -> None:
     done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+INTERRUPTED_WHILE_IT_LOADS = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+
+MODULE = sys.argv.pop()
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("blockyard", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["blockyard.services.cli.main", "blockyard.services.launcher.serve", "yaml"])
+def test_ctrl_c_while_it_loads_ends_it_quietly(module: str) -> None:
+    command = [sys.executable, "-P", "-c", INTERRUPTED_WHILE_IT_LOADS, "version", module]
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_an_unknown_service_is_refused_with_the_list() -> None:

@@ -52,7 +52,7 @@ def pair(request: pytest.FixtureRequest, bus: BusConfig) -> Iterator[Pair]:
 
 @pytest.fixture(params=WAYS)
 def mixed_pair(request: pytest.FixtureRequest, bus: BusConfig) -> Iterator[Pair]:
-    """As `pair`, of layers that differ in what they keep."""
+    """A pair with layers that differ in what they keep."""
     yield from pair_of(request, bus, MIXED)
 
 

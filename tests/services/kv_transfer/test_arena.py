@@ -147,7 +147,7 @@ def test_an_exposed_address_leads_to_one_generation_only() -> None:
 
 
 def write_to_process(address: int, data: bytes) -> None:
-    """As CMA does it."""
+    """Writes into the memory of another process, as CMA does it."""
     libc = ctypes.CDLL(None, use_errno=True)
     words = ctypes.c_uint64 * 2
     buffer = ctypes.create_string_buffer(data)

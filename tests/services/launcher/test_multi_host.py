@@ -33,6 +33,18 @@ def test_services_without_model_files_look_for_none(service: str) -> None:
     service_config(service, values("--model", "/no/such/folder", *TCP))
 
 
+@pytest.mark.parametrize(
+    "flag",
+    ["--no-enable-chunked-prefill", "--disable-sliding-window", "--tool-call-parser auto", "--reasoning-parser auto"],
+)
+def test_a_scheduler_names_the_flag_that_needs_model_files(flag: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^run scheduler: {flag} needs the model's files: .*no such folder"):
+        service_config("scheduler", values("--model", "/no/such/folder", *TCP, *flag.split()))
+    if "parser" not in flag:
+        with pytest.raises(ConfigError, match=f"^run scheduler: {flag} needs {tmp_path}/config.json: no such file$"):
+            service_config("scheduler", values("--model", str(tmp_path), *TCP, *flag.split()))
+
+
 @pytest.mark.parametrize("service", ["tokenizer_pool", "detokenizer", "gpu_worker"])
 def test_services_with_model_files_report_missing_ones(service: str) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
@@ -113,3 +125,18 @@ def test_a_flag_with_another_effect_prints_a_note(
     said = capsys.readouterr().err.splitlines()
     expected = ["N above 1 is --run-ahead N-1", "no host memory is taken"][:num_notes]
     assert len(said) == num_notes and all(words in line for words, line in zip(expected, said, strict=True))
+
+
+def test_a_gateway_names_the_flags_that_it_has_no_use_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "execve", lambda path, words, environ: None)
+    monkeypatch.setenv("BLOCKYARD_MAX_NUM_SEQS", "4")
+    run(["api-gateway", "demo", *TCP, "--tool-call-parser", "hermes", "--port", "1", "--served-model-name", "m"])
+    assert capsys.readouterr().err.splitlines() == [
+        "BLOCKYARD_MAX_NUM_SEQS, --tool-call-parser: no effect on a gateway; "
+        "models' settings are flags of the services that run them"
+    ]
+    monkeypatch.delenv("BLOCKYARD_MAX_NUM_SEQS")
+    run(["api-gateway", "demo", *TCP, "--port", "1", "--allowed-origins", '["a"]'])
+    assert capsys.readouterr().err == ""

@@ -11,6 +11,7 @@ import pytest
 from text_rig import TextRig, children_with, text_rig
 from tokenizers import Tokenizer
 
+from blockyard.services.tokenizer_pool import job_workers
 from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
 from blockyard.services.tokenizer_pool.job_queue import MAX_KILLED
 from blockyard.services.tokenizer_pool.job_workers import MAX_STARTS
@@ -168,7 +169,7 @@ def test_kills_of_its_workers_fail_no_job_however_many_they_are(byte_tokenizer: 
 def test_a_job_whose_worker_is_killed_while_it_takes_much_memory_fails(
     byte_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """As the kernel does when memory runs out. With each further run it might choose another process."""
+    """The kernel kills it so when memory runs out. With each further run it might choose another process."""
     limits = msgspec.structs.replace(LONG, growth_bytes=64 << 20)
     with text_rig(tmp_path, byte_tokenizer, limits, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
         rig.settle()
@@ -251,6 +252,28 @@ def test_kills_of_servers_that_still_load_cost_no_answer(byte_tokenizer: Tokeniz
     with text_rig(tmp_path, byte_tokenizer, LONG) as rig:
         end_servers(rig, signal.SIGKILL, 2 * MAX_STARTS)
         assert {type(answer) for answer in rig.wait(8)} == {Tokenized} and not rig.serving.done()
+
+
+def test_kills_of_a_server_that_loads_slowly_count_from_the_first_kill(
+    byte_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_workers, "KILLED_S", 1.0)
+    with text_rig(tmp_path, byte_tokenizer, LONG) as rig:
+        ended = {rig.server()}
+
+        async def kill_slow_servers() -> None:
+            os.kill(min(ended), signal.SIGKILL)
+            for i in range(MAX_STARTS):
+                while not (loading := set(children_with("text_worker")) - ended):
+                    await asyncio.sleep(0.005)
+                if i == 0:
+                    os.kill(min(loading), signal.SIGSTOP)
+                    await asyncio.sleep(1.2)
+                os.kill(min(loading), signal.SIGKILL)
+                ended.update(loading)
+
+        rig.run(asyncio.wait_for(kill_slow_servers(), 60))
+        assert isinstance(rig.ask(text("next"))[0], Tokenized) and not rig.serving.done()
 
 
 def test_a_server_that_crashes_while_it_loads_is_not_started_for_ever(

@@ -50,7 +50,7 @@ def heard(server: RegistrySocket, name: str, limit_s: float = 2.0) -> bool:
 
 
 def test_a_connection_that_returns_under_its_routing_id_replaces_the_dead_one(tmp_path: Path) -> None:
-    """As libzmq's dealers do after silence. The registry may not know yet that the first connection is dead."""
+    """Dealers of libzmq do so after silence. The registry may not know yet that the first connection is dead."""
     bus = BusConfig(registry=f"ipc://{tmp_path}/bus", bind=f"ipc://{tmp_path}")
     server = RegistrySocket(bus)
     with zmq.Context() as context, dial(context, bus.registry, b"m-1") as first:

@@ -120,7 +120,7 @@ def test_forced_text_is_spelled_as_the_tokenizer_spells_it_around_special_tokens
 
 @pytest.mark.parametrize("marker", ["<b>", "<mask>", "<|im_start|>"])
 def test_markers_are_the_special_tokens_themselves(engines: Engines, tokenizer: Tokenizer, marker: str) -> None:
-    """As grammars of tool calls name them. In strings of JSON between markers the same text is ordinary."""
+    """Grammars of tool calls name them so. In strings of JSON between markers the same text is ordinary."""
     schema = json.dumps({"const": f"{marker}x"})
     source = f"start: marker_0 rule_1 marker_0\nrule_1: %json {schema}"
     compiled = engines.compile(Grammar(GrammarKind.LARK, source, GUIDANCE, markers=[marker]))

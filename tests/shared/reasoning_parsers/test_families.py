@@ -33,7 +33,7 @@ EACH = pytest.mark.parametrize("one", BEHIND_REASONING, ids=lambda one: one.name
 
 
 def reader(one: ReasoningFormat, opened: bool | None, behind: Format = read_content) -> Format:
-    """As answers are read: reasoning, then the rest."""
+    """A reader of answers: reasoning, then the rest."""
     if one.answer_marks:
         behind = without_marks(behind, *one.answer_marks)
     return trimmed(in_order(lambda text: one.read(text, opened), behind))

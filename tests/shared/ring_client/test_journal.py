@@ -25,12 +25,12 @@ from blockyard.shared.messages import (
     TextLogprobs,
     TextOptions,
 )
-from blockyard.shared.ring_client.admission import ClientAdmission
 from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.journal import MAX_GAPS, ChoiceLog, Journal, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.recovery import Recovery
+from blockyard.shared.ring_client.schedulers import Schedulers
 from blockyard.shared.token_ids import unpack
 
 ROOM = QueueCapacity(10, 1000)
@@ -97,9 +97,9 @@ class World:
         self.known: dict[tuple[int, int], list[int]] = {}  # attempt, choice -> ids it began with
         self.num_tokens = num_tokens
         self.links = FakeLinks(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"))
-        self.journal, self.admission, self.meters = Journal(), ClientAdmission([]), Meters("tiny")
-        self.dispatch = Dispatch(self.links, self.journal, self.admission, self.meters)
-        self.recovery = Recovery(self.links, self.journal, self.admission, self.dispatch, STALL_S)
+        self.journal, self.schedulers, self.meters = Journal(), Schedulers([]), Meters("tiny")
+        self.dispatch = Dispatch(self.links, self.journal, self.schedulers, self.meters)
+        self.recovery = Recovery(self.links, self.journal, self.schedulers, self.dispatch, STALL_S)
         self.fanout = Fanout(self.links, self.journal, self.dispatch, self.recovery, self.meters)
         self.caller, self.readers = Caller(), [Reader() for _ in range(num_choices)]
         self.scheduler, self.detokenizer = 10, 1000
@@ -116,12 +116,12 @@ class World:
     def join_scheduler(self) -> None:
         m = member(Role.SCHEDULER, self.scheduler, card=CARD)
         self.links.members[self.scheduler] = m
-        self.admission.changed(m)
+        self.schedulers.changed(m)
         self.recovery.changed(m, self.now)
 
     def lose(self, role: Role, incarnation: int) -> None:
         m = self.links.members.pop(incarnation, None) or member(role, incarnation)
-        self.admission.gone(m, self.now)
+        self.schedulers.gone(m, self.now)
         self.recovery.gone(m, self.now)
         self.serve()
 
@@ -352,7 +352,7 @@ def test_a_repetition_that_is_refused_waits_or_fails(status: int, retry: bool) -
     world.scheduler, world.wire = 11, []
     m = member(Role.SCHEDULER, 11, card=CARD)
     world.links.members[11] = m
-    world.admission.changed(m)
+    world.schedulers.changed(m)
     world.recovery.changed(m, world.now)
     full = Refused("r", world.entry.attempt, status, "", "no", msgspec.structs.replace(ROOM, retry_after_s=2.0))
     world.seen = len(world.links.sent)
@@ -389,7 +389,7 @@ def test_an_id_that_cannot_be_one_costs_its_frame_only(bad: int) -> None:
 
 
 def test_an_answer_without_a_token_ends_too() -> None:
-    """As where Accepted is late and the text ends at once."""
+    """Accepted may be late, and the text end at once."""
     world = World(1, 3)
     world.caller.num_accepted, world.entry.accepted = 0, False
     world.deliver(TextDelta("r", 0, 0, 0, [], "", FinishReason.STOP))

@@ -48,7 +48,7 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 
 @functools.cache
 def engines_and_writer(markers: tuple[str, ...]) -> tuple[Engines, Writer]:
-    """Of the demo model's vocabulary with these special tokens."""
+    """Grammar engines and a writer of the demo model's vocabulary with these special tokens."""
     tokenizer = engines_tokenizer(markers)
     vocabulary = Vocabulary(tokenizer.to_str(), tokenizer.get_vocab_size(), EOS)
     return Engines(vocabulary), Writer(vocabulary, markers)

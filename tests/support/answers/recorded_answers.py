@@ -147,7 +147,7 @@ def _mutated(text: str, markers: Sequence[str], draw: random.Random) -> str:
 
 
 def check_held_back(read: Format, plain: str, longest: int) -> None:
-    """Of plain content no more is held back than the longest marker has characters."""
+    """Plain content: no more of it is held back than the longest marker has characters."""
     reader, shown = OutputReader(read), 0
     for i, char in enumerate(plain):
         shown += sum(len(part.text) for part in reader.push(char))

@@ -17,7 +17,7 @@ from fake_ring import (
 )
 
 from blockyard.shared.messages import Generate, KVRole, Role, Scrape, Stats, Tokenize
-from blockyard.shared.ring_client import admission
+from blockyard.shared.ring_client import schedulers
 from blockyard.shared.ring_client.recovery import hold
 from blockyard.shared.token_ids import unpack
 
@@ -134,7 +134,7 @@ async def test_new_requests_wait_for_a_scheduler_that_restarts(rig, path: str, s
 
 async def test_held_requests_are_bounded_in_time_and_number(rig, monkeypatch) -> None:
     monkeypatch.setattr(hold, "MAX_HELD", 4)
-    monkeypatch.setattr(admission, "AWAY_S", 3.0)
+    monkeypatch.setattr(schedulers, "AWAY_S", 3.0)
     async with rig() as r:
         r.gateway.client.dispatch.hold.hold_s = 0.5
         r.ring.lose(SCHEDULER)
@@ -145,7 +145,7 @@ async def test_held_requests_are_bounded_in_time_and_number(rig, monkeypatch) ->
         for status, answer in await asyncio.gather(*held):
             assert status == 503 and "No scheduler is ready" in answer["error"]["message"]
         assert r.gateway.journal.entries == {}
-        await r.until(lambda: not r.gateway.pipeline.admission.cards(), 7)
+        await r.until(lambda: not r.gateway.pipeline.schedulers.cards(), 7)
         asked_s = time.monotonic()
         assert (await r.post(COMPLETION, completion()))[0] == 503
         assert time.monotonic() - asked_s < 0.3, "it was not held: no scheduler has been there for AWAY_S"

@@ -67,7 +67,7 @@ def test_the_queue_is_bounded_in_choices(ring: type[Ring]) -> None:
 
 
 def test_a_queue_full_for_a_moment_is_reported_again(ring: type[Ring]) -> None:
-    """Of requests that arrive together the last one is refused, and the others are all scheduled in the next step."""
+    """The last of the requests that arrive together is refused; the next step schedules all others."""
     it = ring(max_queue_len=3, max_num_seqs=8)
     gateway, sampling = it.gateway, it.world.sampling(max_tokens=2)
     for name in "abcd":

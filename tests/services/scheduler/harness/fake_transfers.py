@@ -78,7 +78,7 @@ class FakeTransfers:
 
 
 def abort(workers: dict[int, FakeTransfers], worker: int, frame: KVAbort) -> None:
-    """As the protocol between two workers does it: the receiver ends when the sender has stopped."""
+    """Ends a transfer in the order of the real protocol: the receiver ends when the sender has stopped."""
     own, number = workers[worker], frame.transfer
     if number in own.outgoing or (number not in own.incoming and frame.is_source):
         sent = own.outgoing.get(number)
@@ -114,11 +114,9 @@ def move(workers: dict[int, FakeTransfers], kvs: dict[int, MockKV], worker: int,
             count -= 1
             block, to = one.writes.popleft()
             assert to in there.blocks
-            kvs[one.target].hashes.pop(to, None)
-            kvs[one.target].bad.discard(to)
             is_bad = fails and not count
-            contents = UNKNOWN if block in kvs[worker].bad else kvs[worker]._contents.get(block, UNKNOWN)
-            kvs[one.target]._contents[to] = UNKNOWN if is_bad else contents
+            contents = UNKNOWN if block in kvs[worker].bad else kvs[worker].contents_of(block)
+            kvs[one.target].receive(to, UNKNOWN if is_bad else contents)
             (there.failed if is_bad else there.landed).append(to)
         if not one.writes and one.has_all:
             own.end_send(number, True)

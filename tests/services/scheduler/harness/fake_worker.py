@@ -24,6 +24,7 @@ from blockyard.shared.messages import (
     KVOpenTransfers,
     KVReceive,
     KVSend,
+    MemoryTag,
     Sleep,
     SlotResult,
     SlotRun,
@@ -70,14 +71,13 @@ class FakeWorker:
     incarnation: int
     links: FakeLinks
     loop: Worker
+    runner: SleepingRunner
+    mock: MockRunner  # in `runner`
     transfers: dict[int, FakeTransfers] = field(default_factory=dict)  # of all workers
     inbox: deque[Frame] = field(default_factory=deque)
     tables: dict[int, "Table"] = field(default_factory=dict)  # as of the last plan sent
     in_flight: list[InFlight] = field(default_factory=list)
-
-    @property
-    def runner(self) -> SleepingRunner:
-        return self.loop._runner
+    woken: set[MemoryTag] = field(default_factory=set)  # while asleep
 
     def sent(self, frame: Frame) -> None:
         """Checks a frame that leaves the scheduler against the plans in flight."""
@@ -93,6 +93,7 @@ class FakeWorker:
             return
         if isinstance(frame, Attach | Sleep | Wake):
             self.tables, self.in_flight = {}, []
+            self.woken = self.woken | {*frame.tags} if isinstance(frame, Wake) else set()
             return
         assert isinstance(frame, StepPlan)
         busy_slots = set().union(*(f.runs for f in self.in_flight))
@@ -257,6 +258,10 @@ class WaitingRunner(MockRunner):
     def __init__(self, geometry: Geometry, pattern: Pattern, has_late_masks: bool, host_waits: int) -> None:
         self._waits = has_late_masks, host_waits
         super().__init__(geometry, pattern, 0.0)
+
+    @property
+    def waiting_slots(self) -> set[int]:
+        return self._batch.waiting if isinstance(self._batch, WaitingBatch) else set()
 
     def reset(self, num_slots: int) -> None:
         has_late_masks, host_waits = self._waits

@@ -140,9 +140,9 @@ class World:
         )
         if s.failing:
             runner.block_hashes = FailingKV(s.block_size)
-        loop = Worker(links, SleepingRunner(lambda: runner, lambda: 0))
+        sleeper = SleepingRunner(lambda: runner, lambda: 0)
         self.transfers[incarnation] = FakeTransfers(incarnation)
-        worker = FakeWorker(incarnation, links, loop, self.transfers)
+        worker = FakeWorker(incarnation, links, Worker(links, sleeper), sleeper, runner, self.transfers)
         self.workers[incarnation] = worker
         self._present(incarnation, Role.GPU_WORKER)
         return worker
@@ -270,10 +270,10 @@ class World:
 
     def _count_waiting_rows(self, worker: FakeWorker, answer: Frame) -> None:
         group = self.core.groups.get(worker.incarnation)
-        runner = worker.loop._runner._runner
-        if isinstance(answer, StepResult) and group is not None and group.in_flight and runner is not None:
+        runner = worker.mock
+        if isinstance(answer, StepResult) and group and group.in_flight and isinstance(runner, WaitingRunner):
             rows = {slot for rows in group.in_flight[0].rows for slot in rows.slots}
-            self.num_waiting_rows += len(rows & getattr(runner._batch, "waiting", set()))
+            self.num_waiting_rows += len(rows & runner.waiting_slots)
 
     def _timed(self, answer: StepResult) -> StepResult:
         """Gives each step the same time in every run. If the pacer uses the clock, the clock advances too."""
@@ -289,8 +289,7 @@ class World:
 
     def move(self, worker: int, count: int = 1 << 30, fails: bool = False) -> None:
         """A worker sends blocks to others. With `fails` the last of them is broken on the way."""
-        awake = {incarnation: one for incarnation, one in self.workers.items() if one.runner._runner is not None}
-        kvs = {incarnation: one.runner.block_hashes for incarnation, one in awake.items()}
+        kvs = {incarnation: one.mock.block_hashes for incarnation, one in self.workers.items()}
         fake_transfers.move(self.transfers, kvs, worker, count, fails)
 
     def notify(self, worker: int, is_doubled: bool = False) -> None:

@@ -46,11 +46,12 @@ def test_the_block_that_was_freed_first_is_evicted_first(deeds: list[tuple[str, 
 
 
 def test_blocks_that_are_used_often_leave_no_entries_behind() -> None:
-    free_queue = FreeBlockQueue(NUM_BLOCKS, PlanClock())
+    plan_clock = PlanClock()
+    free_queue = FreeBlockQueue(NUM_BLOCKS, plan_clock)
     free_queue.put([9])
     for _ in range(1000):
         free_queue.put([1, 2, 3, 4])
         free_queue.take([1, 2])
         free_queue.take([3, 4])
     assert blocks_in_order(free_queue) == [(9, True)]
-    assert len(free_queue._free) == 1
+    check_free_queue(free_queue, plan_clock)  # no batch is without blocks

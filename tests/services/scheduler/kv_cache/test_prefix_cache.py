@@ -77,7 +77,7 @@ def test_a_common_beginning_is_found_up_to_the_first_difference(ring: type[Ring]
 
 @pytest.mark.parametrize("kept", [0, 1], ids=["hashed here", "hashed by the tokenizer"])
 def test_requests_with_other_extra_keys_at_block_2_share_blocks_0_and_1_alone(ring: type[Ring], kept: int) -> None:
-    """As an image whose tokens begin in block 2: what is before it is the same text."""
+    """An image may have its tokens from block 2 on: what is before it is the same text."""
     it = ring()
     if kept:
         it.submit("other", 3, max_tokens=1)  # every other request carries its hashes
@@ -95,7 +95,7 @@ def test_requests_with_other_extra_keys_at_block_2_share_blocks_0_and_1_alone(ri
 
 
 def test_generated_blocks_contain_the_extra_keys_of_their_request(ring: type[Ring]) -> None:
-    """As an adapter, on which all tokens depend."""
+    """An adapter is such a key: all tokens depend on it."""
     it = ring()
     for name, digest in (("one", b"a"), ("two", b"b"), ("again", b"a")):
         it.submit(name, 0, prompt=PROMPT, max_tokens=9, extra_keys=[ExtraKey(0, 1 << 40, digest * 16)])

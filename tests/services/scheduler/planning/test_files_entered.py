@@ -29,7 +29,7 @@ def files_entered(call: Callable[[], None]) -> set[str]:
 
 
 def traced(it: Ring, call: Callable[[], None]) -> set[str]:
-    """As `files_entered`, without the checks of the world."""
+    """Returns what `files_entered` does, without the checks of the world."""
     found: set[str] = set()
     on_message, step = it.world.core.on_message, it.world.core.step
 

@@ -105,7 +105,7 @@ def test_users_divide_the_share_of_their_key(ring: type[Ring]) -> None:
 
 
 def test_long_outputs_count(ring: type[Ring]) -> None:
-    """Of two tenants with equally many requests, the tenant with long outputs gets fewer requests served."""
+    """Two tenants send equally many requests: the one with long outputs gets fewer of them served."""
     it = ring(policy="fair", max_num_seqs=1)
     for i in range(12):
         it.submit(f"long {i}", 5 + i, tenant="long", max_tokens=30)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from blockyard.services.scheduler.admission.admission import capacity_of
+from blockyard.services.scheduler.admission.model_limits import capacity_of
 from blockyard.services.scheduler.sequences.requests import Phase
 from blockyard.shared.messages import (
     SECOND_TOKEN_S,

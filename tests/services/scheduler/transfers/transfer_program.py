@@ -90,8 +90,8 @@ class TransferProgram(Program):
         notice, is_doubled = self.world.transfers[worker].notices[0], b % 8 == 7
         self.counted["notices doubled"] += is_doubled
         if isinstance(notice, KVLanded) and notice.is_ended and notice.blocks:
-            sequence = self.handovers._by_transfer.get(notice.transfer)
-            if sequence is not None:
+            sequences = [c for r in self.world.core.lifecycle.requests.values() for c in r.active_sequences]
+            for sequence in (c for c in sequences if c.handover and c.handover.transfer == notice.transfer):
                 self.counted["transfers of several sequences"] += len(sequence.request.sequences) > 1
                 self.counted["transfers of beam searches"] += sequence.request.search is not None
         self.world.notify(worker, is_doubled)

@@ -85,17 +85,17 @@ def test_memory_parts_are_restored_one_after_the_other(ring: type[Ring]) -> None
     assert len(answers(it)) == 1, "the worker has done neither"
     it.world.settle()
     assert answers(it)[1:] == [("SLEEP", 200), ("WAKE_UP", 200)]
-    assert (last(it).sleep_level, it.world.core.phase, it.worker.runner._woken) == (
+    assert (last(it).sleep_level, it.world.core.phase, it.worker.woken) == (
         1,
         "asleep",
         {MemoryTag.WEIGHTS},
     )
     late = it.world.add_worker()
     it.world.settle()
-    assert (late.runner.level, late.runner._woken) == (1, {MemoryTag.WEIGHTS})
+    assert (late.runner.level, late.woken) == (1, {MemoryTag.WEIGHTS})
     tell(it, ControlVerb.SLEEP)
     it.world.settle()
-    assert not it.worker.runner._woken, "that part sleeps again"
+    assert not it.worker.woken, "that part sleeps again"
     for tags in ([MemoryTag.KV_CACHE], [MemoryTag.KV_CACHE], [MemoryTag.WEIGHTS]):
         assert it.world.core.phase == "asleep"
         tell(it, ControlVerb.WAKE_UP, tags=tags)

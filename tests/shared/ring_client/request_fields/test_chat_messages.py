@@ -135,7 +135,7 @@ def test_wrong_messages_are_refused_by_name(message: dict[str, Any], field: str)
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text", "refusal", "thinking"])
 def test_parts_of_all_apis_are_text(kind: str) -> None:
-    """As in vLLM: agents that also speak /v1/responses send its parts back."""
+    """Agents that also speak /v1/responses send its parts back; vLLM reads them, too."""
     field = kind if kind in ("refusal", "thinking") else "text"
     [message] = shown({"role": "user", "content": [{"type": kind, field: "hm"}]})
     assert message["content"] == "hm"

@@ -121,7 +121,7 @@ class Refusal:
     message: str
 
 
-class Admission:
+class ModelLimits:
     """Owns the model's limits, for the check of requests and for gateways."""
 
     def __init__(self, model: ServedModel) -> None:

@@ -35,7 +35,7 @@ class Served(msgspec.Struct, frozen=True):
         raise RequestError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
 
 
-class ClientAdmission:
+class Schedulers:
     """Fed with members and QueueCapacity records; it has no sockets."""
 
     def __init__(self, served_model_names: list[str]) -> None:
@@ -57,7 +57,7 @@ class ClientAdmission:
     def gone(self, member: Member, now: float) -> None:
         lost = self._schedulers.pop(member.incarnation, None)
         self._capacities.pop(member.incarnation, None)
-        if lost is not None and lost.card is not None and not self.schedulers(lost.card.names[0]):
+        if lost is not None and lost.card is not None and not self.of(lost.card.names[0]):
             self._away[lost.card.names[0]] = lost.card, now + AWAY_S
 
     def tick(self, now: float) -> None:
@@ -76,7 +76,7 @@ class ClientAdmission:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
         return self.served().card(model)
 
-    def schedulers(self, model: str) -> list[int]:
+    def of(self, model: str) -> list[int]:
         return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
 
     def heard(self, scheduler: int, capacity: QueueCapacity, now: float) -> None:
@@ -84,7 +84,7 @@ class ClientAdmission:
 
     def check_capacity(self, model: str, now: float, tenant: str = "", user: str = "") -> None:
         """Raises a 429 if every scheduler of the model is full for this user."""
-        capacities = [self._capacities.get(s) for s in self.schedulers(model)]
+        capacities = [self._capacities.get(s) for s in self.of(model)]
         full = [k[0] for k in capacities if k is not None and _is_full(k, now) and _concerns(k[0], tenant, user)]
         if full and len(full) == len(capacities):
             raise too_busy(min(r.retry_after_s for r in full), asleep=full[0].asleep)
@@ -95,7 +95,7 @@ class ClientAdmission:
         A scheduler without a record counts as UNHEARD. `alone`: no other request waits for an answer. Such a request
         may exceed the capacity, and is sent if the last record is older than its retry_after_s.
         """
-        for scheduler in self.schedulers(model):
+        for scheduler in self.of(model):
             capacity, heard_s = self._capacities.get(scheduler, (UNHEARD, now))
             if choices <= capacity.choices and tokens <= capacity.tokens:
                 return True

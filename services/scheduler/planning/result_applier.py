@@ -29,7 +29,7 @@ from blockyard.shared.messages import (
 )
 
 
-class StepResults:
+class ResultApplier:
     """Sends new tokens to detokenizers, ends finished sequences, and counts tokens."""
 
     def __init__(
