@@ -149,10 +149,11 @@ LAYERS["shared/ring_client"] += (
     "fanout",
     "client",
 )
-LAYERS["services/tokenizer_pool"] = ("worker_frames", "job_limits", "token_chars", "chat_messages", "sandbox")
-LAYERS["services/tokenizer_pool"] += ("chat_template", "text_codec", "fork_server", "text_worker", "grammar_worker")
-LAYERS["services/tokenizer_pool"] += ("job_turns", "job_queue", "job_workers", "grammar_checks")
-LAYERS["services/tokenizer_pool"] += ("service", "__main__")
+LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chat_messages", "sandbox", "chat_template")
+LAYERS["services/tokenizer_pool"] += ("fill_in_middle", "text_codec", "text_worker", "grammar_worker")
+LAYERS["services/tokenizer_pool"] += ("grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
+LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")

@@ -82,7 +82,7 @@ class FillInMiddle:
     def prompt(
         self, prefix: str, suffix: str, start: Sequence[int], encode: Encode, most: int = 0, most_chars: int = 0
     ) -> list[int]:
-        """The ids of a prompt, of at most `most` tokens (0: no limit). Of longer texts what is next to the hole is kept.
+        """The ids of a prompt, of at most `most` tokens (0: no limit). Longer texts keep what is next to the hole.
 
         start: ids before all others. most_chars: of a token; 0: unknown, and all of a text is encoded.
         Raises RequestError if the model has no markers, or if they alone do not fit.

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from blockyard.services.tokenizer_pool.fork_server import ServerSettings
-from blockyard.services.tokenizer_pool.job_limits import JobLimits
-from blockyard.services.tokenizer_pool.job_workers import JobWorkers, OnAnswer
-from blockyard.services.tokenizer_pool.worker_frames import OTHER_ENGINE, Answer, ModelVocabulary
+from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.workers.job_limits import JobLimits
+from blockyard.services.tokenizer_pool.workers.job_workers import JobWorkers, OnAnswer
+from blockyard.services.tokenizer_pool.workers.worker_frames import OTHER_ENGINE, Answer, ModelVocabulary
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.grammars.engine_order import AUTO_ORDER, engine_behind, engine_order

@@ -10,10 +10,10 @@ import socket
 
 import msgspec
 
-from blockyard.services.tokenizer_pool import fork_server
-from blockyard.services.tokenizer_pool.fork_server import ServerSettings
-from blockyard.services.tokenizer_pool.job_limits import ProcessLimits
-from blockyard.services.tokenizer_pool.worker_frames import (
+from blockyard.services.tokenizer_pool.workers import fork_server
+from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.workers.job_limits import ProcessLimits
+from blockyard.services.tokenizer_pool.workers.worker_frames import (
     MAX_FRAME_BYTES,
     OTHER_ENGINE,
     Answer,

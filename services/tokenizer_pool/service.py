@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
+from blockyard.services.tokenizer_pool.workers.worker_frames import Answer, Work
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Changed, Event, Joined
 from blockyard.shared.messages import (

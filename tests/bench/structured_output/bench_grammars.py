@@ -23,7 +23,7 @@ from rig import cpu_seconds
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from blockyard.services.tokenizer_pool.grammar_checks import GrammarChecks
-from blockyard.services.tokenizer_pool.job_limits import MIB, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_limits import MIB, JobLimits
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.grammars.engines import Engines

@@ -16,10 +16,10 @@ from text_rig import parent_of, text_config
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool import grammar_checks
-from blockyard.services.tokenizer_pool.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.grammar_checks import MAX_WAITING, GrammarChecks, Verdict
-from blockyard.services.tokenizer_pool.job_limits import MIB, NUM_WORKERS, JobLimits
-from blockyard.services.tokenizer_pool.job_workers import JobWorkers
+from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.workers.job_limits import MIB, NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_workers import JobWorkers
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import BUSY, TAKES_LONG, Grammar, GrammarEngine, GrammarKind, TextRejected, Tokenize
 from blockyard.shared.process.settings import LOW_PRIORITY

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.text_codec import TextCodec
-from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
+from blockyard.services.tokenizer_pool.workers.worker_frames import Answer, Work
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.bus.member_list import Changed, Joined
 from blockyard.shared.messages import (

@@ -9,10 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool.fork_server import ServerSettings
-from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
-from blockyard.services.tokenizer_pool.job_workers import JobWorkers
-from blockyard.services.tokenizer_pool.worker_frames import Answer, Work
+from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.workers.job_limits import NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_workers import JobWorkers
+from blockyard.services.tokenizer_pool.workers.worker_frames import Answer, Work
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError

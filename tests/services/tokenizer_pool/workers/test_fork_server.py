@@ -2,8 +2,8 @@
 
 import socket
 
-from blockyard.services.tokenizer_pool.fork_server import ForkServer, Workload
-from blockyard.services.tokenizer_pool.worker_frames import pair
+from blockyard.services.tokenizer_pool.workers.fork_server import ForkServer, Workload
+from blockyard.services.tokenizer_pool.workers.worker_frames import pair
 from blockyard.shared.errors import LoadError
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.tokenizer_pool.job_turns import QUICK_TURNS, JobTurns
+from blockyard.services.tokenizer_pool.workers.job_turns import QUICK_TURNS, JobTurns
 
 Job = tuple[str, bool, int]  # tenant, quick, number
 KEYS = "abcd"

@@ -11,10 +11,10 @@ import pytest
 from text_rig import TextRig, children_with, text_rig
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool import job_workers
-from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits
-from blockyard.services.tokenizer_pool.job_queue import MAX_KILLED
-from blockyard.services.tokenizer_pool.job_workers import MAX_STARTS
+from blockyard.services.tokenizer_pool.workers import job_workers
+from blockyard.services.tokenizer_pool.workers.job_limits import NUM_WORKERS, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_queue import MAX_KILLED
+from blockyard.services.tokenizer_pool.workers.job_workers import MAX_STARTS
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import TAKES_LONG, Detokenize, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import pack

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from blockyard.services.tokenizer_pool.job_limits import ENCODING, RENDERING, JobLimits
-from blockyard.services.tokenizer_pool.job_queue import KILLED_S, MAX_KILLED, MAX_SENT, JobQueue, WorkerEnd
+from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, RENDERING, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_queue import KILLED_S, MAX_KILLED, MAX_SENT, JobQueue, WorkerEnd
 from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, Grammar, GrammarKind, Tokenize
 
 LIMITS = JobLimits()

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from blockyard.services.tokenizer_pool.fork_server import ServerSettings
-from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS
-from blockyard.services.tokenizer_pool.job_queue import KILLED_S, JobQueue, WorkerEnd
-from blockyard.services.tokenizer_pool.worker_frames import (
+from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
+from blockyard.services.tokenizer_pool.workers.job_limits import NUM_WORKERS
+from blockyard.services.tokenizer_pool.workers.job_queue import KILLED_S, JobQueue, WorkerEnd
+from blockyard.services.tokenizer_pool.workers.worker_frames import (
     LENGTH,
     MAX_FRAME_BYTES,
     Answer,

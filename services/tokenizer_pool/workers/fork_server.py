@@ -21,8 +21,8 @@ from typing import NoReturn, Protocol
 import msgspec
 from setproctitle import setproctitle
 
-from blockyard.services.tokenizer_pool.job_limits import NUM_WORKERS, JobLimits, resident_bytes
-from blockyard.services.tokenizer_pool.worker_frames import (
+from blockyard.services.tokenizer_pool.workers.job_limits import NUM_WORKERS, JobLimits, resident_bytes
+from blockyard.services.tokenizer_pool.workers.worker_frames import (
     MAX_FRAME_BYTES,
     FromServer,
     Kill,

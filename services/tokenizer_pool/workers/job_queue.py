@@ -4,9 +4,9 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from blockyard.services.tokenizer_pool.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
-from blockyard.services.tokenizer_pool.job_turns import JobTurns
-from blockyard.services.tokenizer_pool.worker_frames import Work
+from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_turns import JobTurns
+from blockyard.services.tokenizer_pool.workers.worker_frames import Work
 from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextRejected, Tokenize
 
 MAX_SENT = 2  # a worker never waits for a job, and few are resent when it ends
