@@ -6,11 +6,11 @@ import sys
 
 import uvloop
 
-from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.grammar_checks import GrammarChecks
+from blockyard.services.tokenizer_pool.service import TokenizerPool
+from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.workers.job_limits import MIB, JobLimits
 from blockyard.services.tokenizer_pool.workers.job_workers import JobWorkers
-from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import BlockyardError

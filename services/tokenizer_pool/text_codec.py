@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
-from blockyard.services.tokenizer_pool.workers.job_limits import Phases, Unlimited
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
+from blockyard.services.tokenizer_pool.workers.job_limits import Phases, Unlimited
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import RequestError

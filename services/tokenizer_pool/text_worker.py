@@ -11,11 +11,11 @@ import traceback
 import msgspec
 
 from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.text_codec import TextCodec
+from blockyard.services.tokenizer_pool.token_chars import max_token_chars
 from blockyard.services.tokenizer_pool.workers import fork_server
 from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
 from blockyard.services.tokenizer_pool.workers.job_limits import JobLimits, ProcessLimits
-from blockyard.services.tokenizer_pool.text_codec import TextCodec
-from blockyard.services.tokenizer_pool.token_chars import max_token_chars
 from blockyard.services.tokenizer_pool.workers.worker_frames import Answer, Task, Work, framed, read_frame
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
