@@ -1,25 +1,115 @@
-"""The quantization methods of checkpoints that the worker reads."""
+"""The table of quantization methods by name: which are read, which are other words for one, and why others are refused.
+
+Names are those of --quantization and of `quant_method` in files. The flag's choices, --speculative-model-quantization
+and FLAGS.md follow from the table; `gpu_worker.quantization.registry` has the format of each module.
+"""
 
 from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 
 from blockyard.shared.errors import ConfigError
 
-METHODS = ("mxfp4",)  # values of `quant_method` in config.json; `gpu_worker.quantization.registry` has their formats
+NOT_BUILT = "not built yet"
+FOREIGN = "needs hardware that this project does not support"
+KEY = "quantization_config"
 
 
-def quantization_method(config: Mapping[str, object]) -> str | None:
-    """Returns `quant_method` in quantization_config of config.json. None: weights are not quantized.
+class QuantizationName(msgspec.Struct, frozen=True):
+    """One name. Exactly one of `module`, `alias_of` and `refused` is set."""
 
-    Raises ConfigError for a method that is unknown, or not said.
+    name: str
+    module: str = ""  # of its format in `gpu_worker.quantization.formats`
+    alias_of: tuple[str, ...] = ()  # names that files may have instead
+    refused: str = ""  # why
+    of_16_bits: Mapping[str, Any] | None = None  # quantization_config for a checkpoint that is not quantized
+    note: str = ""  # what the name means here, where that is not plain
+
+
+def _fp8(**more: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "from_16_bits": True, **more}
+
+
+TABLE = (
+    QuantizationName("aqlm", refused=NOT_BUILT),
+    QuantizationName("auto-round", refused=NOT_BUILT),
+    QuantizationName("awq", refused=NOT_BUILT),
+    QuantizationName("awq_marlin", refused=NOT_BUILT),
+    QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
+    QuantizationName("bitsandbytes", refused=NOT_BUILT),
+    QuantizationName("compressed-tensors", refused=NOT_BUILT),
+    QuantizationName("deepspeedfp", alias_of=("fp8",), of_16_bits=_fp8(), note="8 bits"),
+    QuantizationName("experts_int8", refused=NOT_BUILT),
+    QuantizationName("fbgemm_fp8", module="fp8"),
+    QuantizationName("fp8", module="fp8", of_16_bits=_fp8()),
+    QuantizationName("fp8_per_block", alias_of=("fp8",), of_16_bits=_fp8(weight_block_size=[128, 128])),
+    QuantizationName("fp8_per_tensor", alias_of=("fp8",), of_16_bits=_fp8(), note="scales are of rows"),
+    QuantizationName("gguf", refused=NOT_BUILT),
+    QuantizationName("gptq", refused=NOT_BUILT),
+    QuantizationName("gptq_marlin", refused=NOT_BUILT),
+    QuantizationName("gptq_marlin_24", refused="needs the sparse kernels of Marlin; gptq reads weights without gaps"),
+    QuantizationName("hqq", refused=NOT_BUILT),
+    QuantizationName("ipex", refused=NOT_BUILT),
+    QuantizationName("marlin", refused=NOT_BUILT),
+    QuantizationName("modelopt", refused=NOT_BUILT),
+    QuantizationName("modelopt_fp4", refused=NOT_BUILT),
+    QuantizationName("moe_wna16", refused=NOT_BUILT),
+    QuantizationName("mxfp4", module="mxfp4"),
+    QuantizationName("neuron_quant", refused=FOREIGN),
+    QuantizationName("ptpc_fp8", alias_of=("fp8",), of_16_bits=_fp8()),
+    QuantizationName("qqq", refused=NOT_BUILT),
+    QuantizationName("quark", refused=NOT_BUILT),
+    QuantizationName("squeezellm", refused=NOT_BUILT),
+    QuantizationName("torchao", refused="needs the kernels of torchao; fp8 quantizes a 16-bit checkpoint at load"),
+    QuantizationName("tpu_int8", refused=FOREIGN),
+)
+NAMES = {one.name: one for one in TABLE}
+READ = tuple(one.name for one in TABLE if one.module)  # values of `quant_method`
+
+
+def refusals() -> dict[str, str]:
+    """Names that are refused, with the reason."""
+    return {one.name: one.refused for one in TABLE if one.refused}
+
+
+def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
+    """Returns the method that quantization_config of config.json names. None: weights are not quantized.
+
+    Raises ConfigError for a method that is refused or unknown, or not said.
     """
-    said = config.get("quantization_config")
+    said = config.get(KEY)
     if not said:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if isinstance(method, str) and method in METHODS:
-        return method
-    what = "has no quant_method" if method is None else f"has quant_method {method!r}, which is not supported"
+    found = NAMES.get(method.lower()) if isinstance(method, str) else None
+    if found is not None and found.module:
+        return found
+    if method is None:
+        what = "has no quant_method"
+    else:
+        refused = found.refused if found is not None else ""
+        what = f"has quant_method {method!r}, which is {f'refused: {refused}' if refused else 'not supported'}"
     raise ConfigError(
-        f"config.json: quantization_config {what}; supported: {', '.join(METHODS)}; without quantization: "
-        """--hf-overrides '{"quantization_config": null}'"""
+        f"config.json: {KEY} {what}; supported: {', '.join(READ)}; without quantization: "
+        f"""--hf-overrides '{{"{KEY}": null}}'"""
     )
+
+
+def settle_quantization(asked: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Returns what is merged over config.json for a name of --quantization: nothing, or how a 16-bit checkpoint is
+    quantized while it loads.
+
+    config: with what other files of the checkpoint say. where: the flag in errors. Raises ConfigError for a name that
+    is not the checkpoint's, and for what `quantization_method` refuses.
+    """
+    stored = quantization_method(config)
+    one = NAMES[asked.lower()]
+    if stored is not None:
+        if stored.name not in (one.name, *one.alias_of):
+            raise ConfigError(f"{where} {asked}: the checkpoint is quantized by {stored.name}; leave the flag out")
+        return {}
+    if one.of_16_bits is None:
+        at_load = ", ".join(other.name for other in TABLE if other.of_16_bits is not None and other.module)
+        raise ConfigError(f"{where} {asked}: the checkpoint is not quantized; while it loads it can be by: {at_load}")
+    return {KEY: dict(one.of_16_bits)}

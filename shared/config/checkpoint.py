@@ -1,5 +1,6 @@
 """The JSON files of a model folder, and the settings that follow from them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.json_objects import decode_object
+from blockyard.shared.json_objects import decode_object, merge_patch
 from blockyard.shared.messages import SamplingDefaults
+from blockyard.shared.quantization import KEY, quantization_method, settle_quantization
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -34,6 +36,29 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any] = {}
     generation: dict[str, Any] = {}
     revision: str = ""
+    quantization: dict[str, Any] = {}  # quantization_config by another file than config.json, see `read_quantization`
+
+
+# files beside config.json that say how weights are quantized -> `quant_method`, where they do not say it
+_QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+
+
+def read_quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns quantization_config of a model folder that does not have it in config.json; {}: nothing says so.
+
+    Older files of GPTQ, AWQ and modelopt are of their own, and compressed-tensors had another key. Raises ConfigError.
+    """
+    if config.get(KEY):
+        return {}
+    older = config.get("compression_config")
+    if isinstance(older, dict):
+        return {"quant_method": "compressed-tensors"} | older
+    for name, method in _QUANTIZATION_FILES.items():
+        if (path / name).is_file():
+            said = read_json(path / name)
+            inner = said.get("quantization")  # modelopt's, beside its version
+            return {"quant_method": method} | (inner if isinstance(inner, dict) else said)
+    return {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -76,6 +101,21 @@ def config_overrides(values: Values) -> dict[str, Any]:
     if values.get("disable-sliding-window", bool):
         overrides["sliding_window"] = 0
     return overrides
+
+
+def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns `config_overrides` with quantization_config, where another file than config.json or --quantization says
+    it. Raises ConfigError if weights cannot be read so."""
+    overrides = config_overrides(values)
+    if checkpoint.quantization:
+        given = overrides.get(KEY, {})
+        overrides[KEY] = None if given is None else merge_patch(checkpoint.quantization, given)
+    merged = merge_patch(checkpoint.config, overrides)
+    asked = values.maybe("quantization", str)
+    if asked is None:
+        quantization_method(merged)
+        return overrides
+    return overrides | settle_quantization(asked, merged, values.where("quantization"))
 
 
 def asked_length(values: Values) -> int | None:

@@ -38,6 +38,8 @@ def coerce(flag: Flag, value: object, where: str) -> object:
                 f"{where}: expected {article} {flag.kind}, or {', '.join(flag.named_values)}, got {_shown(value)}"
             ) from e
         raise ConfigError(f"{where}: expected {article} {flag.kind}, got {_shown(value)}") from e
+    if flag.any_case and isinstance(typed, str):
+        typed = typed.lower()
     _check_choice(flag, typed, where)
     _check_range(flag, typed, where)
     return typed

@@ -20,6 +20,7 @@ from blockyard.shared.config.checkpoint import (
     config_overrides,
     context_limit,
     model_length,
+    quantized_overrides,
     sampling_defaults,
     tokens_of_an_expert,
 )
@@ -215,6 +216,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     values = of_role.values
     worker_fields.check_kv_cache(values)
     fields = _fields(values, "worker")
+    overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
     return _struct(
@@ -232,7 +234,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
             **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),
-            "config_overrides": msgspec.json.encode(config_overrides(values)).decode(),
+            "config_overrides": msgspec.json.encode(overrides).decode(),
         },
     )
 
@@ -253,7 +255,9 @@ def workers(
 def block_scope(values: Values, model: Checkpoint) -> str:
     """Returns what KV depends on besides tokens. Tokenizers and scheduler need the same value for equal hashes."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
-    return "|".join([model.name, model.revision, worker_fields.kv_scope(values), overrides])
+    words = [model.name, model.revision, worker_fields.kv_scope(values), overrides]
+    quantization = values.maybe("quantization", str)
+    return "|".join(words if quantization is None else [*words, quantization])
 
 
 def served_names(values: Values) -> list[str]:

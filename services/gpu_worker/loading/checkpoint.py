@@ -66,6 +66,8 @@ def load(
 
 def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: Progress) -> None:
     done = 0
+    if all(file.suffix == ".safetensors" for file in files):
+        table.expect([name for file in files for name in _names(file)])
     for file in files:
         for name, value in _read(file, table.wants):
             table.put(name, value)
@@ -159,6 +161,11 @@ def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tenso
         yield from _read_safetensors(file, wants)
     else:
         yield from _read_torch(file, wants)
+
+
+def _names(file: Path) -> list[str]:
+    with parallel_load.open_safetensors(file) as opened:
+        return list(opened.keys())
 
 
 def _read_safetensors(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

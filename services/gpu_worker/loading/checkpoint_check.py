@@ -1,4 +1,4 @@
-"""Checks a model before its memory is allocated: names and shapes in the checkpoint, and free memory."""
+"""Checks a model before its memory is allocated: names, shapes and dtypes in the checkpoint, and free memory."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from blockyard.services.gpu_worker.loading.checkpoint import find_files
-from blockyard.services.gpu_worker.loading.parallel_load import open_safetensors
+from blockyard.services.gpu_worker.loading.parallel_load import dtype_of, open_safetensors
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
@@ -17,7 +17,8 @@ ROTATION_BYTES = 3 * 8  # of a complex number and its angles
 
 
 def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_patterns: list[str]) -> None:
-    """table: of a model on the meta device. Raises LoadError if names or shapes differ from the checkpoint's.
+    """table: of a model on the meta device. Raises LoadError if names, shapes or dtypes differ from the
+    checkpoint's.
 
     Shapes in torch files are unknown before they are read: the number of weights has to fit the files' size.
     """
@@ -26,9 +27,9 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
     files = find_files(folder, load_format, ignore_patterns)
     if all(file.suffix == ".safetensors" for file in files):
         for file in files:
-            for name, shape in _shapes(file):
+            for name, shape, dtype in _headers(file):
                 if table.wants(name):
-                    table.mark_loaded(name, shape)
+                    table.mark_loaded(name, shape, dtype)
         table.check_complete()
         return
     stored = sum(file.stat().st_size for file in files)
@@ -73,8 +74,9 @@ def _what_fits(table: WeightTable, host_bytes: int, device: torch.device, free_b
     return f"a model of at most {free_bytes / 2e9:.1f} billion weights in bfloat16 would fit"
 
 
-def _shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Shape of each tensor, from the file's header."""
+def _headers(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of each tensor, from the file's header."""
     with open_safetensors(file) as opened:
         for name in opened.keys():  # noqa: SIM118, no mapping
-            yield name, tuple(opened.get_slice(name).get_shape())
+            header = opened.get_slice(name)
+            yield name, tuple(header.get_shape()), dtype_of(header.get_dtype(), name, file)

@@ -5,6 +5,7 @@ pinned buffers each keep both the disk and the link to the GPU busy.
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
@@ -31,11 +32,18 @@ DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 class TensorEntry(msgspec.Struct):
@@ -78,11 +86,16 @@ def list_tensors(file: Path, fd: int) -> Iterator[Stored]:
     header.pop("__metadata__", None)
     for name, raw in header.items():
         entry = msgspec.json.decode(raw, type=TensorEntry)
-        dtype = DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise LoadError(f"{file}: {name} is of type {entry.dtype}, known are {', '.join(DTYPES)}")
+        dtype = dtype_of(entry.dtype, name, file)
         begin, end = entry.data_offsets
         yield Stored(name, file, fd, dtype, entry.shape, 8 + length + begin, end - begin)
+
+
+def dtype_of(word: str, name: str, file: Path) -> torch.dtype:
+    """The dtype that a header calls `word`. Raises LoadError for an unknown one."""
+    if word not in DTYPES:
+        raise LoadError(f"{file}: {name} is of type {word}, known are {', '.join(DTYPES)}")
+    return DTYPES[word]
 
 
 class Reader:
@@ -146,13 +159,20 @@ def opened(files: list[Path]) -> Iterator[list[int]]:
             os.close(fd)
 
 
+def _order(stored: Stored) -> tuple[int, int]:
+    """Layer by layer, so that few groups of tensors wait for their last one; in a layer the largest tensors first."""
+    layer = _LAYER.search(stored.name)
+    return -1 if layer is None else int(layer[1]), -stored.size_bytes
+
+
 def load(
     files: list[Path], table: WeightTable, progress: Callable[[float], None], chunk_bytes: int = CHUNK_BYTES
 ) -> None:
     """Fills the table from safetensors files. Raises LoadError. The caller checks for missing weights."""
     with opened(files) as fds:
-        listed = (stored for file, fd in zip(files, fds, strict=True) for stored in list_tensors(file, fd))
-        wanted = sorted((s for s in listed if table.wants(s.name)), key=lambda s: -s.size_bytes)
+        listed = [stored for file, fd in zip(files, fds, strict=True) for stored in list_tensors(file, fd)]
+        table.expect([stored.name for stored in listed])
+        wanted = sorted((s for s in listed if table.wants(s.name)), key=_order)
         total, done = sum(s.size_bytes for s in wanted), 0
         readers = [Reader(table.device, chunk_bytes) for _ in range(min(READERS, len(wanted)))]
         idle: SimpleQueue[Reader] = SimpleQueue()

@@ -1,14 +1,16 @@
 """The places of a model's weights under the names of the checkpoint, and which are loaded."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import WHOLE, Arrange, Shard
+from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
 from blockyard.shared.errors import LoadError
 
 Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkpoint has
@@ -51,6 +53,7 @@ class WeightPlace:
     stored: frozenset[torch.dtype]  # dtypes that the checkpoint may have; they are converted to the target's
     write: Write | None  # writes a stored weight to the target; None: copies it
     fill: Fill | None  # makes dummy weights; None: small random numbers, or by the name
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that the checkpoint may have instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,9 @@ class WeightTable:
         self._unused_alone: set[str] = set()  # the same, of `_ignored`
         self._loaded: set[str] = set()
         self._finishes: list[Callable[[], None]] = []
+        self._groups: dict[str, tuple[TensorGroup, str]] = {}  # by name, with the key there
+        self._optional: set[str] = set()  # names of groups that a checkpoint may lack
+        self._notes: dict[str, list[str]] = {}  # what was done -> names
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory of the device. dtype: None for the model's."""
@@ -120,6 +126,45 @@ class WeightTable:
         """A checkpoint may have one weight `name` in place of all `parts`, which have places of their own."""
         self._wholes[name] = place, tuple(parts)
 
+    def place_group(
+        self, tensors: Mapping[str, StoredTensor], convert: Convert, fill: Callable[[torch.Generator], None]
+    ) -> None:
+        """`convert` is called with these tensors by key once all have come, from any thread.
+
+        It writes to memory that the caller has. fill: writes dummy values there.
+        """
+        group = TensorGroup(tensors, convert)
+        for i, (key, one) in enumerate(tensors.items()):
+            target = torch.empty(0, device=self.device)
+            self.places[one.name] = WeightPlace(
+                target,
+                one.shape,
+                arrange=None,
+                stored=one.dtypes,
+                write=partial(_put_in_group, group, key),
+                fill=partial(_fill_group, None if i else fill),
+                other_shapes=one.other_shapes,
+            )
+            self._groups[one.name] = group, key
+            if one.optional:
+                self._optional.add(one.name)
+            for other in one.other_names:
+                self.alias(other, one.name)
+        self.after_load(group.finish)
+
+    def expect(self, names: Collection[str]) -> None:
+        """The checkpoint has these names and no others. Groups then do not wait for what it lacks."""
+        known = {self._known(name) for name in names}
+        for name in self._optional - known:
+            group, key = self._groups[name]
+            group.lack(key)
+
+    def note(self, what: str, name: str) -> None:
+        """Something was done to the matrix `name` that the start's report says, for all such matrices in one line."""
+        names = self._notes.setdefault(what, [])
+        if name not in names:
+            names.append(name)
+
     def after_load(self, finish: Callable[[], None]) -> None:
         """`finish` runs once all weights are in their places, before the model prepares them."""
         self._finishes.append(finish)
@@ -128,6 +173,9 @@ class WeightTable:
         for finish in self._finishes:
             finish()
         self._finishes.clear()
+        for name in self._groups:  # nothing here keeps what the layers may have given up
+            self.places[name] = replace(self.places[name], write=None, fill=None)
+        self._groups.clear()
         for name in self._tied.keys() & self.places.keys():
             self._settle_tied(name, self._tied[name])
 
@@ -171,6 +219,11 @@ class WeightTable:
             self._tied[stored] = self._tied.pop(name)
         else:
             self.places[stored] = self.places.pop(name)
+            if name in self._groups:
+                self._groups[stored] = self._groups.pop(name)
+            if name in self._optional:
+                self._optional.remove(name)
+                self._optional.add(stored)
             for other, tied in self._tied.items():
                 if tied.source == name:
                     self._tied[other] = replace(tied, source=stored)
@@ -238,7 +291,7 @@ class WeightTable:
             self._unused[prefix] = set()
 
     def describe_unused(self) -> list[str]:
-        """Returns lines that name parts of the checkpoint that are not used, or that are used against config.json."""
+        """Returns lines that name parts of the checkpoint that are not used, or are not used as config.json says."""
         parts = self._unused | self._unused_last
         for name in sorted(self._unused_alone):
             parts.setdefault(".".join(name.split(".")[-2:]), set()).add(name)  # of all layers together
@@ -248,7 +301,8 @@ class WeightTable:
             if names
         ]
         own = [f"{name}: the checkpoint's own, although tie_word_embeddings is true" for name in self._untied]
-        return [*([f"not used: {', '.join(found)}"] if found else []), *own]
+        notes = [f"{what}: {_shortened(names)}" for what, names in self._notes.items()]
+        return [*([f"not used: {', '.join(found)}"] if found else []), *own, *notes]
 
     def wants(self, name: str) -> bool:
         """Whether the model needs this name. Raises LoadError for an unknown one."""
@@ -275,29 +329,30 @@ class WeightTable:
         """Copies one weight in, converted to the dtype of its place. Raises LoadError if the shape is not the config's
         or the place does not take the dtype."""
         name = self._known(name)
-        self.mark_loaded(name, tuple(value.shape))
+        self.mark_loaded(name, tuple(value.shape), value.dtype)
         if name in self.scalars:
             self.scalars[name].copy_(value.reshape(()))
             return
         place = self._place(name)
-        if value.dtype not in place.stored:
-            known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in place.stored))
-            raise LoadError(f"{name}: the checkpoint has {str(value.dtype).removeprefix('torch.')}, expected {known}")
         if place.write is not None:
             place.write(place.target, value)
             return
         place.target.copy_(place.arrange(value) if place.arrange else value)
 
-    def mark_loaded(self, name: str, shape: tuple[int, ...]) -> None:
-        """Marks a weight as loaded. Raises LoadError if its shape differs from the config's."""
+    def mark_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Marks a weight as loaded. Raises LoadError if its shape differs from the config's, or the place does not take
+        the dtype."""
         name = self._known(name)
         if name in self.scalars:
             if math.prod(shape) != 1:
                 raise LoadError(f"{name}: the checkpoint has {list(shape)}, expected one number")
             return
-        if shape != self._place(name).shape:
-            means = list(self._place(name).shape)
-            raise LoadError(f"{name}: the checkpoint has {list(shape)}, config.json means {means}")
+        place = self._place(name)
+        if shape != place.shape and shape not in place.other_shapes:
+            raise LoadError(f"{name}: the checkpoint has {list(shape)}, config.json means {list(place.shape)}")
+        if dtype not in place.stored:
+            known = ", ".join(sorted(str(one).removeprefix("torch.") for one in place.stored))
+            raise LoadError(f"{name}: the checkpoint has {str(dtype).removeprefix('torch.')}, expected {known}")
         self._loaded.update(self._wholes[name][1] if name in self._wholes else (name,))
 
     def _place(self, name: str) -> WeightPlace:
@@ -321,7 +376,7 @@ class WeightTable:
 
     def check_complete(self) -> None:
         by_other_name = {tied.source for name, tied in self._tied.items() if name in self._loaded}
-        missing = sorted(self.places.keys() - self._loaded - by_other_name)
+        missing = sorted(self.places.keys() - self._loaded - by_other_name - self._optional)
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LoadError(f"the checkpoint lacks {missing[0]}{more}")
@@ -332,6 +387,21 @@ def after(first: Arrange | None, then: Arrange | None) -> Arrange | None:
     if first is None or then is None:
         return first or then
     return lambda stored: then(first(stored))
+
+
+def _put_in_group(group: TensorGroup, key: str, _: Tensor, value: Tensor) -> None:
+    group.put(key, value)
+
+
+def _fill_group(fill: Callable[[torch.Generator], None] | None, _: Tensor, generator: torch.Generator) -> None:
+    """fill: None for all places of a group but one."""
+    if fill is not None:
+        fill(generator)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more}"
 
 
 def _size_bytes(wanted: Sequence[Kind]) -> int:

@@ -118,6 +118,12 @@ class UnquantizedExperts:
     def size_bytes(self) -> int:
         return self.weight.nbytes
 
+    def unpack(self, target: Tensor) -> None:
+        target.copy_(self.weight)
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        return x
+
     def linear(self, expert: int) -> LinearMethod:
         return UnquantizedLinear(self.weight[expert], None if self.bias is None else self.bias[expert])
 

@@ -65,6 +65,16 @@ class ExpertMethod(Protocol):
     @property
     def size_bytes(self) -> int: ...
 
+    @property
+    def bias(self) -> Tensor | None:
+        """[experts, outputs]."""
+
+    def unpack(self, target: Tensor) -> None:
+        """Writes the numbers that the weights stand for to target [experts, outputs, inputs]."""
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        """x [rows, inputs] as products see it, in its dtype."""
+
     def linear(self, expert: int) -> LinearMethod:
         """Returns the weight of one expert, for devices that multiply expert by expert."""
 

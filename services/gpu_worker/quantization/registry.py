@@ -1,20 +1,25 @@
-"""The formats of quantized checkpoints by the name in config.json."""
+"""The formats of quantized checkpoints by their modules' names in `shared.quantization`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat
+from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
+from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Format
 from blockyard.services.gpu_worker.quantization.method import Format
-from blockyard.services.gpu_worker.quantization.mxfp4 import Mxfp4Format
+from blockyard.services.gpu_worker.quantization.quantized_format import QuantizedFormat
 from blockyard.shared.quantization import quantization_method
 
-# `quant_method` -> what makes the format of quantization_config; the names are those of `shared.quantization`
-FORMATS: dict[str | None, Callable[[Mapping[str, Any]], Format]] = {
-    None: lambda said: UnquantizedFormat(),
-    "mxfp4": lambda said: Mxfp4Format(),
+# module in `formats/` -> what makes the format of quantization_config
+FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = {
+    None: lambda said, table: UnquantizedFormat(),
+    "fp8": lambda said, table: QuantizedFormat(Fp8Scheme(said, table.device), table),
+    "mxfp4": lambda said, table: Mxfp4Format(),
 }
 
 
-def find_format(config: Mapping[str, Any]) -> Format:
-    """Returns the format that config.json says. Raises ConfigError for an unknown one."""
-    return FORMATS[quantization_method(config)](config.get("quantization_config") or {})
+def find_format(config: Mapping[str, Any], table: WeightTable) -> Format:
+    """Returns the format that config.json says. Raises ConfigError for an unknown one, or settings it does not know."""
+    method = quantization_method(config)
+    return FORMATS[None if method is None else method.module](config.get("quantization_config") or {}, table)

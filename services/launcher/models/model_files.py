@@ -7,14 +7,18 @@ from typing import Any
 
 import blockyard.shared
 from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
-from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, read_json
+from blockyard.shared.config.checkpoint import (
+    Checkpoint,
+    config_overrides,
+    quantized_overrides,
+    read_json,
+    read_quantization,
+)
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.json_objects import merge_patch
 from blockyard.shared.process.home import home_variables
-from blockyard.shared.quantization import quantization_method
 
 DEMO = "demo"
 HUB_FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME")  # variables that say where the hub's cache is
@@ -40,18 +44,20 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
     else:
         tokenizer_path = _folder(tokenizer or name, tokenizer_revision or revision, values, weights=False)
     generation = path / "generation_config.json"
+    config = _config(path, values, needed=weights)
     checkpoint = Checkpoint(
         name=name,
         path=path,
         tokenizer_path=tokenizer_path,
-        config=_config(path, values, needed=weights),
+        config=config,
+        quantization=read_quantization(path, config),
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
     )
     check_numbers(checkpoint.config | config_overrides(values), path / "config.json")
     if weights and values["worker-cls"] != "mock":
         check_architecture(checkpoint, config_overrides(values), str(values["model-impl"]))
-        quantization_method(merge_patch(checkpoint.config, config_overrides(values)))
+        quantized_overrides(values, checkpoint)
     return checkpoint
 
 

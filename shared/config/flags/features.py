@@ -1,28 +1,24 @@
 """Flags of observability, and of features that are not built yet."""
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+from blockyard.shared.quantization import TABLE, refusals
 
-_QUANTIZATION = not_built("quantized weights")
 _LORA = not_built("LoRA adapters")
 _PROMPT_ADAPTERS = not_built("prompt adapters")
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")
 _TRACES = not_built("OpenTelemetry traces")
-_METHODS = (
-    *("aqlm", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "deepspeedfp", "experts_int8", "fbgemm_fp8"),
-    *("fp8", "gguf", "gptq", "gptq_marlin", "gptq_marlin_24", "hqq", "ipex", "marlin", "modelopt", "moe_wna16"),
-    *("neuron_quant", "qqq", "quark", "squeezellm", "tpu_int8"),
-)
 
 QUANTIZATION = (
     Flag(
         "quantization",
         FlagKind.TEXT,
         None,
-        "Weight quantization.",
+        "Weight quantization; unset: what the checkpoint says.",
         short_names=("q",),
-        refused_values=dict.fromkeys(_METHODS, _QUANTIZATION),
-        refused=_QUANTIZATION,
+        choices=tuple(one.name for one in TABLE if not one.refused),
+        any_case=True,
+        refused_values=refusals(),
     ),
 )
 
@@ -57,7 +53,9 @@ SPECULATIVE = (
         FlagKind.TEXT,
         None,
         "Quantization of the draft model.",
-        refused_values=dict.fromkeys(_METHODS, _SPECULATION),
+        choices=tuple(one.name for one in TABLE if not one.refused),
+        any_case=True,
+        refused_values=refusals(),
         refused=_SPECULATION,
     ),
     Flag(

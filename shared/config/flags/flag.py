@@ -33,6 +33,7 @@ class Flag:
     short_names: tuple[str, ...] = ()  # without their one dash; only on the command line
     other_names: tuple[str, ...] = ()  # valid wherever the name is
     choices: tuple[str, ...] = ()
+    any_case: bool = False  # choices are read without regard to case
     named_values: Mapping[str, str] = field(default_factory=dict)  # accepted besides the kind's values -> their meaning
     takes_json: bool = False  # text that may also be a JSON object: a mapping in YAML and Python
     const: str | None = None  # the value if the command line gives the flag without one, as argparse's

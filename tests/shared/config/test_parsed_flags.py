@@ -42,7 +42,7 @@ def test_spellings_of_a_name(args: list[str]) -> None:
         (["--preemption_mode", "swap"], "preemption-mode", "swap"),
         (["-tp", "4"], "tensor-parallel-size", 4),
         (["-pp=2"], "pipeline-parallel-size", 2),
-        (["-q", "AWQ"], "quantization", "AWQ"),
+        (["-q", "FP8"], "quantization", "fp8"),
         (["-O3"], "compilation-config", "3"),
         (["-O", "3"], "compilation-config", "3"),
         (["-spec-draft-tp", "2"], "speculative-draft-tensor-parallel-size", 2),

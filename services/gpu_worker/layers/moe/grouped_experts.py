@@ -1,4 +1,8 @@
-"""The products of a mixture's experts as Triton kernels. Imported only on a GPU."""
+"""The products of a mixture's experts as Triton kernels. Imported only on a GPU.
+
+Kernels read weights in the dtype of the model. Those in another form are unpacked before, to memory that all layers
+share.
+"""
 
 from collections.abc import Mapping
 
@@ -30,12 +34,11 @@ class GroupedExperts:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
         (hidden, _), (inner, _) = weights.gate_up.shape, weights.down.shape
-        assert isinstance(weights.gate_up, UnquantizedExperts)  # the form that these kernels read
-        assert isinstance(weights.down, UnquantizedExperts)
-        self._gate_up, self._down, self._tensors = weights.gate_up, weights.down, weights.tensors()
-        self.device, self.dtype = weights.device, weights.gate_up.weight.dtype
+        self._methods, self._unpacked = (weights.gate_up, weights.down), weights.unpacked
+        self._gate_up, self._down = _dense(weights)
+        self._tensors, self.device, self.dtype = weights.tensors(), weights.device, self._gate_up.weight.dtype
         self.size_bytes = weights.gate_up.size_bytes + weights.down.size_bytes
-        matrices = (weights.gate_up.weight, weights.down.weight)
+        matrices = (self._gate_up.weight, self._down.weight)
         self.is_on_device = all(one.device.type == self.device.type for one in matrices)  # not in host memory
         takes_prefill = self.is_on_device and all(map(fits, matrices))  # tensor descriptors cannot read host memory
         form = weights.gate_up.form
@@ -56,7 +59,7 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors)
 
     def fuses_norm(self, rows: int) -> bool:
-        return self._config(rows).kernel == "skinny"
+        return self._unpacked is None and self._config(rows).kernel == "skinny"
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
@@ -92,6 +95,10 @@ class GroupedExperts:
         norm: RMSNorm | None,
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
+        if self._unpacked is not None:
+            for method, target in zip(self._methods, self._unpacked, strict=True):
+                method.unpack(target)
+            x = self._methods[0].round_inputs(x)
         if config.kernel == "skinny":
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
@@ -121,7 +128,14 @@ class GroupedExperts:
         )
         tiling = SkinnyTiling(*config.down)
         return down_skinny(
-            inner, down.weight, experts, tiling, bias=down.bias, scale=last, shared=shared, add_to=residual
+            self._methods[1].round_inputs(inner),
+            down.weight,
+            experts,
+            tiling,
+            bias=down.bias,
+            scale=last,
+            shared=shared,
+            add_to=residual,
         )
 
     def _multiply(
@@ -161,7 +175,7 @@ class GroupedExperts:
             scale_first=self._scales_input,
             loads=load,
         )
-        tiling = GroupedTiling(*config.down)
+        inner, tiling = self._methods[1].round_inputs(inner), GroupedTiling(*config.down)
         return grouped_linear(inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last)
 
     def _multiply_many(
@@ -182,7 +196,7 @@ class GroupedExperts:
             scale_first=self._scales_input,
             sorted_out=True,
         )
-        tiling = PrefillTiling(*config.down)
+        inner, tiling = self._methods[1].round_inputs(inner), PrefillTiling(*config.down)
         return grouped_linear_prefill(
             inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last, sorted_in=True
         )
@@ -190,3 +204,13 @@ class GroupedExperts:
     def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The routing weights, for the product that they multiply: the first or the last one."""
         return (weights, None) if self._scales_input else (None, weights)
+
+
+def _dense(weights: ExpertWeights) -> tuple[UnquantizedExperts, UnquantizedExperts]:
+    """What kernels read: the weights, or the memory that they are unpacked to."""
+    if weights.unpacked is not None:
+        gate_up, down = weights.unpacked
+        return UnquantizedExperts(gate_up, weights.gate_up.bias), UnquantizedExperts(down, weights.down.bias)
+    assert isinstance(weights.gate_up, UnquantizedExperts)
+    assert isinstance(weights.down, UnquantizedExperts)
+    return weights.gate_up, weights.down

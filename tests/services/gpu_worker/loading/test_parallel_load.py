@@ -56,8 +56,41 @@ def test_a_wrong_shape_and_an_odd_type_are_named(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"model.norm.weight: the checkpoint has \[63\], config.json means \[64\]"):
         load(tmp_path)
     save_file({"model.norm.weight": torch.ones(64, dtype=torch.int16)}, file)
-    with pytest.raises(LoadError, match=r"model\.norm\.weight is of type I16"):
+    with pytest.raises(LoadError, match=r"model\.norm\.weight: the checkpoint has int16, expected bfloat16, float16"):
         load(tmp_path)
+    save_file({"model.norm.weight": torch.ones(64, dtype=torch.complex64)}, file)
+    with pytest.raises(LoadError, match=r"model\.norm\.weight is of type C64, known are BF16, F16"):
+        load(tmp_path)
+
+
+def test_all_types_arrive_as_they_are(tmp_path: Path) -> None:
+    """Random bytes of each type that a header may name, read by our reader of headers and by safetensors' own."""
+    made = {}
+    for word, dtype in parallel_load.DTYPES.items():
+        flat = torch.randint(0, 2 if dtype == torch.bool else 256, (24,), dtype=torch.uint8)
+        made[word] = flat.view(dtype)
+    save_file(made, tmp_path / "model.safetensors")
+    table = WeightTable(torch.float32, torch.device("cpu"))
+    for name, value in made.items():
+        table.place(name, torch.empty_like(value), tuple(value.shape), stored=frozenset({value.dtype}))
+    parallel_load.load([tmp_path / "model.safetensors"], table, lambda done: None, 7)
+    table.check_complete()
+    with parallel_load.open_safetensors(tmp_path / "model.safetensors") as opened:
+        for name, value in made.items():
+            assert torch.equal(table.places[name].target.view(torch.uint8), value.view(torch.uint8)), name
+            assert parallel_load.DTYPES[opened.get_slice(name).get_dtype()] == value.dtype
+
+
+def test_layers_are_read_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BY_NAME["llama"].save(tmp_path)
+    monkeypatch.setattr(parallel_load, "READERS", 1)
+    table, order = empty_table(tmp_path), list[str]()
+    put = table.put
+    monkeypatch.setattr(table, "put", lambda name, value: (order.append(name), put(name, value)))
+    parallel_load.load(checkpoint.find_files(tmp_path, "auto", []), table, lambda done: None)
+    layers = [int(name.split(".")[2]) for name in order if ".layers." in name]
+    assert layers == sorted(layers)
+    assert len(order) == len(table.places)
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
 """A format that no other part of the worker knows: what uses a weight asks its method, and reads no tensor of it."""
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,7 +66,7 @@ def fill_scales(scales: Tensor, _: torch.Generator) -> None:
 class Rows8Format:
     """Implements `Format`: linear layers alone are quantized."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
+    def __init__(self) -> None:
         self._others = UnquantizedFormat()
 
     def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
@@ -93,8 +91,8 @@ class Rows8Format:
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "METHODS", (*quantization.METHODS, NAME))
-    monkeypatch.setitem(registry.FORMATS, NAME, Rows8Format)
+    monkeypatch.setitem(quantization.NAMES, NAME, quantization.QuantizationName(NAME, module=NAME))
+    monkeypatch.setitem(registry.FORMATS, NAME, lambda said, table: Rows8Format())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.loading import checkpoint, parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.quantization import mxfp4
+from blockyard.services.gpu_worker.quantization.formats import mxfp4
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 

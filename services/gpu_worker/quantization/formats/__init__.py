@@ -1,0 +1,11 @@
+"""The formats of quantized checkpoints, one file for each `quant_method`. How to add one:
+
+1. Write a class with the methods of `scheme.Scheme`: it reads quantization_config as a typed struct (`settings.read`)
+   and says of a matrix, by its name in the checkpoint (`names.NamePatterns`), whether and how it is quantized.
+2. `stored` returns the tensors that the checkpoint has (`Matrix.stored`), the kept form (`kept/`, or `Dequantized`),
+   and a function that makes the form's tensors of them, with rows as stored and inputs side by side.
+3. Parts, shares of ranks, experts, biases, and matrices that are needed as numbers are `QuantizedFormat`'s.
+4. Add the class to `FORMATS` in registry.py, and give its name the module's in shared/quantization.py.
+5. Its test writes a tiny checkpoint of the public layout and compares it with the numbers that it stands for:
+   tests/support/models/quantized_checkpoint.py.
+"""

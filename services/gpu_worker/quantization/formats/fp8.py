@@ -1,0 +1,168 @@
+"""Weights in e4m3: `quant_method` fp8 and fbgemm_fp8, and 16-bit checkpoints that are quantized while they load.
+
+A matrix [outputs, inputs] is stored as
+
+- `weight` F8_E4M3 [outputs, inputs],
+- `weight_scale`, one number, or [outputs] or [outputs, 1]; or with `weight_block_size` [rows, columns] in the config
+  `weight_scale_inv` [ceil(outputs / rows), ceil(inputs / columns)], which multiplies as well,
+- `input_scale`, one number, if `activation_scheme` is static.
+
+Documented in transformers (integrations/finegrained_fp8.py, quantizers of fbgemm_fp8), in the README of DeepSeek-V3's
+weights (README_WEIGHTS.md) and in vLLM's "FP8 W8A8". Of fbgemm_fp8, `activation_scale_ub` bounds the scales of inputs:
+a row counts as having at most that absolute value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
+from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.settings import SCALES, check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.kept import dequantized, fp8_w8a8
+from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
+from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
+    E4M3,
+    FLOOR,
+    MOST,
+    expand,
+    has_products,
+    scaled_to_e4m3,
+    to_e4m3,
+)
+from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
+from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
+from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
+from blockyard.shared.errors import LoadError
+
+SCALE, BLOCK_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_inv", "input_scale"
+CODES = frozenset({E4M3})
+PLAIN = Dequantized(torch.float32)
+
+
+class Fp8Settings(msgspec.Struct, frozen=True):
+    """The fields of quantization_config that count."""
+
+    quant_method: str = "fp8"
+    activation_scheme: str = "dynamic"
+    weight_block_size: tuple[int, int] | None = None
+    modules_to_not_convert: list[str] = []
+    ignored_layers: list[str] = []
+    activation_scale_ub: float | None = None
+    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization`
+
+    def __post_init__(self) -> None:
+        if self.activation_scheme not in ("dynamic", "static"):
+            raise ValueError(f"activation_scheme {self.activation_scheme!r} is neither dynamic nor static")
+        if self.weight_block_size is not None and min(self.weight_block_size) < 1:
+            raise ValueError(f"weight_block_size {list(self.weight_block_size)}: sizes are 1 or more")
+
+
+class Fp8Scheme:
+    """Implements `Scheme`."""
+
+    def __init__(self, said: Mapping[str, Any], device: torch.device) -> None:
+        """Raises ConfigError for settings that it does not know."""
+        self._settings = read(said, Fp8Settings)
+        self._left_out = NamePatterns(names_in(self._settings.modules_to_not_convert, self._settings.ignored_layers))
+        self._form, self._has_products = self._find_form(), has_products(device)
+
+    def _find_form(self) -> Fp8W8A8:
+        said = self._settings
+        group = None if said.weight_block_size is None else said.weight_block_size[1]
+        static = said.activation_scheme == "static" and group is None
+        return Fp8W8A8(group, static, said.activation_scale_ub)
+
+    @property
+    def form(self) -> KeptForm:
+        return self._form if self._has_products else W8A16(E4M3, self._form.group)
+
+    def patterns(self) -> list[NamePatterns]:
+        return [self._left_out]
+
+    def stored(self, matrix: Matrix) -> StoredMatrix | None:
+        if self._left_out.match(matrix.name) or is_left_out(matrix.name):
+            return None
+        shape = _turned(matrix, (matrix.outputs, matrix.inputs))
+        if self._settings.from_16_bits:
+            tensors = {WEIGHT: matrix.stored(WEIGHT, shape, FLOATS)}
+            return None if matrix.plain else StoredMatrix(form=self.form, tensors=tensors, to_kept=self._round(matrix))
+        scale = self._stored_scale(matrix)
+        if matrix.plain:  # files do not say whether what is no linear layer is quantized: if it is, it has a scale
+            tensors = {WEIGHT: matrix.stored(WEIGHT, shape, CODES | FLOATS), SCALE: replace(scale, optional=True)}
+            return StoredMatrix(form=PLAIN, tensors=tensors, to_kept=partial(self._to_numbers, matrix, scale.name))
+        tensors = {WEIGHT: matrix.stored(WEIGHT, shape, CODES), SCALE: scale}
+        if self._settings.activation_scheme == "static":
+            is_used = self._form.static and self._has_products
+            one = matrix.stored(INPUT_SCALE, (), FLOATS, other_shapes=((1,),), optional=not is_used)
+            tensors[INPUT_SCALE] = one
+        return StoredMatrix(form=self.form, tensors=tensors, to_kept=partial(self._to_kept, matrix, scale.name))
+
+    def _stored_scale(self, matrix: Matrix) -> StoredTensor:
+        block = self._settings.weight_block_size
+        if block is None:
+            shapes = ((1,), (matrix.outputs,), _turned(matrix, (matrix.outputs, 1)))
+            return matrix.stored(SCALE, (), SCALES, other_shapes=shapes)
+        rows, columns = -(-matrix.outputs // block[0]), -(-matrix.inputs // block[1])
+        return matrix.stored(BLOCK_SCALE, _turned(matrix, (rows, columns)), SCALES, other_keys=(SCALE,))
+
+    def _round(self, matrix: Matrix) -> ToKept:
+        block = self._settings.weight_block_size
+
+        def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            weight = _turn(matrix, tensors[WEIGHT])
+            codes, scales = to_e4m3(weight) if block is None else _round_blocks(weight, block)
+            return {fp8_w8a8.CODES: codes, fp8_w8a8.SCALES: scales}
+
+        return to_kept
+
+    def _to_kept(self, matrix: Matrix, scale_name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        scales, block = check_scales(scale_name, tensors[SCALE]), self._settings.weight_block_size
+        if block is None:
+            scales = scales.flatten().expand(matrix.outputs)
+        else:
+            scales = _turn(matrix, scales).repeat_interleave(block[0], 0)[: matrix.outputs]
+        made = {fp8_w8a8.CODES: _turn(matrix, tensors[WEIGHT]), fp8_w8a8.SCALES: scales}
+        if self._form.static and INPUT_SCALE in tensors:
+            made[fp8_w8a8.INPUT_SCALE] = check_scales(matrix.tensor(INPUT_SCALE), tensors[INPUT_SCALE])
+        return made
+
+    def _to_numbers(self, matrix: Matrix, scale_name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        weight = tensors[WEIGHT]
+        if weight.dtype != E4M3:
+            return {dequantized.WEIGHT: _turn(matrix, weight)}
+        if SCALE not in tensors:
+            raise LoadError(f"the checkpoint lacks {scale_name}")
+        kept = self._to_kept(matrix, scale_name, tensors)
+        return {dequantized.WEIGHT: self._form.dequantize(kept, matrix.inputs, torch.float32)}
+
+
+def _turned(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[::-1] if matrix.transposed else shape
+
+
+def _turn(matrix: Matrix, stored: Tensor) -> Tensor:
+    return stored.mT if matrix.transposed else stored
+
+
+def _round_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes, and scales of rows and groups of inputs, equal in the rows of a block."""
+    rows, columns = block
+    (outputs, inputs), largest = weight.shape, weight.float().abs()
+    padded = F.pad(largest, (0, -inputs % columns, 0, -outputs % rows))
+    scales = (
+        torch.unflatten(torch.unflatten(padded, 1, (-1, columns)), 0, (-1, rows))
+        .amax((1, 3))
+        .div(MOST)
+        .clamp_(min=FLOOR)
+    )
+    scales = scales.repeat_interleave(rows, 0)[:outputs]
+    return scaled_to_e4m3(weight, expand(scales, columns, inputs)), scales

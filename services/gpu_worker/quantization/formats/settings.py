@@ -1,0 +1,39 @@
+"""Reads quantization_config as a typed struct, and checks numbers of checkpoints."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.shared.errors import ConfigError, LoadError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+SCALES = FLOATS | {torch.float8_e8m0fnu}  # dtypes that checkpoints have of scales
+
+
+def read(said: Mapping[str, Any], struct: type[T]) -> T:
+    """quantization_config as a struct, without the keys that it does not know. Null stands for the default. Raises
+    ConfigError naming the field."""
+    given = {key: value for key, value in said.items() if value is not None}
+    try:
+        return msgspec.convert(given, struct)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"config.json: quantization_config: {e}") from e
+
+
+def names_in(*lists: Any) -> list[str]:
+    """The names of several lists, of which each may be missing."""
+    return [name for some in lists for name in some or ()]
+
+
+def check_scales(name: str, scales: Tensor) -> Tensor:
+    """Returns scales in float32. Raises LoadError if one is not finite, or is negative."""
+    scales = scales.float()
+    wrong = ~(scales.isfinite() & (scales >= 0))
+    if bool(wrong.any()):
+        raise LoadError(f"{name}: the checkpoint has a scale of {float(scales[wrong].flatten()[0])}")
+    return scales

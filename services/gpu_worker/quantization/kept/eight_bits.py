@@ -1,0 +1,50 @@
+"""Numbers of 8 bits with scales: what the forms `Fp8W8A8` and `W8A16` share."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+MOST = 448.0  # of e4m3
+FLOOR = 1e-12  # of scales, so that zeros are not divided by zero
+
+
+def expand(scales: Tensor, group: int | None, inputs: int) -> Tensor:
+    """Scales [..., rows] or [..., rows, groups] of groups of inputs, of which the last may be incomplete, as
+    [..., rows, 1] or [..., rows, inputs]."""
+    if group is None:
+        return scales[..., None]
+    return scales.repeat_interleave(group, -1)[..., :inputs]
+
+
+def to_e4m3(x: Tensor, group: int | None = None, most: float | None = None) -> tuple[Tensor, Tensor]:
+    """Rounds x [rows, inputs] to e4m3 with a scale for each row, or each row and group.
+
+    most: a row counts as having at most this absolute value, and what is above is clamped. Returns codes [rows, inputs]
+    and scales float32 [rows] or [rows, groups].
+    """
+    x = x.float()
+    if group is None:
+        largest = x.abs().amax(-1)
+    else:
+        missing = -x.shape[-1] % group
+        largest = torch.unflatten(F.pad(x, (0, missing)), -1, (-1, group)).abs().amax(-1)
+    scales = (largest if most is None else largest.clamp(max=most)).div(MOST).clamp_(min=FLOOR)
+    return scaled_to_e4m3(x, expand(scales, group, x.shape[-1])), scales
+
+
+def scaled_to_e4m3(x: Tensor, scales: Tensor) -> Tensor:
+    """x / scales in e4m3, clamped: torch does not saturate on all devices."""
+    return (x.float() / scales).clamp_(-MOST, MOST).to(E4M3)
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether weights and inputs in e4m3 are multiplied there as in `Fp8W8A8`; other devices are said to, too."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def fill_e4m3(codes: Tensor, generator: torch.Generator, std: float) -> None:
+    """Writes normally distributed codes [..., rows, inputs], one matrix at a time."""
+    for one in codes.flatten(0, -3) if codes.dim() > 2 else [codes]:
+        made = torch.empty(one.shape, device=generator.device).normal_(0.0, std, generator=generator)
+        one.view(torch.uint8).copy_(made.clamp_(-MOST, MOST).to(E4M3).view(torch.uint8))

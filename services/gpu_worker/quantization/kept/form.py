@@ -1,0 +1,182 @@
+"""What a kept form says of itself, and the linear layers and experts that are made of one."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.weights import Kind
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
+
+DUMMY_SCALE = 0.02  # standard deviation of what dummy weights stand for
+
+UNPACKED_ELEMENTS = 1 << 26  # at a time, because references compute in float32
+
+
+class KeptTensor(NamedTuple):
+    """One tensor of a matrix: [outputs, inputs / `inputs`], [outputs] or [inputs / `inputs`].
+
+    With neither dimension it is one number of the whole product, of all parts and experts; the largest one counts.
+    """
+
+    dtype: torch.dtype
+    rows: bool = True  # the first dimension is the outputs
+    inputs: int | None = None  # that one element of the last dimension stands for; None: there is no such dimension
+
+    @property
+    def is_one_number(self) -> bool:
+        return not self.rows and self.inputs is None
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
+        columns = () if self.inputs is None else (-(-inputs // self.inputs),)
+        return (*((outputs,) if self.rows else ()), *columns)
+
+
+class KeptForm(Protocol):
+    """A form with its parameters. Parts of one product are kept together if their forms are equal."""
+
+    @property
+    def name(self) -> str:
+        """The key of its kernels, see `LinearMethod.form`."""
+
+    @property
+    def multiplies_on_host(self) -> bool:
+        """Whether the CPU multiplies it as it is. Otherwise it is dequantized there at load, with a line."""
+
+    def tensors(self) -> Mapping[str, KeptTensor]:
+        """The tensors of a matrix by name."""
+
+    def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
+        """The reference of all kernels: [..., outputs, inputs] of the tensors. inputs: of the rank."""
+
+    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        """x [rows, inputs] as products see it, in its dtype. Rows do not depend on each other."""
+
+    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+        """x [rows, inputs] -> [rows, outputs], without bias. None: this device or dtype has only the plain product."""
+
+    def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        """Writes dummy weights: what they stand for has a standard deviation of DUMMY_SCALE."""
+
+
+def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
+    """Shapes and dtypes of the tensors by name, of experts with their number in `lead`."""
+    return {
+        name: (one.shape(outputs, inputs) if one.is_one_number else (*lead, *one.shape(outputs, inputs)), one.dtype)
+        for name, one in form.tensors().items()
+    }
+
+
+class KeptLinear:
+    """A weight in a kept form. Implements `LinearMethod`."""
+
+    fusions = frozenset[Fusion]()
+
+    def __init__(
+        self,
+        kept_form: KeptForm,
+        kept: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> None:
+        """shape: numbers of inputs and outputs. dtype: of the model."""
+        self.kept_form, self.shape, self._dtype, self._bias = kept_form, shape, dtype, bias
+        self._kept = dict(kept)
+        self.size_bytes = sum(one.nbytes for one in kept.values())
+        self._dense: UnquantizedLinear | None = None  # on the CPU, if the form is not multiplied as it is
+
+    @property
+    def form(self) -> str | None:
+        return self.kept_form.name
+
+    def dequantized(self) -> Tensor:
+        """[outputs, inputs] in the dtype of the model."""
+        return self.kept_form.dequantize(self._kept, self.shape[0], self._dtype)
+
+    def prepare(self) -> None:
+        if self._dense is None and is_dequantized_on(next(iter(self._kept.values())).device, self.kept_form):
+            self._dense = UnquantizedLinear(self.dequantized(), self._bias)
+            self._dense.prepare()
+            self.size_bytes = self._dense.size_bytes
+            # what `round_inputs` needs stays
+            self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self._dense is not None:
+            return self._dense.apply(self.kept_form.round_inputs(x, self._kept))
+        out = self.kept_form.product(x, self._kept)
+        if out is None:
+            return F.linear(self.kept_form.round_inputs(x, self._kept), self.dequantized(), self._bias)
+        return out if self._bias is None else out.add_(self._bias)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._kept | ({} if self._dense is None else self._dense.tensors())
+
+    def replace(self, name: str, tensor: Tensor) -> None:
+        self._kept[name] = tensor
+
+
+def is_dequantized_on(device: torch.device, form: KeptForm) -> bool:
+    """Whether weights of this form become numbers of the model's dtype when they are prepared."""
+    return device.type == "cpu" and not form.multiplies_on_host
+
+
+class KeptExperts:
+    """The weights of experts in a kept form. Implements `ExpertMethod`."""
+
+    def __init__(
+        self,
+        kept_form: KeptForm,
+        kept: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> None:
+        """kept: tensors with a leading dimension of experts. bias: [experts, outputs]. Others: see `KeptLinear`."""
+        self.kept_form, self.shape, self._dtype, self.bias = kept_form, shape, dtype, bias
+        self._kept = dict(kept)
+        self.size_bytes = sum(one.nbytes for one in kept.values())
+
+    @property
+    def form(self) -> str:
+        return self.kept_form.name
+
+    def linear(self, expert: int) -> LinearMethod:
+        stated = self.kept_form.tensors()
+        own = {name: one if stated[name].is_one_number else one[expert] for name, one in self._kept.items()}
+        return KeptLinear(
+            self.kept_form, own, self.shape, self._dtype, None if self.bias is None else self.bias[expert]
+        )
+
+    def unpack(self, target: Tensor) -> None:
+        stated, chunk = self.kept_form.tensors(), max(UNPACKED_ELEMENTS // target[0].numel(), 1)
+        for start in range(0, len(target), chunk):
+            some = slice(start, start + chunk)
+            own = {
+                name: one if stated[name].is_one_number else one[some].to(target.device, non_blocking=True)
+                for name, one in self._kept.items()
+            }
+            target[some].copy_(self.kept_form.dequantize(own, self.shape[0], target.dtype))
+
+    def round_inputs(self, x: Tensor) -> Tensor:
+        return self.kept_form.round_inputs(x, self._kept)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self._kept | ({} if self.bias is None else {"bias": self.bias})
+
+
+def fill_codes(codes: Tensor, generator: torch.Generator) -> None:
+    """Writes random bytes."""
+    flat = codes.view(torch.uint8)
+    made = torch.empty(flat.shape, dtype=torch.uint8, device=generator.device)
+    flat.copy_(made.random_(0, 256, generator=generator))
+
+
+def uniform_scale(low: float, high: float) -> float:
+    """The factor that gives numbers drawn evenly between two bounds a standard deviation of DUMMY_SCALE."""
+    return DUMMY_SCALE * math.sqrt(12) / (high - low)

@@ -1,0 +1,53 @@
+"""`W8A16`: integers of 8 bits or e4m3 with scales and zeros; inputs stay as they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
+from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, uniform_scale
+
+CODES, SCALES, ZEROS = "codes", "scales", "zeros"
+DUMMY_STD = 112.0  # of codes in e4m3
+MIDDLE = 128  # of uint8
+
+
+@dataclass(frozen=True, slots=True)
+class W8A16:
+    """Implements `KeptForm`. A weight is (code - zero) * scale."""
+
+    codes: torch.dtype  # int8, uint8 or e4m3
+    group: int | None = None  # inputs of a scale; None: all of a row
+    zeros: bool = False  # each scale has a zero, in its dtype
+    scales: torch.dtype = torch.float32  # as the file has them
+    name = "W8A16"
+    multiplies_on_host = False
+
+    def tensors(self) -> Mapping[str, KeptTensor]:
+        scales = KeptTensor(self.scales, inputs=self.group)
+        made = {CODES: KeptTensor(self.codes, inputs=1), SCALES: scales}
+        return made | ({ZEROS: scales} if self.zeros else {})
+
+    def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
+        values = kept[CODES].float()
+        if self.zeros:
+            values -= expand(kept[ZEROS].float(), self.group, inputs)
+        return values.mul_(expand(kept[SCALES].float(), self.group, inputs)).to(dtype)
+
+    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        return x
+
+    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+        return None
+
+    def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        if self.codes == E4M3:
+            fill_e4m3(kept[CODES], generator, DUMMY_STD)
+            kept[SCALES].fill_(DUMMY_SCALE / DUMMY_STD)
+        else:
+            fill_codes(kept[CODES], generator)
+            kept[SCALES].fill_(uniform_scale(0, 255))
+        if self.zeros:
+            kept[ZEROS].fill_(MIDDLE if self.codes == torch.uint8 else 0)

@@ -1,0 +1,241 @@
+"""Makes linear layers and experts of what a `Scheme` says: the rules that hold for all formats.
+
+- Parts of a product with equal forms share memory, others are cut into products of their own, with a line.
+- Each tensor of a form has the rows of its matrix, so `arrange` reorders codes and scales alike, and a rank takes the
+  same rows of all, or the inputs that elements stand for.
+- A matrix that is needed as numbers is dequantized while it is loaded, with a line.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.linear_spec import Cut, ExpertSpec, LinearSpec, MatrixPart, Shard, Split
+from blockyard.services.gpu_worker.loading.tensor_groups import wait_for_device
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
+from blockyard.services.gpu_worker.quantization.dense import (
+    UnquantizedExperts,
+    UnquantizedFormat,
+    UnquantizedLinear,
+    place_rows,
+)
+from blockyard.services.gpu_worker.quantization.kept.dequantized import WEIGHT, Dequantized
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    KeptExperts,
+    KeptForm,
+    KeptLinear,
+    KeptTensor,
+    is_dequantized_on,
+    kinds,
+)
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod, LinearMethod
+from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
+from blockyard.shared.errors import ConfigError
+
+
+class QuantizedFormat:
+    """Implements `Format` by a scheme."""
+
+    def __init__(self, scheme: Scheme, table: WeightTable) -> None:
+        self._scheme, self._others = scheme, UnquantizedFormat()
+        table.after_load(partial(self._name_unused, table))
+
+    def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
+        stored = [self._scheme.stored(_matrix(one, spec)) for one in spec.parts]
+        runs = [
+            (form, [i for i, _ in some])
+            for form, some in groupby(enumerate(stored), key=lambda pair: None if pair[1] is None else pair[1].form)
+        ]
+        methods = [
+            self._run(table, replace(spec, parts=tuple(spec.parts[i] for i in own)), [stored[i] for i in own])
+            for _, own in runs
+        ]
+        if len(methods) == 1:
+            return methods[0]
+        table.note("products that are cut because their parts are not quantized alike", spec.parts[0].name)
+        return CutLinear(methods)
+
+    def _run(self, table: WeightTable, spec: LinearSpec, stored: Sequence[StoredMatrix | None]) -> LinearMethod:
+        """A product of parts that are all in one form, or all not quantized."""
+        known = [one for one in stored if one is not None]
+        if not known:
+            return self._others.linear(table, spec)
+        form, name = known[0].form, spec.parts[0].name
+        inputs, outputs = spec.num_inputs(table.shard), spec.num_outputs(table.shard)
+        wanted = kinds(form, outputs, inputs)
+        memory = dict(zip(wanted, table.layer_memory(name, *wanted.values()), strict=True))
+        bias = table.empty(outputs) if spec.bias else None
+        _Placement(table, spec, form, memory).place(known)
+        if bias is not None:
+            place_rows(table, spec, bias)
+        if isinstance(form, Dequantized):
+            table.note("dequantized at load", name)
+            return UnquantizedLinear(memory[WEIGHT], bias)
+        _note_host(table, form, name)
+        return KeptLinear(form, memory, (inputs, outputs), table.dtype, bias)
+
+    def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
+        matrix, name = spec.matrix, spec.matrix.parts[0].name
+        stored = [self._of_expert(spec, i) for i in range(1 if spec.stacked else spec.num_experts)]
+        flat = [one for some in stored for one in some]
+        known = [one for one in flat if one is not None]
+        if not known:
+            return self._others.experts(table, spec)
+        form = known[0].form
+        if len(known) < len(flat) or any(one.form != form for one in known):
+            raise ConfigError(f"quantization_config: experts {name.partition('.{}')[0]} are not quantized alike")
+        inputs, outputs = matrix.num_inputs(table.shard), matrix.num_outputs(table.shard)
+        wanted = kinds(form, outputs, inputs, (spec.num_experts,))
+        memory = dict(zip(wanted, table.expert_memory(*wanted.values()), strict=True))
+        bias = table.empty(spec.num_experts, outputs) if matrix.bias else None
+        if bias is not None:
+            place_rows(table, matrix, bias, spec.suffixes[1], is_stacked=spec.stacked)
+        placement = _Placement(table, matrix, form, memory)
+        for number, some in enumerate(stored):
+            parts = [one for one in some if one is not None]
+            placement.place(parts, number, spec.num_experts if spec.stacked else 0)
+        if isinstance(form, Dequantized):
+            table.note("dequantized at load", name)
+            return UnquantizedExperts(memory[WEIGHT], bias)
+        _note_host(table, form, name)
+        return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
+
+    def _of_expert(self, spec: ExpertSpec, number: int) -> list[StoredMatrix | None]:
+        """How the parts of an expert are stored, or those of all if they are stacked."""
+        found = []
+        for one in spec.matrix.parts:
+            matrix = _matrix(one, spec.matrix)
+            if spec.stacked:
+                matrix = replace(matrix, experts=spec.num_experts, suffix=spec.suffixes[0])
+            else:
+                matrix = replace(matrix, name=one.name.format(number))
+            found.append(self._scheme.stored(matrix))
+        return found
+
+    def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
+        [one] = spec.parts
+        stored = self._scheme.stored(replace(_matrix(one, spec), plain=True))
+        if stored is None:
+            return self._others.plain(table, spec, dtype)
+        weight = table.empty(spec.num_outputs(table.shard), spec.num_inputs(table.shard), dtype=dtype)
+        form = Dequantized(dtype)
+
+        def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            if len(tensors) > 1:  # a format may take what is not quantized, too
+                table.note("dequantized at load", one.name)
+            return {WEIGHT: stored.form.dequantize(stored.to_kept(tensors), spec.in_features, dtype)}
+
+        placed = replace(stored, form=form, to_kept=to_kept)
+        _Placement(table, spec, form, {WEIGHT: weight}).place([placed])
+        return weight
+
+    def _name_unused(self, table: WeightTable) -> None:
+        for patterns in self._scheme.patterns():
+            for pattern in patterns.unused():
+                table.note("quantization_config names what the model does not have", pattern)
+
+
+class _Placement:
+    """Gives the stored tensors of a product places in its memory."""
+
+    def __init__(self, table: WeightTable, spec: LinearSpec, form: KeptForm, memory: Mapping[str, Tensor]) -> None:
+        """memory: of this rank, of experts with a leading dimension. Raises ConfigError if a rank's inputs cut what
+        one element stands for."""
+        self._table, self._spec, self._memory, self._fill = table, spec, memory, form.fill
+        self._stated, self._lock = form.tensors(), Lock()
+        self._columns = {name: _columns(one, spec, table.shard) for name, one in self._stated.items()}
+        self._is_filled = False
+        for name, one in self._stated.items():
+            if one.is_one_number:
+                memory[name].zero_()
+
+    def place(self, stored: Sequence[StoredMatrix], expert: int | None = None, stacked: int = 0) -> None:
+        """stored: of the parts. expert: whose tensors these are. stacked: they are those of so many experts."""
+        start = 0
+        for one, how in zip(self._spec.parts, stored, strict=True):
+            rows = self._spec.rows(one, self._table.shard)
+            convert = partial(self._convert, one, how, start, expert, stacked)
+            self._table.place_group(how.tensors, convert, self._fill_once)
+            start += sum(map(len, rows))
+
+    def _fill_once(self, generator: torch.Generator) -> None:
+        if not self._is_filled:
+            self._fill(self._memory, generator)
+        self._is_filled = True
+
+    def _convert(
+        self,
+        one: MatrixPart,
+        how: StoredMatrix,
+        start: int,
+        expert: int | None,
+        stacked: int,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        with self._lock:  # parts write to the numbers that they share
+            if not stacked:
+                self._write(one, how.to_kept(tensors), start, expert)
+            for i in range(stacked):
+                self._write(one, how.to_kept({key: value[i] for key, value in tensors.items()}), start, i)
+            wait_for_device(next(iter(self._memory.values())))
+
+    def _write(self, one: MatrixPart, made: Mapping[str, Tensor], start: int, expert: int | None) -> None:
+        rows = self._spec.rows(one, self._table.shard)
+        for name, stated in self._stated.items():
+            target, value = self._memory[name], made[name]
+            if stated.is_one_number:
+                target.copy_(torch.maximum(target, value.to(target.device, target.dtype).reshape(())))
+                continue
+            target, value = _as_bytes(target if expert is None else target[expert], value)
+            if stated.rows:
+                target = target.narrow(0, start, sum(map(len, rows)))
+                value = Cut(0, tuple(rows))(_in_order(one, value))
+            columns = self._columns[name]
+            target.copy_(value if columns is None else value[..., columns.start : columns.stop])
+
+
+def _matrix(one: MatrixPart, spec: LinearSpec) -> Matrix:
+    return Matrix(
+        name=one.name,
+        outputs=one.stored_rows or one.size,
+        inputs=spec.in_features,
+        transposed=spec.transposed,
+    )
+
+
+def _in_order(one: MatrixPart, rows: Tensor) -> Tensor:
+    """The rows of a part in the order of the product, from those of the checkpoint."""
+    if one.interleaved:
+        rows = torch.unflatten(rows, 0, (-1, len(one.rows))).transpose(0, 1).flatten(0, 1)
+    return rows if one.arrange is None else one.arrange(rows)
+
+
+def _columns(one: KeptTensor, spec: LinearSpec, shard: Shard) -> range | None:
+    """The elements of the last dimension that a rank has. None: all."""
+    if one.inputs is None or spec.split is not Split.INPUTS:
+        return None
+    own = spec.inputs.share(shard)
+    if own.start % one.inputs or (own.stop % one.inputs and own.stop != spec.in_features):
+        raise ConfigError(
+            f"{spec.parts[0].name}: inputs {own.start} to {own.stop - 1}, which a rank has, are no whole groups of "
+            f"{one.inputs}"
+        )
+    return range(own.start // one.inputs, -(-own.stop // one.inputs))
+
+
+def _as_bytes(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of 8-bit floats as bytes, because not all operations take them."""
+    if value.dtype == target.dtype and value.is_floating_point() and value.dtype.itemsize == 1:
+        return target.view(torch.uint8), value.view(torch.uint8)
+    return target, value
+
+
+def _note_host(table: WeightTable, form: KeptForm, name: str) -> None:
+    if is_dequantized_on(table.device, form):
+        table.note(f"{form.name} weights, dequantized because the CPU has no product of them", name)

@@ -1,0 +1,78 @@
+"""What a format says of one matrix: the interface that each file in `formats/` implements."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
+from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
+from blockyard.services.gpu_worker.quantization.names import NamePatterns
+
+WEIGHT = "weight"
+
+# takes the tensors of one matrix by key, without those that are optional and not there; returns the form's tensors by
+# name, rows as stored
+ToKept = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A matrix [outputs, inputs] that a model wants from a checkpoint, whole: no rank's share."""
+
+    name: str
+    outputs: int
+    inputs: int
+    experts: int | None = None  # so many are stacked: each tensor has a leading dimension of them
+    suffix: str = ".weight"  # of the tensor's name in a checkpoint without quantization
+    transposed: bool = False  # that tensor is [inputs, outputs]
+    plain: bool = False  # wanted as numbers: an embedding, a router in float32, kv_b_proj
+
+    def tensor(self, key: str) -> str:
+        """The name of a tensor of this matrix: "a.weight_scale", of stacked experts "a_scale" as of "a" itself."""
+        if self.suffix == ".weight":
+            return f"{self.name}.{key}"
+        short = key.removeprefix(WEIGHT)
+        return f"{self.name}{self.suffix}{short if not short or short.startswith('_') else f'_{short}'}"
+
+    def stored(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        dtypes: frozenset[torch.dtype],
+        *,
+        optional: bool = False,
+        other_shapes: tuple[tuple[int, ...], ...] = (),
+        other_keys: tuple[str, ...] = (),
+    ) -> StoredTensor:
+        """A tensor of this matrix. shape, other_shapes: of one expert. other_keys: that its name may have instead."""
+        lead = () if self.experts is None else (self.experts,)
+        return StoredTensor(
+            name=self.tensor(key),
+            shape=(*lead, *shape),
+            dtypes=dtypes,
+            optional=optional,
+            other_shapes=tuple((*lead, *one) for one in other_shapes),
+            other_names=tuple(map(self.tensor, other_keys)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix:
+    """How a checkpoint has a matrix, and what it becomes."""
+
+    form: KeptForm
+    tensors: Mapping[str, StoredTensor]  # by key
+    to_kept: ToKept  # of stacked experts it is called for each expert
+
+
+class Scheme(Protocol):
+    """What the quantization_config of one checkpoint means. A file in `formats/` has one, or several."""
+
+    def stored(self, matrix: Matrix) -> StoredMatrix | None:
+        """Whether and how a matrix is quantized. None: it is not. Raises ConfigError for sizes that it cannot have."""
+
+    def patterns(self) -> list[NamePatterns]:
+        """The lists of names of the file, of which those that mean no matrix are named at the start."""

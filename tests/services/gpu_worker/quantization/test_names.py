@@ -1,0 +1,79 @@
+"""What names of a quantization_config mean."""
+
+from typing import Any
+
+import pytest
+
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, find_rule, is_left_out
+from blockyard.shared.errors import ConfigError
+
+Q, GATE = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "is_meant"),
+    [
+        (Q, Q, True),
+        ("layers.1.self_attn.q_proj", Q, True),
+        ("language_model.model.layers.1.self_attn.q_proj", Q, True),
+        ("model.language_model.layers.1.self_attn.q_proj", Q, True),
+        (Q, f"language_model.{Q}", True),
+        ("model.layers.1", Q, True),
+        ("model.layers.1", "model.layers.10.self_attn.q_proj", False),
+        ("self_attn", Q, True),
+        ("mlp.gate", GATE, True),
+        ("mlp.gate", "model.layers.1.mlp.gate_proj", False),
+        ("lm_head", "lm_head", True),
+        ("model.layers.*.mlp.gate", GATE, True),
+        ("*.mlp.gate", "model.layers.1.mlp.gate_proj", False),
+        ("language_model.model.layers.*.mlp.gate", GATE, True),
+        ("re:.*mlp[.]gate$", GATE, True),
+        ("re:model[.]layers[.]1[.]", Q, True),
+        ("re:layers[.]1[.]self", Q, True),
+        ("re:.*self_attn$", Q, False),
+        ("model.layers.1.self_attn.qkv_proj", Q, True),
+        ("re:.*qkv_proj", Q, True),
+        ("model.layers.1.self_attn.gate_up_proj", Q, False),
+        ("vision_tower", Q, False),
+    ],
+)
+def test_one_pattern(pattern: str, name: str, is_meant: bool) -> None:
+    patterns = NamePatterns([pattern])
+    assert patterns.unused() == [pattern]
+    assert patterns.match(name) == is_meant
+    assert patterns.unused() == ([] if is_meant else [pattern])
+
+
+def test_a_fused_matrix_is_meant_if_all_of_its_parts_are() -> None:
+    fused, parts = "model.layers.0.mlp.gate_up_proj", ["layers.0.mlp.gate_proj", "layers.0.mlp.up_proj"]
+    assert NamePatterns(parts).match(fused)
+    assert not NamePatterns(parts[:1]).match(fused)
+
+
+def test_a_wrong_expression() -> None:
+    with pytest.raises(ConfigError, match=r"'re:\(' is not a regular expression"):
+        NamePatterns(["re:("])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_out"),
+    [
+        *(("lm_head", True), (GATE, True), ("model.embed_tokens", True), ("transformer.wte", True)),
+        *((Q, False), ("model.layers.1.mlp.gate_proj", False), ("model.layers.1.mlp.shared_expert_gate", True)),
+    ],
+)
+def test_what_is_left_out_unsaid(name: str, is_out: bool) -> None:
+    assert is_left_out(name) == is_out
+
+
+def test_dynamic_rules() -> None:
+    rules: dict[str, dict[str, Any]] = {
+        r"-:.*\.gate$": {},
+        r"+:.*layers\.1\..*q_proj.*": {"bits": 8},
+        r".*down.*": {"group_size": 32},
+        r".*": {"desc_act": True},
+    }
+    assert find_rule(rules, GATE) is None
+    assert find_rule(rules, Q) == {"bits": 8}
+    assert find_rule(rules, "model.layers.1.mlp.down_proj") == {"group_size": 32}
+    assert find_rule({}, Q) == {}

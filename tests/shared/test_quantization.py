@@ -1,0 +1,115 @@
+"""The table of quantization names, from the command line and from `LLM`."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockyard.shared.config import parsed_flags
+from blockyard.shared.config.checkpoint import Checkpoint, quantized_overrides, read_quantization
+from blockyard.shared.config.flags import FLAGS
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization import NAMES, TABLE, quantization_method
+
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
+
+
+def values(*words: str) -> Values:
+    return Values(parsed_flags.from_command_line(list(words))[0])
+
+
+def overrides(config: dict[str, Any], *words: str, **others: Any) -> dict[str, Any]:
+    checkpoint = Checkpoint(name="m", path=Path("m"), tokenizer_path=Path("m"), config=config, **others)
+    return quantized_overrides(values(*words), checkpoint)
+
+
+def quantized(method: str, **fields: Any) -> dict[str, Any]:
+    return LLAMA | {"quantization_config": {"quant_method": method, **fields}}
+
+
+def test_each_name_is_read_or_an_alias_or_refused() -> None:
+    assert [one.name for one in TABLE] == sorted(one.name for one in TABLE)
+    for one in TABLE:
+        assert bool(one.module) + bool(one.alias_of) + bool(one.refused) == 1, one.name
+        assert all(NAMES[other].module for other in one.alias_of)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("flag", ["quantization", "speculative-model-quantization"])
+def test_the_flags_know_each_name(name: str, flag: str) -> None:
+    known = FLAGS[flag]
+    assert (name in known.choices) != (name in known.refused_values)
+    assert known.refused_values.get(name, "") == NAMES[name].refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_name_from_the_command_line_and_from_python(name: str) -> None:
+    from_python = partial(parsed_flags.from_mapping, {"quantization": name.upper()}, "")
+    for given in (lambda: values("--quantization", name.upper()), lambda: Values(from_python())):
+        if NAMES[name].refused:
+            with pytest.raises(ConfigError, match=rf"quantization.* {name}: "):
+                given()
+        else:
+            assert given()["quantization"] == name
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(ConfigError, match=r"'fp9' is none of .*fp8"):
+        values("--quantization", "fp9")
+
+
+@pytest.mark.parametrize(("asked", "stored"), [("fp8", "fp8"), ("ptpc_fp8", "fp8"), ("mxfp4", "mxfp4")])
+def test_the_name_of_the_file_or_an_alias(asked: str, stored: str) -> None:
+    assert overrides(quantized(stored), "-q", asked) == {}
+    assert quantization_method(quantized(stored.upper())) == NAMES[stored]
+
+
+def test_another_name_than_the_files() -> None:
+    with pytest.raises(ConfigError, match="-q mxfp4: the checkpoint is quantized by fp8; leave the flag out"):
+        overrides(quantized("fp8"), "-q", "mxfp4")
+
+
+def test_a_checkpoint_that_is_not_quantized() -> None:
+    assert overrides(LLAMA, "-q", "fp8_per_block") == {
+        "quantization_config": {"quant_method": "fp8", "from_16_bits": True, "weight_block_size": [128, 128]}
+    }
+    with pytest.raises(ConfigError, match=r"-q mxfp4: the checkpoint is not quantized; .* can be by: fp8"):
+        overrides(LLAMA, "-q", "mxfp4")
+    assert overrides(LLAMA) == {}
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "want"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 32}, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+        ("quant_config.json", {"w_bit": 4}, {"quant_method": "awq", "w_bit": 4}),
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            {"quant_method": "modelopt", "quant_algo": "FP8"},
+        ),
+    ],
+)
+def test_files_beside_config_json(tmp_path: Path, file: str, said: dict[str, Any], want: dict[str, Any]) -> None:
+    (tmp_path / file).write_text(json.dumps(said))
+    assert read_quantization(tmp_path, LLAMA) == want
+    assert read_quantization(tmp_path, quantized("fp8")) == {}, "config.json counts"
+    assert read_quantization(tmp_path / "none", LLAMA | {"compression_config": {"format": "dense"}}) == {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+    }
+
+
+def test_what_another_file_says_is_merged_with_overrides() -> None:
+    fields = {"quant_method": "fp8", "activation_scheme": "static"}
+    assert overrides(LLAMA, quantization=fields) == {"quantization_config": fields}
+    given = '{"quantization_config": {"activation_scheme": "dynamic"}}'
+    assert overrides(LLAMA, "--hf-overrides", given, quantization=fields) == {
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    }
+    assert overrides(LLAMA, "--hf-overrides", '{"quantization_config": null}', quantization=fields) == {
+        "quantization_config": None
+    }

@@ -1,0 +1,86 @@
+"""Tiny quantized checkpoints beside the ones with the numbers that they stand for, and the logits of both.
+
+A test of a format gives `write` a function that stores one matrix in the layout of the format, from random integers and
+scales, and says what numbers these are. Where inputs are rounded, too, `logits` rounds those of the plain checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_logits import all_logits
+from safetensors.torch import load_file, save_file
+from tiny_models import BY_NAME, start
+from torch import Tensor
+
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.runner import Runner
+
+IDS = [5, 9, 3, 17, 2, 60, 99, 140, 7, 31, 4, 77]
+
+# takes the name of a matrix and its numbers in the unquantized model; returns the tensors to store, by full name, and
+# the numbers that they stand for; None: it stays as it is
+Store = Callable[[str, Tensor], tuple[Mapping[str, Tensor], Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    plain: Path  # the numbers that the other one stands for
+    packed: Path
+
+
+def write(folder: Path, model: str, store: Store, files: Mapping[str, Any]) -> Checkpoints:
+    """Writes both checkpoints of a model of `tiny_models`.
+
+    files: JSON files of the quantized one by name; the fields of "config.json" are added to the model's.
+    """
+    made = Checkpoints(folder / "plain", folder / "packed")
+    BY_NAME[model].save(made.plain)
+    config, shards = json.loads((made.plain / "config.json").read_text()), list(made.plain.glob("*.safetensors"))
+    tensors = {name: value for file in shards for name, value in load_file(file).items()}
+    for file in [*shards, *made.plain.glob("*.index.json")]:
+        file.unlink()
+    torch.manual_seed(4)
+    packed = dict(tensors)
+    for name in sorted(name for name, value in tensors.items() if value.dim() == 2 and name.endswith(".weight")):
+        stored = store(name.removesuffix(".weight"), tensors[name])
+        if stored is not None:
+            del packed[name]
+            packed |= stored[0]
+            tensors[name] = stored[1].contiguous()
+    made.packed.mkdir()
+    save_file(tensors, made.plain / "model.safetensors")
+    save_file({name: value.contiguous() for name, value in packed.items()}, made.packed / "model.safetensors")
+    for name, fields in ({"config.json": {}} | dict(files)).items():
+        (made.packed / name).write_text(json.dumps(config | fields if name == "config.json" else fields))
+    return made
+
+
+def is_projection(name: str) -> bool:
+    """Whether a matrix is a linear layer that files quantize by themselves: no router, head or embedding."""
+    return name.endswith(("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3"))
+
+
+def logits(runner: Runner) -> Tensor:
+    """Of a prompt and of decode steps behind it, [tokens, vocab_size]."""
+    return all_logits(runner, IDS, [len(IDS) - 3, 1, 1, 1])
+
+
+def check_logits(
+    checkpoints: Checkpoints, round_inputs: Callable[[Tensor, Linear], Tensor] | None = None, **fields: Any
+) -> Runner:
+    """Asserts that both checkpoints have the same logits, within 1e-4 in float32. Returns the quantized one's runner.
+
+    round_inputs: x and the linear layer of the quantized model to x as it sees it. None: inputs are not rounded.
+    """
+    plain, packed = (start(folder, max_model_len=64, **fields) for folder in (checkpoints.plain, checkpoints.packed))
+    if round_inputs is not None:
+        for linear, like in zip(plain.model.linears(), packed.model.linears(), strict=True):
+            if not isinstance(like.method, UnquantizedLinear):
+                linear.wrap(lambda product, like=like: lambda x: product(round_inputs(x, like)))
+    torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
+    return packed
