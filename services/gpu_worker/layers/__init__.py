@@ -20,13 +20,8 @@ the checkpoint to memory.
 
 Layers import `quantization/`, `loading/`, `step` and `kernels/`.
 
-How to add a quantization format:
-1. In `quantization/`, write a class with the methods of `Format`: it allocates the tensors of a layer together
-   (`table.layer_memory`) and gives the checkpoint's tensors places (`dense.place_weights`, `place_rows`), each with the
-   dtype that is stored and how dummy weights fill it; `table.after_load` converts what is stored otherwise.
-2. It returns a `LinearMethod` or `ExpertMethod`. If none keeps weights so, write one: its product, bytes and tensors.
-   All other parts ask these. For kernels, name a `form`, and add their class to `FORMS` in linear_tuning/products.py.
-3. Add the name to `METHODS` in shared/quantization.py, and the class to `FORMATS` in quantization/registry.py.
+A quantization format is added as the docstring of `quantization/formats/` says, a form of quantized weights as that of
+`quantization/kept/`.
 
 Where a rank's share goes: `LinearSpec.split` and the units of its parts say how a matrix is divided, and `WeightTable`
 takes the share of its `Shard` (loading/linear_spec.py). A product with `Linear.is_partial` is still to be summed.

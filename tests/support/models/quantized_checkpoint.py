@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.runner import Runner
 
@@ -71,16 +70,16 @@ def logits(runner: Runner) -> Tensor:
 
 
 def check_logits(
-    checkpoints: Checkpoints, round_inputs: Callable[[Tensor, Linear], Tensor] | None = None, **fields: Any
+    checkpoints: Checkpoints, round_inputs: Callable[[Tensor], Tensor] | None = None, **fields: Any
 ) -> Runner:
     """Asserts that both checkpoints have the same logits, within 1e-4 in float32. Returns the quantized one's runner.
 
-    round_inputs: x and the linear layer of the quantized model to x as it sees it. None: inputs are not rounded.
+    round_inputs: x [rows, inputs] to what quantized layers multiply. None: inputs are not rounded.
     """
     plain, packed = (start(folder, max_model_len=64, **fields) for folder in (checkpoints.plain, checkpoints.packed))
     if round_inputs is not None:
         for linear, like in zip(plain.model.linears(), packed.model.linears(), strict=True):
             if not isinstance(like.method, UnquantizedLinear):
-                linear.wrap(lambda product, like=like: lambda x: product(round_inputs(x, like)))
+                linear.wrap(lambda product: lambda x: product(round_inputs(x)))
     torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
     return packed

@@ -95,15 +95,15 @@ class Fp8Scheme:
         if self._settings.from_16_bits:
             tensors = {WEIGHT: matrix.stored(WEIGHT, shape, FLOATS)}
             return None if matrix.plain else StoredMatrix(form=self.form, tensors=tensors, to_kept=self._round(matrix))
-        scale = self._stored_scale(matrix)
-        if matrix.plain:  # files do not say whether what is no linear layer is quantized: if it is, it has a scale
-            tensors = {WEIGHT: matrix.stored(WEIGHT, shape, CODES | FLOATS), SCALE: replace(scale, optional=True)}
-            return StoredMatrix(form=PLAIN, tensors=tensors, to_kept=partial(self._to_numbers, matrix, scale.name))
-        tensors = {WEIGHT: matrix.stored(WEIGHT, shape, CODES), SCALE: scale}
+        scale, tensors = self._stored_scale(matrix), {}
         if self._settings.activation_scheme == "static":
-            is_used = self._form.static and self._has_products
+            is_used = self._form.static and self._has_products and not matrix.plain
             one = matrix.stored(INPUT_SCALE, (), FLOATS, other_shapes=((1,),), optional=not is_used)
             tensors[INPUT_SCALE] = one
+        if matrix.plain:  # files do not say whether what is no linear layer is quantized: if it is, it has a scale
+            tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES | FLOATS), SCALE: replace(scale, optional=True)}
+            return StoredMatrix(form=PLAIN, tensors=tensors, to_kept=partial(self._to_numbers, matrix, scale.name))
+        tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES), SCALE: scale}
         return StoredMatrix(form=self.form, tensors=tensors, to_kept=partial(self._to_kept, matrix, scale.name))
 
     def _stored_scale(self, matrix: Matrix) -> StoredTensor:
