@@ -1,0 +1,86 @@
+"""Weights kept in 4 bits against their definition, number by number."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear, kinds
+from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16, pack, unpack
+
+FORMS = [
+    W4A16(),
+    W4A16(32, scales=torch.bfloat16),
+    W4A16(32, zeros=torch.uint8),
+    W4A16(16, zeros=torch.float16),
+    W4A16(None, zeros=torch.float32, scales=torch.float32),
+    W4A16(32, zeros=torch.uint8, order="a"),
+    W4A16(order="a"),
+]
+
+
+def draw(form: W4A16, lead: tuple[int, ...], outputs: int, inputs: int) -> dict[str, Tensor]:
+    made = {}
+    for name, (shape, dtype) in kinds(form, outputs, inputs, lead).items():
+        if name == "order":
+            made[name] = torch.stack([torch.randperm(inputs) for _ in range(lead[0] if lead else 1)])
+            made[name] = made[name].reshape(shape).to(dtype)
+        elif name == "codes":
+            made[name] = torch.randint(0, 256, shape, dtype=dtype)
+        elif name == "zeros" and dtype == torch.uint8:
+            made[name] = torch.randint(0, 17, shape, dtype=dtype)
+        else:
+            made[name] = (torch.rand(shape) * (16 if name == "zeros" else 0.05)).to(dtype)
+    return made
+
+
+def number(form: W4A16, kept: dict[str, Tensor], row: int, column: int, inputs: int) -> tuple[int, float]:
+    """The input of a column, and the weight."""
+    group = () if form.group is None else (column // form.group,)
+    byte = int(kept["codes"][row, column // 2])
+    code = byte >> 4 if column % 2 else byte & 15
+    zero = 8.0 if form.zeros is None else float(kept["zeros"][(row, *group)])
+    of_input = int(kept["order"][column]) if form.order else column
+    return of_input, (code - zero) * float(kept["scales"][(row, *group)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("inputs", [64, 71])
+def test_every_number(form: W4A16, inputs: int) -> None:
+    torch.manual_seed(1)
+    kept, want = draw(form, (), 5, inputs), torch.full((5, inputs), torch.nan)
+    for row in range(5):
+        for column in range(inputs):
+            of_input, value = number(form, kept, row, column, inputs)
+            want[row, of_input] = value
+    torch.testing.assert_close(form.dequantize(kept, inputs, torch.float32), want)
+    x, bias = torch.randn(3, inputs), torch.randn(5)
+    linear = KeptLinear(form, kept, (inputs, 5), torch.float32, bias)
+    torch.testing.assert_close(linear.apply(x), F.linear(x, want, bias))
+    linear.prepare()
+    torch.testing.assert_close(linear.apply(x), F.linear(x, want, bias))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts(form: W4A16) -> None:
+    kept = draw(form, (3,), 6, 66)
+    experts = KeptExperts(form, kept, (66, 6), torch.float32)
+    experts.unpack(target := torch.full((3, 6, 66), torch.nan))
+    for expert in range(3):
+        own = {name: value[expert] for name, value in kept.items()}
+        torch.testing.assert_close(target[expert], form.dequantize(own, 66, torch.float32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dummy_weights(form: W4A16) -> None:
+    kept = draw(form, (), 64, 256)
+    form.fill(kept, torch.Generator().manual_seed(1))
+    assert 0.019 < float(form.dequantize(kept, 256, torch.float32).std()) < 0.021
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 7, 16])
+def test_packing(inputs: int) -> None:
+    codes = torch.randint(0, 16, (2, 3, inputs))
+    packed = pack(codes)
+    assert packed.shape == (2, 3, (inputs + 1) // 2)
+    assert torch.equal(unpack(packed, inputs), codes.to(torch.uint8))
