@@ -1,4 +1,4 @@
-"""Facts of a GPU that choose kernels and their numbers of programs, each looked up once."""
+"""Facts of a GPU that choose kernels and their numbers of programs. Those that stay are looked up once."""
 
 import functools
 
@@ -24,3 +24,8 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def runs_hopper_kernels(device: torch.device) -> bool:
     """Whether kernels in Gluon for compute capability 9.0 run: the installed Triton has to compile them."""
     return _GLUON_HAS_NAMES and device.type == "cuda" and compute_capability(device) == (9, 0)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now is captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -82,6 +82,7 @@ LAYERS["shared"] = (
     "architectures",
     "charts",
     "percentiles",
+    "progress_bars",
     "token_ids",
     "json_objects",
     "quantization",
@@ -174,7 +175,7 @@ LAYERS["services/offline"] += (
 )
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
-LAYERS["services/bench"] += ("latency_throughput", "suite", "prefill_decode", "simulate", "command")
+LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
     "layout",
     "sender_processes",
@@ -198,6 +199,7 @@ LAYERS["services/gpu_worker"] = (
     "interfaces",
     "cores",
     "memory",
+    "host_link",
     "step",
     "slots",
     "loading",
@@ -215,7 +217,16 @@ LAYERS["services/gpu_worker"] += (
     "execution",
     "runner",
 )
-LAYERS["services/gpu_worker"] += ("warm_up", "compilation", "memory_profile", "engine", "mock", "bench", "transfers")
+LAYERS["services/gpu_worker"] += (
+    "warm_up",
+    "compilation",
+    "memory_profile",
+    "startup",
+    "engine",
+    "mock",
+    "bench",
+    "transfers",
+)
 LAYERS["services/gpu_worker"] += ("counters", "session", "service", "__main__")
 LAYERS["kernels"] = (
     "int_math",

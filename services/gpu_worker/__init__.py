@@ -17,6 +17,7 @@ Folders:
 - `sampling/`: from logits to tokens.
 - `structured_output/`: masks of structured output, made by matcher processes beside the worker.
 - `execution/`: eager steps, CUDA graphs, the device loop.
+- `startup/`: what differs by device when a worker starts, one `Backend` for each kind of device.
 - `compilation/`: compiles Triton kernels in parallel at startup.
 - `kv/`: KV memory, block hashes, and KV blocks in host memory.
 - `transfers/`: KV blocks that go to other workers or come from them.
@@ -25,7 +26,10 @@ Folders:
 - `linear_tuning/`: picks the kernels of each linear layer and of experts.
 - `mock/`: a worker without a model. `bench/`: timings of kernels.
 
-Imports go one way: `engine` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`,
+`engine.start` builds the runner on a backend, which is chosen once. What copies between device and host memory asks the
+`host_link.HostLink` of the device: no other code needs to know which device it is, except for kernels.
+
+Imports go one way: `engine` -> `startup/` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`,
 `structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `quantization/` ->
 `loading/`. tests/test_imports.py holds the whole order.
 `service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker without transfers

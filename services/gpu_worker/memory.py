@@ -1,7 +1,9 @@
 """Computes how many KV blocks fit into memory, with notes that explain the number."""
 
 import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.errors import LoadError
@@ -138,6 +140,18 @@ def plan_host(need: KVMemoryNeed, free_bytes: int, swap_space_gib: float) -> Mem
         raise LoadError(f"--swap-space {swap_space_gib:g}: one KV block has {need.block_bytes / 1024:.4g} KiB")
     note = f"host memory for KV: {num_blocks} blocks, {_gib(num_blocks * need.block_bytes)} (--swap-space)"
     return MemoryPlan(num_blocks, [note] if size else [])
+
+
+def free_host_bytes() -> int:
+    """Returns the free memory of the machine, or of the container if that is less."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text("ascii").strip()) != "max":
+        free = min(free, max(int(text) - int(used.read_text("ascii")), 0))
+    return free
 
 
 def _plan(need: KVMemoryNeed, num_blocks: int, why: list[str], flag: str) -> MemoryPlan:

@@ -1,10 +1,11 @@
-"""Measures the GPU memory of a step, besides weights and KV."""
+"""Measures the GPU memory of a step, besides weights and KV. Imports Triton."""
 
 import torch
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -42,9 +43,6 @@ def peak_bytes(model: Model, tokens: int, need: KVMemoryNeed, dtype: torch.dtype
 
 def _prefill(model: Model, pool: KVPool, tokens: int, max_seq_len: int) -> torch.Tensor:
     """Runs one prefill. Raises LoadError for a head size that the kernels do not support."""
-    # imports Triton, which a worker on the CPU does not load
-    from blockyard.services.gpu_worker.attention.triton_attention import build_attention  # noqa: PLC0415
-
     check_head_sizes("cuda", model.shape.attention)
     positions = torch.arange(tokens, device=pool.device)
     slots = torch.zeros_like(positions)

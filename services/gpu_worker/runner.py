@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
-from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights, free_cache
+from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
@@ -126,7 +126,7 @@ class Runner:
             self._offloaded = OffloadedWeights(tensors_of(self.model))
         self.pool.drop()
         self._has_kv = False
-        free_cache(self.pool.device)
+        self.model.table.link.free_cached()
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
         if self._offloaded is None and self._has_kv:

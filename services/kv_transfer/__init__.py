@@ -3,11 +3,12 @@
 `gpu_worker.kv` uses `arena` (the memory of `KVPool`) and `host/` (KV offload to host memory), `gpu_worker.transfers`
 the `endpoint`.
 
-- `arena.Arena`: all KV blocks of a worker. Other processes of the same host can map it.
+- `arena.Arena`: all KV blocks of a worker. Other processes of the same host can map it. It knows whether its memory is
+  on a GPU, and how staging buffers beside it are allocated.
 - `host/`: copies between KV blocks and host memory, for `--swap-space`.
 - `layout.BlockLayout`: the shape, dtype and model of KV blocks. Two workers exchange blocks only if theirs are equal.
 - `protocol/`: the frames between two workers, and the state of transfers on each side. It imports no torch and no zmq.
-- `staging.StagingMemory`: buffers for packed blocks, which `nixl` sends.
+- `staging.StagingMemory`: buffers for packed blocks, which `nixl` sends, by the `StagingRules` of the arena.
 - `connectors/`: copies of block contents into another worker's arena, by mapped memory, TCP or nixl.
 - `endpoint.TransferEndpoint`: all that sends and receives for one generation of the memory. `transfer_blocks`: what it
   needs of the worker.

@@ -18,6 +18,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.kv_transfer.device.ipc_memory import MappedMemory, cuda_driver
+from blockyard.services.kv_transfer.device.stream_copies import CudaStream
 from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, DeviceArenaHandle, HostArenaHandle
 
 log = logging.getLogger(__name__)
@@ -44,12 +46,34 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ct
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
+@dataclass(frozen=True, slots=True)
+class StagingRules:
+    """How a worker allocates buffers for packed blocks: see `staging.StagingMemory`."""
+
+    limit_bytes: int  # of all links of a worker
+    buffer_bytes: int
+    keeps_free: bool  # a buffer that a link gives back is kept for the next link, because freeing it may take long
+
+
+# buffers of a GPU take 0.2 ms over NVLink: large, because the calls and frames of a copy take about 1 ms
+GPU_STAGING = StagingRules(1 << 30, 64 << 20, keeps_free=True)  # the limit is part of the memory plan
+HOST_STAGING = StagingRules(256 << 20, 4 << 20, keeps_free=False)
+
+
 class Arena(Protocol):
     """The memory of all KV blocks of a worker, all zeros at first."""
 
     @property
     def bytes(self) -> Tensor:
         """[num_bytes] uint8. Views of it stay valid over `drop` and `restore`."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Index of the GPU that has the memory; None: it is host memory."""
+
+    @property
+    def staging(self) -> StagingRules:
+        """Rules for buffers of packed blocks beside this memory."""
 
     @property
     def generation(self) -> int:
@@ -76,6 +100,9 @@ class Arena(Protocol):
     def restore(self) -> None:
         """Allocates the memory again after `drop`, all zeros."""
 
+    def allocate_beside(self, num_bytes: int) -> "Arena":
+        """Allocates another arena on the same device, without a wait for steps in flight."""
+
 
 def make_arena(num_bytes: int, device: torch.device) -> Arena:
     """Allocates num_bytes of zeros on a device."""
@@ -89,9 +116,10 @@ class DeviceArena:
     closed.
     """
 
+    staging = GPU_STAGING
+
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._pool: torch.cuda.MemPool | None = None
-        with self._new_pool(device):
+        with own_pool() as self._pool:
             self._memory = torch.empty(num_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
         self.bytes = self._memory[:num_bytes]
         self.generation = 1
@@ -127,19 +155,19 @@ class DeviceArena:
         torch.cuda.empty_cache()  # gives the memory of the pool back to the driver
 
     def restore(self) -> None:
-        with self._new_pool(self._memory.device):
+        with own_pool() as self._pool:
             self._memory.untyped_storage().resize_(self._memory.numel())
         self._clear()
 
-    @contextlib.contextmanager
-    def _new_pool(self, device: torch.device) -> Iterator[None]:
-        """Allocations in this context are in a memory pool of their own."""
-        if device.type != "cuda":
-            yield
-            return
-        self._pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool):
-            yield
+    def allocate_beside(self, num_bytes: int) -> "DeviceArena":
+        device = self._memory.device
+        with CudaStream(device).use():
+            # an arena waits for its first zeros, here without the steps in flight
+            return DeviceArena(num_bytes, device)
+
+    @property
+    def gpu(self) -> int | None:
+        return self._memory.device.index
 
     @torch.inference_mode()
     def _clear(self) -> None:
@@ -149,8 +177,19 @@ class DeviceArena:
         self._memory[self.bytes.numel() :] = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8)
 
 
+@contextlib.contextmanager
+def own_pool() -> Iterator[torch.cuda.MemPool | None]:
+    """Allocations in this context are in a memory pool of their own, which lives as long as the context's value."""
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        yield pool
+
+
 class HostArena:
     """An `Arena` in host memory, at one address for its whole life. Linux allocates its pages at first use."""
+
+    gpu = None
+    staging = HOST_STAGING
 
     def __init__(self, num_bytes: int) -> None:
         self.generation = 1
@@ -189,6 +228,9 @@ class HostArena:
 
     def restore(self) -> None:
         """Does nothing: `drop` has already mapped new memory, and Linux allocates its pages at first use."""
+
+    def allocate_beside(self, num_bytes: int) -> "HostArena":
+        return HostArena(num_bytes)
 
     def _map_new(self) -> int:
         """Maps a new memfd at the arena's address, with a new nonce. Returns its file descriptor."""

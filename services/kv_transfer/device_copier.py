@@ -43,11 +43,10 @@ class _CopyBuffers:
     Make it on the stream of the copies.
     """
 
-    def __init__(self, device: torch.device, num_ids: int, num_sums: int) -> None:
-        pins = device.type == "cuda"
-        self._host_ids = torch.empty(num_ids, dtype=torch.int32, pin_memory=pins)
+    def __init__(self, device: torch.device, copies: StreamCopies, num_ids: int, num_sums: int) -> None:
+        self._host_ids = copies.host_tensor(num_ids, torch.int32)
         self._ids = torch.empty(num_ids, dtype=torch.int32, device=device)
-        self._sums = torch.empty(num_sums, dtype=torch.int64, pin_memory=pins)
+        self._sums = copies.host_tensor(num_sums, torch.int64)
 
     def fits(self, num_ids: int, num_sums: int) -> bool:
         return self._ids.numel() >= num_ids and self._sums.numel() >= num_sums
@@ -92,7 +91,6 @@ class DeviceCopier:
             raise ValueError(f"{own.numel()} bytes are not whole blocks of {layout.block_bytes} in words of 8 bytes")
         self._device = own.device
         self._layout, self._thread, self._copies = layout, thread, copies
-        self._pins = own.device.type == "cuda"
         self._waiting: deque[_Unpack] = deque()
         self._staging: list[Words] = []  # free pinned buffers
         self._num_staging = 0
@@ -137,7 +135,7 @@ class DeviceCopier:
         self._copy_own(it, sources, theirs, targets, local, local.start, PROGRAMS, done, failed)
 
     def make_buffer(self, num_bytes: int) -> Words:
-        return torch.empty(num_bytes // 8, dtype=torch.int64, pin_memory=self._pins).numpy().view(np.uint64)
+        return self._copies.host_tensor(num_bytes // 8, torch.int64).numpy().view(np.uint64)
 
     def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
         (it, local), target = self._locate(layers), torch.from_numpy(packed.view(np.int64))
@@ -222,7 +220,7 @@ class DeviceCopier:
         if not self._layout.checksums:
             return _DeviceSection(section, own, None)
         one, many = multipliers(words).to(device), salts(section.layers.stop)[section.layers.start :].to(device)
-        sums = _CopyBuffers(device, 2, 1).sums(1, 1)
+        sums = _CopyBuffers(device, self._copies, 2, 1).sums(1, 1)
         copy_blocks(block, block.clone(), ids, 1, checksums=(one, many[:1], sums))
         block_checksums(block, ids[0], range(1), one, many[:1], sums)
         return _DeviceSection(section, own, (one, many))
@@ -254,7 +252,7 @@ class DeviceCopier:
             # by a step that runs
             buffers = self._buffers.pop() if self._buffers else None
             if buffers is None or not buffers.fits(num_ids, num_sums):
-                buffers = _CopyBuffers(self._device, num_ids, num_sums)
+                buffers = _CopyBuffers(self._device, self._copies, num_ids, num_sums)
             return buffers, launch(buffers)
 
         def complete(launched: tuple[_CopyBuffers, Tensor | None]) -> None:

@@ -37,7 +37,7 @@ class TransferEndpoint:
         self.blocks, self.layout = blocks, layout
         self._watch, self._sockets = watch, transfer_sockets(bus, config.encrypt)
         self._copies = CopyThread()
-        self._staging = StagingMemory(blocks.arena.bytes.device)
+        self._staging = StagingMemory(blocks.arena)
         self.receiver = TransferReceiver(
             self._sockets,
             worker,

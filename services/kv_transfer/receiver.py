@@ -91,7 +91,7 @@ class TransferReceiver:
         self._me, self._layout, self._arena, self._copies = receiver, layout, arena, copies
         self._config = config or KVTransferConfig()
         self._generation = arena.generation
-        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
+        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena)
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
         self._needs_ticket = needs_ticket

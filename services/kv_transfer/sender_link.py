@@ -85,7 +85,7 @@ class SenderLink:
         self._broken = ""  # why the connector has failed
         self._layout, self._arena, self._copies = layout, arena, copies
         self._generation, self._config, self._endpoint = arena.generation, config, endpoint
-        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena.bytes.device)
+        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena)
         self._writer: BlockWriter | None = None
         self._transfers = OutgoingTransfers(layout, arena.generation)
         self.drops = self._transfers.drops

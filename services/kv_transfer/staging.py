@@ -6,20 +6,16 @@ All links of a worker share one limit. Each new link gets smaller buffers once l
 import torch
 from torch import Tensor
 
-from blockyard.services.kv_transfer.arena import Arena, make_arena
+from blockyard.services.kv_transfer.arena import GPU_STAGING, Arena
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.errors import ConfigError
 
-GPU_STAGING_BYTES = 1 << 30  # of all links of a worker; part of its memory plan
-HOST_STAGING_BYTES = 256 << 20
-GPU_BUFFER_BYTES = 64 << 20  # 0.2 ms over NVLink: large, because the calls and frames of a copy take about 1 ms
-HOST_BUFFER_BYTES = 4 << 20
 MIN_BUFFER_BYTES = 1 << 20
 
 
-def planned_bytes(device: torch.device, config: KVTransferConfig | None) -> int:
-    """Returns the bytes of a GPU that a worker has to leave for its `StagingMemory`."""
-    return GPU_STAGING_BYTES if device.type == "cuda" and config is not None and config.connector == "nixl" else 0
+def planned_bytes(config: KVTransferConfig | None) -> int:
+    """Returns the bytes of its GPU that a worker has to leave for its `StagingMemory`."""
+    return GPU_STAGING.limit_bytes if config is not None and config.connector == "nixl" else 0
 
 
 class StagingBuffers:
@@ -44,12 +40,12 @@ class StagingMemory:
     Call its methods from one thread.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
-        """device: of the worker's KV memory. limit_bytes: of all buffers."""
-        on_gpu = device.type == "cuda"
-        self._device = device
-        self._limit = (GPU_STAGING_BYTES if on_gpu else HOST_STAGING_BYTES) if limit_bytes is None else limit_bytes
-        self._usual = GPU_BUFFER_BYTES if on_gpu else HOST_BUFFER_BYTES
+    def __init__(self, kv_memory: Arena, limit_bytes: int | None = None) -> None:
+        """kv_memory: of the worker, beside which the buffers are allocated. limit_bytes: of all buffers; None: the
+        usual limit of such memory."""
+        rules = kv_memory.staging
+        self._allocate, self._keeps_free, self._usual = kv_memory.allocate_beside, rules.keeps_free, rules.buffer_bytes
+        self._limit = rules.limit_bytes if limit_bytes is None else limit_bytes
         self._used = 0  # bytes of all buffers, also of those in `_free`
         self._free: list[StagingBuffers] = []
 
@@ -81,9 +77,9 @@ class StagingMemory:
         return StagingBuffers(arena, count, size)
 
     def give_back(self, buffers: StagingBuffers) -> None:
-        """Nothing reads or writes these buffers any more. Another link gets them, because a GPU may have to wait for
-        its steps to free memory."""
-        if self._device.type == "cuda":
+        """Nothing reads or writes these buffers any more. Another link of a GPU gets them, because the GPU may have to
+        wait for its steps to free memory."""
+        if self._keeps_free:
             self._free.append(buffers)
         else:
             self.drop(buffers)
@@ -97,13 +93,6 @@ class StagingMemory:
         """Frees the buffers that no link has."""
         while self._free:
             self.drop(self._free.pop())
-
-    def _allocate(self, num_bytes: int) -> Arena:
-        if self._device.type != "cuda":
-            return make_arena(num_bytes, self._device)
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-            # an arena waits for its first zeros, here without the steps in flight
-            return make_arena(num_bytes, self._device)
 
     @property
     def _left(self) -> int:

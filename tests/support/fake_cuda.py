@@ -100,6 +100,9 @@ class FakeStream:
         self._gpu.check()
         return FakeEvent(self._gpu)
 
+    def host_tensor(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num, dtype=dtype)
+
 
 def mapped_blocks(memory: MappedMemory, offset: int, shape: tuple[int, int, int]) -> torch.Tensor:
     """Returns a tensor in place of `MappedBlocks`, because the interpreter takes no other pointers."""
@@ -111,6 +114,8 @@ def mapped_blocks(memory: MappedMemory, offset: int, shape: tuple[int, int, int]
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     gpu = FakeGpu()
     monkeypatch.setattr(arena, "cuda_driver", lambda: FakeDriver(gpu))
+    monkeypatch.setattr(arena, "own_pool", contextlib.nullcontext)
+    monkeypatch.setattr(arena, "CudaStream", lambda device: FakeStream(gpu))
     monkeypatch.setattr(device_copier, "CudaStream", lambda device: FakeStream(gpu))
     monkeypatch.setattr(device_copier, "MappedBlocks", mapped_blocks)
     return gpu

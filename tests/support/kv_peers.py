@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -312,9 +313,10 @@ def peer_of(settings: dict[str, Any]) -> Peer:
 def small_copies_of_gpus() -> None:
     """Makes copies to mapped GPU memory as small as those of host memory, so that a transfer has many."""
     # imports Triton, which must not be imported before TRITON_INTERPRET is set
-    from blockyard.services.kv_transfer import device_copier, staging
+    from blockyard.services.kv_transfer import device_copier
 
-    device_copier.DeviceCopier.chunk_bytes = staging.GPU_BUFFER_BYTES = 4 << 20
+    device_copier.DeviceCopier.chunk_bytes = 4 << 20
+    DeviceArena.staging = replace(DeviceArena.staging, buffer_bytes=4 << 20)
 
 
 PEERS = {"send": run_sender, "receive": run_receiver}

@@ -120,7 +120,7 @@ class CpuMetadataBuilder:
         pool, size = self._pool, self._pool.block_size
         num = min(-(-(length + cpu_attention.EXTRA_TOKENS) // size), tables.shape[1])
         fits = num_groups * cpu_attention.gathered_bytes(count, num * size, pool) <= cpu_attention.MAX_BYTES
-        if pool.device.type == "cpu" and fits:
+        if fits:
             gathered = GatheredKV(owners, lengths, num * size, kind.kept_heads)
         else:
             gathered, num = None, -(-length // size)
@@ -170,5 +170,4 @@ class CpuMetadataBuilder:
         return torch.where(seen, self._zero, self._minus_inf)
 
     def _tensor(self, values: Ints) -> Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self._pool.device.type == "cpu" else tensor.to(self._pool.device, non_blocking=True)
+        return torch.from_numpy(values)

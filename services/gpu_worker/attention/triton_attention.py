@@ -15,7 +15,7 @@ from blockyard.kernels.attention.paged_decode import paged_decode, schedule_deco
 from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.attention.prefill_hopper import prefill_hopper
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
-from blockyard.kernels.gpu_facts import runs_hopper_kernels
+from blockyard.kernels.gpu_facts import is_capturing, runs_hopper_kernels
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.kv_cache.rope_write_kv import rope_write_kv
 from blockyard.kernels.layers.apply_rope import apply_rope_reference
@@ -197,7 +197,7 @@ class TritonAttention:
         A short prefill leaves multiprocessors idle. Outside of graphs the host's calls for a second stream cost more
         time than they save.
         """
-        if not num_decodes or self._pool.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not num_decodes or not is_capturing(self._pool.device):
             yield
             return
         self._side = _side_stream(self._pool.device)

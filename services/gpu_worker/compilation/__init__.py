@@ -4,6 +4,6 @@
 - `record_kernels.compile_kernels`: launches every kernel that a worker needs, while the compiler records.
 - `compile_processes.CompileProcesses`: owns the processes. `compile_process` is their main module.
 
-`__main__` starts the processes, and `engine` calls `record_kernels`. This folder imports `execution/`, `warm_up`,
+`__main__` starts the processes, and `startup.cuda` calls `record_kernels`. This folder imports `execution/`, `warm_up`,
 `linear_tuning/` and what these import. Only `compile_processes` may be imported without Triton.
 """

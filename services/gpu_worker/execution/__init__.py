@@ -12,6 +12,6 @@
 - `stored_layers` tells which layers of a step with prefill have stored K and V, for the sends of KV blocks.
 - `prefill_kernels` compiles prefill attention before the first step.
 
-`runner`, `engine` and `compilation/` call this folder. It imports `batch`, `sampling/`, `kv/`, `attention/`,
+`runner`, `startup/` and `compilation/` call this folder. It imports `batch`, `sampling/`, `kv/`, `attention/`,
 `linear_tuning/`, `structured_output/`, `models/` and the kernels.
 """

@@ -3,7 +3,7 @@
 - `pool.KVPool` is all blocks, as views of an arena of `kv_transfer`. `scales` finds the scales of an 8-bit KV cache.
 - `block_hashes.BlockHashes`: which blocks are full, and their hashes. A scheduler gets them when it attaches.
 - `host_swap.HostSwap`: saves blocks to host memory, fetches them, copies blocks within the pool, and knows the slots
-  of failed fetches. `swap_space` allocates the host memory.
+  of failed fetches. A backend (`startup/`) allocates the host memory.
 - `pool_blocks.PoolBlocks`: the blocks, for transfers to and from other workers (`gpu_worker.transfers`).
 
 `batch.Batch` calls this folder for each plan, `engine` at the start. It imports `models.interface`, `loading.weights`,

@@ -25,11 +25,11 @@ class _File(msgspec.Struct):
     kv_cache: _KVCache
 
 
-def pick_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of --kv-cache-dtype. Raises ConfigError."""
+def pick_kv_dtype(name: str, dtype: torch.dtype, has_8_bit_kv: bool) -> torch.dtype:
+    """The dtype of --kv-cache-dtype. has_8_bit_kv: see `Backend`. Raises ConfigError."""
     if name == "auto":
         return dtype
-    if device.type == "cpu":
+    if not has_8_bit_kv:
         raise ConfigError(f"--kv-cache-dtype {name}: 8 bits need a GPU; on CPU leave it at auto")
     if dtype == torch.float32:
         raise ConfigError(f"--kv-cache-dtype {name}: activations are float32; --dtype bfloat16 goes with 8 bits")

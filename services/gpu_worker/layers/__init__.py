@@ -13,8 +13,8 @@ the checkpoint to memory.
   side by side (`ParallelLayer`). A layer keeps the fused kernels that its norms allow. It has two parts, up to its
   attention and behind it, because `models.decoder.Decoder` drops rows between them in the last layer.
 - `rope_parameters` reads the rotation from config.json, `rotary` computes its tables, one for each kind of layer.
-- `FusedOps`: the operations between matrix products, one implementation for each device type. Layers that need them ask
-  `find_ops` for them when they are made.
+- `FusedOps`: the operations between matrix products, one implementation for each kind of device. Layers that need them
+  ask `find_ops` for them when they are made.
 - `cpu_offload.HostWeights`: matrices that stay in host memory and are copied to the GPU in every step
   (`--cpu-offload-gb`). `engine` calls it.
 

@@ -12,32 +12,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.host_link import LinkEvent
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.errors import LoadError
 
+Declare = Callable[[WeightTable], object]  # places a model's weights in a table
+
 BUFFERS = 2
 ALIGNMENT = 256  # bytes, of each tensor in a buffer
 
 
-def share_of_layers(
-    build: Callable[[WeightTable], object], dtype: torch.dtype, gib: float, free_bytes: int
-) -> HostShare:
+def share_of_layers(declare: Declare, dtype: torch.dtype, gib: float, free_bytes: int) -> HostShare:
     """The parts of the layers' weights that make `gib` together, experts first. Raises LoadError if host memory does
-    not suffice.
-
-    build: declares the model's weights in a table.
-    """
+    not suffice."""
     if not gib:
         return ALL_ON_DEVICE
     table = WeightTable(dtype, torch.device("meta"))
-    build(table)
+    declare(table)
     asked = min(int(gib * GIB), table.matrix_bytes + table.expert_bytes)
     experts = min(asked, table.expert_bytes)
     share = HostShare(_part(asked - experts, table.matrix_bytes), _part(experts, table.expert_bytes))
     trial = WeightTable(dtype, torch.device("meta"), share)
-    build(trial)
+    declare(trial)
     if not trial.matrices_on_host and not trial.experts_on_host:
         all_gib = (table.matrix_bytes + table.expert_bytes) / GIB
         raise LoadError(f"--cpu-offload-gb {gib:g}: no matrix is so small; layers have {all_gib:.4g}")
@@ -64,7 +62,7 @@ class OffloadedMatrix:
 
     linear: Linear
     tensors: list[tuple[Tensor, Tensor]]  # host and buffer of each
-    copied: torch.cuda.Event | None
+    copied: LinkEvent
 
     @property
     def size_bytes(self) -> int:
@@ -72,7 +70,7 @@ class OffloadedMatrix:
 
     def copy(self) -> None:
         for host, buffer in self.tensors:
-            buffer.copy_(host, non_blocking=self.copied is not None)
+            buffer.copy_(host, non_blocking=True)
 
 
 class HostWeights:
@@ -83,13 +81,12 @@ class HostWeights:
         host_ids = {id(weight) for weight in table.matrices_on_host}
         tensors = [(linear, linear.method.tensors()) for linear in linears]
         found = [(linear, own) for linear, own in tensors if any(id(one) in host_ids for one in own.values())]
-        on_gpu, most = table.device.type == "cuda", max(_aligned_bytes(own) for _, own in found)
+        most = max(_aligned_bytes(own) for _, own in found)
         memory = [torch.empty(most, dtype=torch.uint8, device=table.device) for _ in range(BUFFERS)]
-        self._stream = torch.cuda.Stream(table.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._stream = table.link.stream()
         self._first, self._matrices = linears[0], list[OffloadedMatrix]()
         for i, (linear, own) in enumerate(found):
-            event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-            matrix, start = OffloadedMatrix(linear, [], event), 0
+            matrix, start = OffloadedMatrix(linear, [], self._stream.event()), 0
             for name, host in own.items():
                 buffer = memory[i % BUFFERS][start : start + host.nbytes].view(host.dtype).view(host.shape)
                 matrix.tensors.append((host, buffer))
@@ -123,8 +120,7 @@ class HostWeights:
 
         def around(product: Product) -> Product:
             def run(x: Tensor) -> Tensor:
-                if matrix.copied is not None:
-                    torch.cuda.current_stream().wait_event(matrix.copied)
+                matrix.copied.hold_steps()
                 result = product(x)
                 if i + BUFFERS < len(self._matrices):
                     self._copy(i + BUFFERS)
@@ -137,13 +133,10 @@ class HostWeights:
     def _copy(self, i: int) -> None:
         """Copies a matrix to its buffer after the kernels launched so far, which include the buffer's last reader."""
         matrix = self._matrices[i]
-        if self._stream is None or matrix.copied is None:
+        self._stream.follow_steps()
+        with self._stream.use():
             matrix.copy()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            matrix.copy()
-            matrix.copied.record(self._stream)
+            matrix.copied.record()
 
 
 def _aligned(size_bytes: int) -> int:

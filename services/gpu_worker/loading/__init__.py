@@ -9,5 +9,5 @@
 - `sleep.SleepingRunner`: a runner with sleep mode. `weight_offload` moves weights to host memory for it.
 
 `engine`, `runner` and `__main__` call this folder; `layers/`, `models/` and `kv/` declare weights in its table. It is
-below all other folders: it imports only `interfaces` and `memory`.
+below all other folders: it imports only `interfaces`, `memory` and `host_link`.
 """

@@ -54,7 +54,7 @@ def load(
         return LoadedWeights(table.size_bytes, _elapsed(table, start), 0)
     files = find_files(folder, load_format, ignore_patterns)
     total = sum(f.stat().st_size for f in files)
-    if table.device.type == "cuda" and files[0].suffix == ".safetensors":
+    if table.link.copies and files[0].suffix == ".safetensors":
         parallel_load.load(files, table, progress)
     else:
         _load_in_turn(files, total, table, progress)
@@ -76,8 +76,7 @@ def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: P
 
 
 def _elapsed(table: WeightTable, start: float) -> float:
-    if table.device.type == "cuda":
-        torch.cuda.synchronize(table.device)
+    table.link.synchronize()
     return time.perf_counter() - start
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.loading.checkpoint import find_files
 from blockyard.services.gpu_worker.loading.parallel_load import dtype_of, open_safetensors
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -39,20 +40,20 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
 
 
 def check_memory(
-    table: WeightTable, host_bytes: int, head_dim: int, max_model_len: int, device: torch.device, free_bytes: int
+    table: WeightTable, host_bytes: int, head_dim: int, max_model_len: int, link: HostLink, free_bytes: int
 ) -> None:
     """Raises LoadError if weights, or the rotations of all positions, need more than `free_bytes` of the device.
 
     host_bytes: of the layers' weights, which stay in host memory.
     """
-    where = "GPU memory" if device.type == "cuda" else "memory"
+    where = link.memory
     weights = table.size_bytes - host_bytes
     if weights > free_bytes:
         dtype, missing = str(table.dtype).removeprefix("torch."), weights - free_bytes
         raise LoadError(
             f"the weights that config.json describes take {weights / GIB:.2f} GiB in {dtype}, "
             f"{missing / GIB:.2f} GiB more than the {free_bytes / GIB:.2f} GiB of {where} that are free; "
-            f"{_what_fits(table, host_bytes, device, free_bytes)}"
+            f"{_what_fits(table, host_bytes, link, free_bytes)}"
         )
     rotations = max_model_len * (head_dim // 2) * ROTATION_BYTES
     if rotations > free_bytes:
@@ -62,11 +63,11 @@ def check_memory(
         )
 
 
-def _what_fits(table: WeightTable, host_bytes: int, device: torch.device, free_bytes: int) -> str:
+def _what_fits(table: WeightTable, host_bytes: int, link: HostLink, free_bytes: int) -> str:
     """Returns advice on how weights larger than `free_bytes` could fit."""
     missing = table.size_bytes - host_bytes - free_bytes
     halved = table.size_bytes // 2
-    if device.type == "cuda" and missing < table.matrix_bytes + table.expert_bytes - host_bytes:
+    if link.copies and missing < table.matrix_bytes + table.expert_bytes - host_bytes:
         moved = math.ceil((host_bytes + missing) / GIB)
         return f"--cpu-offload-gb {moved} or more would keep enough of them in host memory"
     if table.dtype.itemsize == 4 and halved <= free_bytes:

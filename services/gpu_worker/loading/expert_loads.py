@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent
 from blockyard.shared.messages import Stats
 
 MOST_LAYERS = 128
@@ -33,8 +34,9 @@ class LayerLoad:
 class ExpertLoads:
     """The counts of all layers of a model, on its device, and the sums of samples of them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, link: HostLink) -> None:
+        """link: of the device."""
+        self._device, self._link = device, link
         self._layers: list[LayerLoad] = []
         self._counts: Tensor | None = None  # [MOST_LAYERS, experts] int32, one copy for all layers
         self._copy: _SideCopy | None = None
@@ -76,9 +78,9 @@ class ExpertLoads:
         )
 
     def _sample(self, counts: Tensor) -> None:
-        if counts.device.type == "cuda":
+        if self._link.copies:
             if self._copy is None:
-                self._copy = _SideCopy(counts)
+                self._copy = _SideCopy(counts, self._link)
             arrived = self._copy.exchange()
         else:
             arrived = counts
@@ -100,20 +102,21 @@ class ExpertLoads:
 class _SideCopy:
     """Copies a tensor of a GPU to the host on a stream of its own, while steps run."""
 
-    def __init__(self, source: Tensor) -> None:
-        self._source, self._stream = source, torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self._event: torch.cuda.Event | None = None
+    def __init__(self, source: Tensor, link: HostLink) -> None:
+        self._source, self._stream = source, link.stream()
+        self._host = link.host_tensor(source.shape, source.dtype)
+        self._event: LinkEvent | None = None
 
     def exchange(self) -> Tensor | None:
         """Starts a copy and returns what the one before brought. None: there was none, or it is under way."""
         arrived = None
         if self._event is not None:
-            if not self._event.query():  # type: ignore[no-untyped-call]
+            if not self._event.query():
                 return None
             arrived = self._host.clone()
-        self._stream.wait_stream(torch.cuda.current_stream(self._source.device))  # behind `clear` after trial steps
-        with torch.cuda.stream(self._stream):
+        self._stream.follow_steps()  # behind `clear` after trial steps
+        with self._stream.use():
             self._host.copy_(self._source, non_blocking=True)
-            self._event = self._stream.record_event()
+            self._event = self._stream.event()
+            self._event.record()
         return arrived

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -101,35 +101,31 @@ def dtype_of(word: str, name: str, file: Path) -> torch.dtype:
 class Reader:
     """A thread's two buffers, used in turn; for a GPU they are pinned, and copies have their own stream."""
 
-    def __init__(self, device: torch.device, chunk_bytes: int) -> None:
-        self._device = device
-        on_gpu = device.type == "cuda"
-        self._buffers = [torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
-        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._copied = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+    def __init__(self, table: WeightTable, chunk_bytes: int) -> None:
+        self._device = table.device
+        self._buffers = [table.link.host_tensor((chunk_bytes,), torch.uint8) for _ in range(2)]
+        self._stream = table.link.stream()
+        self._copied = [self._stream.event() for _ in range(2)]
 
     def load(self, stored: Stored, table: WeightTable) -> int:
         """Fills one weight and returns its bytes. The copy is complete after `wait`."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        with torch.inference_mode(), self._stream.use():
             value = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
             self._fill(value.view(-1).view(torch.uint8), stored)
             table.put(stored.name, value)
         return stored.size_bytes
 
     def wait(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._stream.synchronize()
 
     def _fill(self, target: Tensor, stored: Stored) -> None:
         chunk = len(self._buffers[0])
         for i, start in enumerate(range(0, stored.size_bytes, chunk)):
             buffer = self._buffers[i % 2][: min(chunk, stored.size_bytes - start)]
-            if self._copied:
-                self._copied[i % 2].synchronize()
+            self._copied[i % 2].synchronize()
             _read(stored, buffer, stored.begin + start)
             target[start : start + len(buffer)].copy_(buffer, non_blocking=True)
-            if self._copied:
-                self._copied[i % 2].record(self._stream)
+            self._copied[i % 2].record()
 
 
 def _read(stored: Stored, buffer: Tensor, offset: int) -> None:
@@ -174,7 +170,7 @@ def load(
         table.expect([stored.name for stored in listed])
         wanted = sorted((s for s in listed if table.wants(s.name)), key=_order)
         total, done = sum(s.size_bytes for s in wanted), 0
-        readers = [Reader(table.device, chunk_bytes) for _ in range(min(READERS, len(wanted)))]
+        readers = [Reader(table, chunk_bytes) for _ in range(min(READERS, len(wanted)))]
         idle: SimpleQueue[Reader] = SimpleQueue()
         for reader in readers:
             idle.put(reader)
@@ -196,5 +192,4 @@ def load(
                 pool.shutdown(cancel_futures=True)
         for reader in readers:
             reader.wait()
-    if table.device.type == "cuda":
-        torch.cuda.empty_cache()  # frees memory that the readers' streams cached
+    table.link.free_cached()  # frees memory that the readers' streams cached

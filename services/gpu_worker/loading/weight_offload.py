@@ -29,10 +29,5 @@ class OffloadedWeights:
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """The storages of those tensors that are on a GPU. Some may come several times."""
     for tensor in tensors:
-        if tensor.device.type != "cpu" and tensor.untyped_storage().nbytes():
+        if not tensor.is_cpu and tensor.untyped_storage().nbytes():
             yield tensor.untyped_storage()
-
-
-def free_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import WHOLE, Arrange, Shard
 from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
@@ -73,6 +74,7 @@ class WeightTable:
     ) -> None:
         """host_share: of the layers' weights, spread over the layers. shard: the rank whose share of them is loaded."""
         self.dtype, self.device, self.shard = dtype, device, shard
+        self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
         self.matrices_on_host: list[Tensor] = []
         self.experts_on_host: list[Tensor] = []
@@ -95,6 +97,11 @@ class WeightTable:
         self._groups: dict[str, tuple[TensorGroup, str]] = {}  # by name, with the key there
         self._optional: set[str] = set()  # names of groups that a checkpoint may lack
         self._notes: dict[str, list[str]] = {}  # what was done -> names
+
+    @property
+    def has_memory(self) -> bool:
+        """False: the model is only declared, on the meta device."""
+        return self.device.type != "meta"
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory of the device. dtype: None for the model's."""
@@ -259,10 +266,13 @@ class WeightTable:
         if sum(one.nbytes for one in on_host) + size > most_bytes + HOST_SLACK:
             return [self.empty(*shape, dtype=dtype) for shape, dtype in wanted]
         self.size_bytes += size
-        host, pinned = self.device if self.device.type == "meta" else torch.device("cpu"), self.device.type == "cuda"
-        made = [torch.empty(shape, dtype=dtype, device=host, pin_memory=pinned) for shape, dtype in wanted]
+        make = self.link.host_tensor if self.has_memory else self._declared
+        made = [make(shape, dtype) for shape, dtype in wanted]
         on_host += made
         return made
+
+    def _declared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def vector(self, name: str, size: int) -> Tensor:
         target = self.empty(size)

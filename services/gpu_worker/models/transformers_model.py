@@ -73,7 +73,8 @@ def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
         raise ConfigError(f"{FLAG}: the config of {name} has no max_position_embeddings, which bounds a sequence")
     shape = ModelShape(vocab_size=hf_config.vocab_size, max_positions=positions, attention=layers.attention)
     connection = Connection(causal)
-    place_buffers(causal, table.device)
+    if table.has_memory:
+        place_buffers(causal, table.device)
     table.leave_out(*OTHER_PARTS)
     ops = find_ops(table.device)
     placed = place_modules(
@@ -82,7 +83,7 @@ def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
     with _refusals(name):
         use_stored_names(causal, table)
     model = TransformersModel(causal, connection, shape, table, placed)
-    if table.device.type == "meta":
+    if not table.has_memory:
         with _refusals(name, "its head does not run without its layers: "), torch.inference_mode():
             model.logits(torch.zeros(PROBE_TOKENS, layers.hidden_size, dtype=table.dtype, device="meta"))
     return model
@@ -360,9 +361,7 @@ def _line(error: Exception) -> str:
 
 
 def place_buffers(causal: Any, device: torch.device) -> None:
-    """Makes buffers that are no weights, such as the frequencies of rotations. On the meta device they stay there."""
-    if device.type == "meta":
-        return
+    """Makes buffers that are no weights, such as the frequencies of rotations."""
     for module in causal.modules():
         for name, one in module._buffers.items():
             if one is not None and one.is_meta:

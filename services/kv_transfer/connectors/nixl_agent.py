@@ -106,10 +106,8 @@ def error_of(work: Job) -> str:
 
 def region_at(arena: Arena, address: int) -> Region:
     """address: of the arena's memory, which a host arena has mapped more than once."""
-    device = arena.bytes.device
-    if device.type == "cuda":
-        return Region(address, arena.bytes.numel(), "VRAM", device.index or 0)
-    return Region(address, arena.bytes.numel())
+    num_bytes = arena.bytes.numel()
+    return Region(address, num_bytes) if arena.gpu is None else Region(address, num_bytes, "VRAM", arena.gpu)
 
 
 def host_id() -> tuple[str, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ class SideStream(Protocol):
     def record(self) -> StreamEvent:
         """Returns an event that is complete when all work launched so far is."""
 
+    def host_tensor(self, num: int, dtype: torch.dtype) -> Tensor:
+        """Returns host memory [num] that kernels on the stream read and write."""
+
 
 class CudaStream:
     """A `SideStream` of torch."""
@@ -42,6 +46,9 @@ class CudaStream:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
+
+    def host_tensor(self, num: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(num, dtype=dtype, pin_memory=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,10 @@ class StreamCopies:
     @property
     def in_flight(self) -> int:
         return len(self._open)
+
+    def host_tensor(self, num: int, dtype: torch.dtype) -> Tensor:
+        """See `SideStream.host_tensor`."""
+        return self._stream.host_tensor(num, dtype)
 
     def run(self, launch: Callable[[], T]) -> T:
         """Launches work before the first copy. Raises what `launch` raises."""

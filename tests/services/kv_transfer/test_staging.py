@@ -1,20 +1,22 @@
 """Staging memory: its limit, and what becomes of the buffers of links that have closed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from blockyard.services.kv_transfer import staging
-from blockyard.services.kv_transfer.arena import HostArena
-from blockyard.services.kv_transfer.staging import HOST_BUFFER_BYTES, StagingMemory, planned_bytes
+from blockyard.services.kv_transfer.arena import GPU_STAGING, HOST_STAGING, HostArena
+from blockyard.services.kv_transfer.staging import StagingMemory, planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.errors import ConfigError
 
 MIB = 1 << 20
-CPU = torch.device("cpu")
+HOST_BUFFER_BYTES = HOST_STAGING.buffer_bytes
+KV_MEMORY = HostArena(MIB)
 
 
 def test_buffers_lie_side_by_side() -> None:
-    memory = StagingMemory(CPU)
+    memory = StagingMemory(KV_MEMORY)
     buffers = memory.take(3, 100)
     assert len(buffers) == 3 and buffers.num_bytes == HOST_BUFFER_BYTES
     start = buffers.arena.bytes.data_ptr()
@@ -22,7 +24,7 @@ def test_buffers_lie_side_by_side() -> None:
 
 
 def test_links_get_smaller_buffers_once_little_is_left_and_in_the_end_none() -> None:
-    memory, taken = StagingMemory(CPU, 64 * MIB), []
+    memory, taken = StagingMemory(KV_MEMORY, 64 * MIB), []
     with pytest.raises(ConfigError, match="of 64 MiB of staging memory are in use"):
         while True:
             taken.append(memory.take(4, 100))
@@ -33,7 +35,7 @@ def test_links_get_smaller_buffers_once_little_is_left_and_in_the_end_none() -> 
 
 
 def test_a_buffer_holds_a_piece_however_large_that_is() -> None:
-    memory = StagingMemory(CPU, 64 * MIB)
+    memory = StagingMemory(KV_MEMORY, 64 * MIB)
     large = memory.take(3, 10 * MIB + 1)
     assert large.num_bytes == 10 * MIB + 8
     with pytest.raises(ConfigError, match="a new link needs 60"):
@@ -42,9 +44,8 @@ def test_a_buffer_holds_a_piece_however_large_that_is() -> None:
 
 def test_buffers_of_a_gpu_are_kept_for_the_next_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """To free memory of a GPU may take as long as the steps in flight."""
-    monkeypatch.setattr(StagingMemory, "_allocate", lambda self, num_bytes: HostArena(num_bytes))
-    monkeypatch.setattr(staging, "GPU_BUFFER_BYTES", MIB)
-    memory = StagingMemory(torch.device("cuda"), 8 * MIB)
+    monkeypatch.setattr(HostArena, "staging", replace(GPU_STAGING, buffer_bytes=MIB))
+    memory = StagingMemory(HostArena(MIB), 8 * MIB)
     buffers = memory.take(3, 100)
     memory.give_back(buffers)
     assert memory.take(2, 100) is not buffers, "of another number"
@@ -62,18 +63,16 @@ def test_memory_that_is_not_free_is_a_reason(monkeypatch: pytest.MonkeyPatch) ->
     def fails(*_: object) -> HostArena:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    memory = StagingMemory(CPU)
-    monkeypatch.setattr(staging, "make_arena", fails)
+    monkeypatch.setattr(HostArena, "allocate_beside", fails)
+    memory = StagingMemory(KV_MEMORY)
     with pytest.raises(ConfigError, match="no 12 MiB for staging buffers"):
         memory.take(3, 100)
     monkeypatch.undo()
+    memory = StagingMemory(KV_MEMORY)
     assert memory.take(3, 100).num_bytes == HOST_BUFFER_BYTES
 
 
-@pytest.mark.parametrize(
-    ("connector", "device", "mib"), [("nixl", "cuda", 1024), ("nixl", "cpu", 0), ("auto", "cuda", 0)]
-)
-def test_the_memory_plan_of_a_worker(connector: str, device: str, mib: int) -> None:
-    config = KVTransferConfig(connector=connector)
-    assert planned_bytes(torch.device(device), config) == mib * MIB
-    assert planned_bytes(torch.device(device), None) == 0
+@pytest.mark.parametrize(("connector", "mib"), [("nixl", 1024), ("auto", 0)])
+def test_the_memory_plan_of_a_worker_on_a_gpu(connector: str, mib: int) -> None:
+    assert planned_bytes(KVTransferConfig(connector=connector)) == mib * MIB
+    assert planned_bytes(None) == 0

@@ -129,6 +129,6 @@ def test_kv_cache_dtype_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="need a GPU; on CPU leave it at auto"):
         engine.start(msgspec.structs.replace(settings(tmp_path), kv_cache_dtype="fp8"), lambda *_: None)
     with pytest.raises(ConfigError, match="float32"):
-        kv_scales.pick_kv_dtype("fp8", torch.float32, torch.device("cuda"))
-    assert kv_scales.pick_kv_dtype("fp8_e5m2", torch.bfloat16, torch.device("cuda")) == torch.float8_e5m2
-    assert kv_scales.pick_kv_dtype("auto", torch.bfloat16, torch.device("cpu")) == torch.bfloat16
+        kv_scales.pick_kv_dtype("fp8", torch.float32, has_8_bit_kv=True)
+    assert kv_scales.pick_kv_dtype("fp8_e5m2", torch.bfloat16, has_8_bit_kv=True) == torch.float8_e5m2
+    assert kv_scales.pick_kv_dtype("auto", torch.bfloat16, has_8_bit_kv=False) == torch.bfloat16

@@ -17,6 +17,9 @@ from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.quantization import dense
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
+from blockyard.services.gpu_worker.startup.cuda import CudaBackend, CudaLink
+from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 
@@ -61,7 +64,7 @@ def test_outputs_equal_those_of_weights_on_the_device(
     copies = []
     copy = cpu_offload.HostWeights._copy
     monkeypatch.setattr(cpu_offload.HostWeights, "_copy", lambda self, i: (copies.append(i), copy(self, i))[1])
-    monkeypatch.setattr(engine, "host_share", lambda *given: HostShare(share, share))
+    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(share, share))
     assert outputs() == plain
     assert copies[:2] == [0, 1] and max(copies) > 2
 
@@ -73,9 +76,9 @@ def test_kernels_are_measured_at_the_start_if_weights_are_replaced_after_it(
     """HostWeights wraps the kernels that were picked, so none may be picked later."""
     at_once: list[bool] = []
     monkeypatch.setattr(dense, "can_pack", lambda weight: False)
-    monkeypatch.setattr(engine, "pick_products", lambda model, config, device, now, report: at_once.append(now))
+    monkeypatch.setattr(CpuBackend, "pick_products", lambda self, model, config, now, report: at_once.append(now))
     model = find_family(CONFIG)(CONFIG, WeightTable(torch.float32, torch.device("cpu"), HostShare(share)))
-    engine.prepare(model, settings(tmp_path, device="cpu"), 64, engine.StartReport(lambda *of: None))
+    engine.prepare(model, settings(tmp_path, device="cpu"), 64, CpuBackend(), StartReport(lambda *of: None))
     assert at_once == [share > 0]
 
 
@@ -129,8 +132,8 @@ def test_experts_that_do_not_fit_are_refused_with_what_to_keep_in_host_memory() 
     table = WeightTable(torch.float32, torch.device("meta"))
     find_family(MIXTURE)(MIXTURE, table)
     with pytest.raises(LoadError, match=r"--cpu-offload-gb 1 or more would keep enough"):
-        check_memory(table, 0, 16, 64, torch.device("cuda"), table.size_bytes - EXPERT_BYTES // 2)
-    check_memory(table, EXPERT_BYTES // 2, 16, 64, torch.device("cuda"), table.size_bytes - EXPERT_BYTES // 2)
+        check_memory(table, 0, 16, 64, CudaLink(torch.device("cuda")), table.size_bytes - EXPERT_BYTES // 2)
+    check_memory(table, EXPERT_BYTES // 2, 16, 64, CudaLink(torch.device("cuda")), table.size_bytes - EXPERT_BYTES // 2)
 
 
 def test_all_layers_at_most(tmp_path: Path) -> None:
@@ -145,8 +148,8 @@ def test_all_layers_at_most(tmp_path: Path) -> None:
 def test_the_flag_gives_the_offloaded_share_and_nothing_is_offloaded_on_cpu(tmp_path: Path) -> None:
     config = settings(tmp_path, cpu_offload_gib=0.25 * 10 * LAYER_BYTES / GIB)
     shares = [
-        engine.host_share(find_family(CONFIG), CONFIG, torch.float32, config, torch.device(device))
-        for device in ("meta", "cpu")
+        backend.host_share(partial(find_family(CONFIG), CONFIG), torch.float32, config)
+        for backend in (CudaBackend(torch.device("cuda", 0)), CpuBackend())
     ]
     assert [share.matrices for share in shares] == [pytest.approx(0.25), 0.0]
 

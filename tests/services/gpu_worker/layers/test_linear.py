@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import GROUP, Linear, dense_linear, in_groups
 from blockyard.services.gpu_worker.quantization.dense import second_copy
 from blockyard.services.gpu_worker.quantization.method import Fusion
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
+from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 
@@ -117,6 +118,5 @@ def test_every_linear_layer_is_made_batch_invariant(batch_invariant: bool, monke
 
     process = ProcessConfig(name="one", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
     config = WorkerConfig(process=process, model_path="unused", batch_invariant=batch_invariant)
-    tuner = engine.pick_products(Model(), config, torch.device("cpu"), False, engine.StartReport(print))  # type: ignore[arg-type]
-    assert tuner is None
+    CpuBackend().pick_products(Model(), config, False, StartReport(print))  # type: ignore[arg-type]
     assert frozen == (linears if batch_invariant else [])

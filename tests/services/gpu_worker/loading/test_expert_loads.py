@@ -8,7 +8,9 @@ import torch
 from plan_driver import Driver
 from tiny_models import start
 
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.loading.expert_loads import MOST_LAYERS, ExpertLoads
+from blockyard.services.gpu_worker.startup.cuda import CudaLink
 from blockyard.shared.messages import Sampling, Stats
 
 CPU = torch.device("cpu")
@@ -32,7 +34,7 @@ MIXTRAL = {
 def test_samples_of_two_layers(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
-    loads = ExpertLoads(torch.device(device))
+    loads = ExpertLoads(torch.device(device), CudaLink(torch.device(device)) if device == "cuda" else SameMemory())
     first, second = loads.add_layer(4), loads.add_layer(4)
     assert first is not None and second is not None
     assert loads.count(Stats()) == Stats(), "nothing has run"
@@ -50,7 +52,7 @@ def test_samples_of_two_layers(device: str) -> None:
 
 
 def test_loads_are_of_several_samples() -> None:
-    loads = ExpertLoads(CPU)
+    loads = ExpertLoads(CPU, SameMemory())
     layer = loads.add_layer(2)
     assert layer is not None
     for step, pairs in enumerate(([4, 0], [0, 4])):
@@ -61,7 +63,7 @@ def test_loads_are_of_several_samples() -> None:
 
 
 def test_trial_steps_are_not_sampled() -> None:
-    loads = ExpertLoads(CPU)
+    loads = ExpertLoads(CPU, SameMemory())
     loads.clear()
     layer = loads.add_layer(4)
     assert layer is not None
@@ -94,12 +96,12 @@ def test_a_runner_forgets_what_its_background_work_computed(tmp_path: Path) -> N
 
 
 def test_layers_that_are_not_counted() -> None:
-    loads = ExpertLoads(CPU)
+    loads = ExpertLoads(CPU, SameMemory())
     assert all(loads.add_layer(8) is not None for _ in range(MOST_LAYERS))
     assert loads.add_layer(8) is None
-    other = ExpertLoads(CPU)
+    other = ExpertLoads(CPU, SameMemory())
     assert other.add_layer(8) is not None and other.add_layer(16) is None
-    assert ExpertLoads(CPU).count(Stats(steps_total=5)) == Stats(steps_total=5)
+    assert ExpertLoads(CPU, SameMemory()).count(Stats(steps_total=5)) == Stats(steps_total=5)
 
 
 def test_a_worker_counts_its_steps(tmp_path: Path) -> None:

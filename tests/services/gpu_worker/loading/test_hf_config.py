@@ -17,6 +17,8 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eo
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
+from blockyard.services.gpu_worker.startup.cuda import CudaBackend
 from blockyard.shared.architectures import find_architecture
 from blockyard.shared.config.checkpoint import config_overrides
 from blockyard.shared.config.parsed_flags import Values, from_command_line
@@ -331,7 +333,7 @@ def test_published_shapes_have_the_published_sizes(tmp_path: Path, name: str) ->
 
 
 def test_dtypes() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    cpu, cuda = CpuBackend(), CudaBackend(torch.device("cuda", 0))
     assert engine.pick_dtype("auto", "bfloat16", cpu) == torch.float32
     assert engine.pick_dtype("auto", "bfloat16", cuda) == torch.bfloat16
     assert engine.pick_dtype("auto", None, cuda) == torch.bfloat16

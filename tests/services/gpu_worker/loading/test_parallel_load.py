@@ -101,4 +101,4 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         stored = next(parallel_load.list_tensors(tmp_path / "a.safetensors", file.fileno()))
         file.truncate(8000)
         with pytest.raises(LoadError, match="ends within a"):
-            parallel_load.Reader(table.device, 1000).load(stored, table)
+            parallel_load.Reader(table, 1000).load(stored, table)

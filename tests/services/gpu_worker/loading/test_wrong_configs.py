@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, settings
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.loading import checkpoint
 from blockyard.services.gpu_worker.loading.checkpoint_check import check_memory
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.startup.cuda import CudaLink
 from blockyard.shared.errors import ConfigError, LoadError
 
 NOWHERE = "/nowhere/model.safetensors"
@@ -123,13 +125,15 @@ def test_what_would_fit_is_said(free: float) -> None:
     table.layer_memory("model.layers.0.a", ((1 << 14, 1 << 14), torch.float32))
     said = {0.45: "a model of at most 0.2 billion weights in bfloat16 would fit", 0.8: "--dtype bfloat16 would fit"}
 
-    def said_on(device: str, free: float) -> str:
+    def said_on(link: HostLink, free: float) -> str:
         with pytest.raises(LoadError, match=r"take 1\.00 GiB in float32, 0\.") as error:
-            check_memory(table, 0.0, 64, 16, torch.device(device), int(free * 2**30))
+            check_memory(table, 0.0, 64, 16, link, int(free * 2**30))
         return str(error.value)
 
-    assert said[free] in said_on("cpu", free)
-    assert "--cpu-offload-gb 1 or more would keep enough of them in host memory" in said_on("cuda", free)
+    assert said[free] in said_on(SameMemory(), free)
+    assert "--cpu-offload-gb 1 or more would keep enough of them in host memory" in said_on(
+        CudaLink(torch.device("cuda")), free
+    )
 
 
 @pytest.mark.parametrize(

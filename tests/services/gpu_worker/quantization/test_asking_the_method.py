@@ -23,6 +23,7 @@ from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.quantization import registry
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat, place_rows, place_weights
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.shared import quantization
 from blockyard.shared.messages import Sampling
 
@@ -135,7 +136,7 @@ def test_all_tensors_of_a_matrix_are_in_host_memory_together(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     want = output(folders[1])
-    monkeypatch.setattr(engine, "host_share", lambda *given: HostShare(share, share))
+    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(share, share))
     assert output(folders[1]) == want
     table = start(folders[1], max_model_len=64).model.table
     kinds = [one.dtype for one in table.matrices_on_host]

@@ -29,6 +29,7 @@ from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats import fp8
 from blockyard.services.gpu_worker.quantization.kept import eight_bits, form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 
@@ -405,7 +406,7 @@ def test_memory_moves_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     kept = {id(tensor) for tensor in tensors_of(model_of)}
     methods = [linear.method for linear in model_of.linears()]
     assert all(id(one) in kept for method in methods for one in method.tensors().values())
-    monkeypatch.setattr(engine, "host_share", lambda *given: HostShare(1.0, 1.0))
+    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(1.0, 1.0))
     assert output(made.packed) == want
     table = start(made.packed, max_model_len=64).model.table
     assert sum(one.nbytes for one in table.matrices_on_host) == table.matrix_bytes

@@ -1,0 +1,103 @@
+"""The interface of a device to a worker's start, and its choice."""
+
+from typing import Protocol
+
+import torch
+
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.host_link import HostLink
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.cpu_offload import Declare
+from blockyard.services.gpu_worker.loading.weights import HostShare
+from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
+from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
+from blockyard.services.gpu_worker.startup.start_report import StartReport
+from blockyard.services.kv_transfer.host.host_store import BlockStore
+from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.errors import ConfigError
+
+
+class Backend(Protocol):
+    """A device on which a worker computes, for one start. `engine.start` calls the methods in this order."""
+
+    device: torch.device
+    link: HostLink
+    auto_dtype: torch.dtype | None  # of a model by --dtype auto; None: the dtype of config.json
+    has_8_bit_kv: bool  # its kernels read a KV cache in 8 bits
+
+    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+        """Sets torch's options. Returns a note about the device.
+
+        threads: of computations on the host. processes: compile kernels; None: none are started yet.
+        """
+
+    def check_shape(self, shape: ModelShape) -> None:
+        """Raises LoadError for a model that the kernels of the device do not support."""
+
+    def host_share(self, declare: Declare, dtype: torch.dtype, config: WorkerConfig) -> HostShare:
+        """Returns the share of the layers' weights that stays in host memory (--cpu-offload-gb). Raises LoadError.
+
+        declare: places the model's weights in a table.
+        """
+
+    def free_bytes(self, config: WorkerConfig) -> int:
+        """Returns the memory of the device that is free for this worker."""
+
+    def fit_num_seqs(self, config: WorkerConfig, kv_block_bytes: int) -> WorkerConfig:
+        """Returns the settings with as many sequences as KV memory is good for, after the weights are loaded."""
+
+    def pick_products(self, model: Model, config: WorkerConfig, at_once: bool, report: StartReport) -> None:
+        """Picks the kernels of the model's linear layers and experts.
+
+        at_once: measures all batch sizes now. Otherwise some may be measured in idle times.
+        """
+
+    def offload_notes(self, config: WorkerConfig) -> list[str]:
+        """Returns lines for a --cpu-offload-gb that does nothing on this device."""
+
+    def compile_kernels(
+        self,
+        model: Model,
+        need: KVMemoryNeed,
+        kv_dtype: torch.dtype,
+        num_eos: int,
+        config: WorkerConfig,
+        report: StartReport,
+    ) -> None:
+        """Compiles the kernels of steps before the first one runs."""
+
+    def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
+        """Returns the memory of the device for buffers of copies of KV blocks, to host memory and other workers."""
+
+    def plan_memory(
+        self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
+    ) -> MemoryPlan:
+        """Plans the KV blocks of the device. Raises LoadError if they do not fit."""
+
+    def make_store(self, plan: MemoryPlan, pool: KVPool) -> BlockStore | None:
+        """Allocates the KV blocks in host memory; None if the plan has none. Raises LoadError if they do not fit."""
+
+    def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
+        """Gives the runner what runs its steps, runs trial steps, and reports that it is ready.
+
+        Called again after sleep, when memory is restored. Raises LoadError for a model whose steps fail.
+        """
+
+    def held_bytes(self) -> int:
+        """Returns the bytes of device memory that this process holds."""
+
+
+def pick_backend(name: str) -> Backend:
+    """name: of --device. Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cuda":
+        return CpuBackend()
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no usable GPU here; --device cpu runs on this machine")
+    # imports Triton, which is installed only on machines with a GPU
+    from blockyard.services.gpu_worker.startup.cuda import CudaBackend  # noqa: PLC0415
+
+    return CudaBackend(torch.device(name, 0))

@@ -1,0 +1,87 @@
+"""The CPU: torch's own operations on host memory, a fixed share of which is for KV blocks."""
+
+import torch
+
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.cpu_offload import Declare
+from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare
+from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
+from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.startup.start_report import StartReport
+from blockyard.services.gpu_worker.warm_up import first_step
+from blockyard.services.kv_transfer.host.host_store import BlockStore, PlainStore
+from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.process.service_main import rss_bytes
+
+
+class CpuBackend:
+    """Implements `Backend`. It compiles and tunes nothing, and steps run before their launch returns."""
+
+    auto_dtype: torch.dtype | None = torch.float32  # products in 16 bits are slower on most CPUs
+    has_8_bit_kv = False
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.link: HostLink = SameMemory()
+
+    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+        if processes is not None:
+            processes.close()
+        torch.set_num_threads(threads)
+        return f"device: cpu, {torch.get_num_threads()} compute threads"
+
+    def check_shape(self, shape: ModelShape) -> None:
+        """torch takes all shapes."""
+
+    def host_share(self, declare: Declare, dtype: torch.dtype, config: WorkerConfig) -> HostShare:
+        return ALL_ON_DEVICE
+
+    def free_bytes(self, config: WorkerConfig) -> int:
+        return free_host_bytes() // config.replicas
+
+    def fit_num_seqs(self, config: WorkerConfig, kv_block_bytes: int) -> WorkerConfig:
+        return config
+
+    def pick_products(self, model: Model, config: WorkerConfig, at_once: bool, report: StartReport) -> None:
+        if config.batch_invariant:
+            for linear in model.linears():
+                linear.make_batch_invariant()
+
+    def offload_notes(self, config: WorkerConfig) -> list[str]:
+        return ["weights in host memory: all, this is a CPU (--cpu-offload-gb)"] if config.cpu_offload_gib else []
+
+    def compile_kernels(
+        self,
+        model: Model,
+        need: KVMemoryNeed,
+        kv_dtype: torch.dtype,
+        num_eos: int,
+        config: WorkerConfig,
+        report: StartReport,
+    ) -> None:
+        """torch's own operations are compiled."""
+
+    def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
+        return 0
+
+    def plan_memory(
+        self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
+    ) -> MemoryPlan:
+        override, kv_bytes, free = config.num_gpu_blocks_override, config.kv_cache_memory_bytes, self.free_bytes(config)
+        if override is None and kv_bytes is not None:
+            return plan_bytes(need, kv_bytes, free)
+        return plan_cpu(need, free, config.cpu_kv_gib, override)
+
+    def make_store(self, plan: MemoryPlan, pool: KVPool) -> BlockStore | None:
+        return PlainStore(pool.runs, plan.num_blocks) if plan.num_blocks else None
+
+    def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
+        report.phase("first step")
+        first_step(runner)
+        report.phase("ready", 1.0)
+
+    def held_bytes(self) -> int:
+        return rss_bytes()

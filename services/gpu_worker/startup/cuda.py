@@ -1,0 +1,251 @@
+"""A GPU: Triton kernels that are compiled and tuned, steps ahead of the host, and CUDA graphs. Imports Triton."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.attention.choice import check_head_sizes
+from blockyard.services.gpu_worker.compilation import record_kernels
+from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
+from blockyard.services.gpu_worker.cores import usable_cores
+from blockyard.services.gpu_worker.execution import device_loop
+from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes
+from blockyard.services.gpu_worker.execution.device_ops import make_device_ops
+from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
+from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
+from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
+from blockyard.services.gpu_worker.loading.weights import HostShare
+from blockyard.services.gpu_worker.memory import (
+    KVMemoryNeed,
+    MemoryPlan,
+    free_host_bytes,
+    num_seqs_for,
+    plan_bytes,
+    plan_cuda,
+)
+from blockyard.services.gpu_worker.memory_profile import peak_bytes
+from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
+from blockyard.services.gpu_worker.warm_up import warm_up
+from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockStore, JoinedStore
+from blockyard.services.kv_transfer.host.stream_store import StreamStore
+from blockyard.services.kv_transfer.staging import planned_bytes
+from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.errors import LoadError
+
+
+class CudaLink:
+    """Implements `HostLink` with pinned memory and CUDA streams."""
+
+    memory = "GPU memory"
+    copies = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def host_tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def stream(self) -> LinkStream:
+        return _CudaLinkStream(self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def free_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class _CudaLinkStream:
+    """Implements `LinkStream`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def use(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def follow_steps(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def event(self) -> LinkEvent:
+        return _CudaLinkEvent(self._stream)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class _CudaLinkEvent:
+    """Implements `LinkEvent`."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def record(self) -> None:
+        self._event.record(self._stream)
+
+    def query(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def hold_steps(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+class CudaBackend:
+    """Implements `Backend`. Owns the compiler of kernels, and what is left to tune in idle times."""
+
+    auto_dtype: torch.dtype | None = None
+    has_8_bit_kv = True
+
+    def __init__(self, device: torch.device) -> None:
+        """device: with its index."""
+        self.device = device
+        self.link: HostLink = CudaLink(device)
+        self._compiler: KernelCompiler | None = None  # from `set_up` on
+        self._tuner: Tuner | None = None  # has sizes to measure later
+        self._tuning: IdleTuning | None = None
+
+    def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
+        """threads: unused, the host computes little."""
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN takes 40 ms to plan each new sequence length
+        note = f"device: {torch.cuda.get_device_name(self.device)}"
+        self._compiler = record_kernels.make_compiler(processes, usable_cores())
+        return note
+
+    def check_shape(self, shape: ModelShape) -> None:
+        check_head_sizes("cuda", shape.attention)
+
+    def host_share(self, declare: Declare, dtype: torch.dtype, config: WorkerConfig) -> HostShare:
+        return share_of_layers(declare, dtype, config.cpu_offload_gib, free_host_bytes() // config.replicas)
+
+    def free_bytes(self, config: WorkerConfig) -> int:
+        free: int = torch.cuda.mem_get_info(self.device)[0]
+        return free
+
+    def fit_num_seqs(self, config: WorkerConfig, kv_block_bytes: int) -> WorkerConfig:
+        """What a step and CUDA graphs take is not known yet: they grow with the number of sequences."""
+        if not config.fit_max_num_seqs:
+            return config
+        num_blocks = config.num_gpu_blocks_override
+        if num_blocks is None:
+            _, total = torch.cuda.mem_get_info(self.device)
+            share = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(self.device)
+            num_blocks = (config.kv_cache_memory_bytes or share) // kv_block_bytes
+        most = num_seqs_for(num_blocks * config.block_size, config.max_num_seqs)
+        return msgspec.structs.replace(config, max_num_seqs=most)
+
+    def pick_products(self, model: Model, config: WorkerConfig, at_once: bool, report: StartReport) -> None:
+        if config.enforce_eager and not config.batch_invariant:
+            return
+        if not config.fused_steps:
+            for linear in model.linears():
+                linear.disable_fusion()
+        tuner = Tuner(model.linears(), model.experts(), device=self.device, dtype=model.table.dtype)
+        if config.batch_invariant:
+            report.note(tuner.make_batch_invariant())
+            return
+        sizes = [n for n in config.graph_sizes if n <= config.max_num_seqs] or capture_sizes(config.max_num_seqs)
+        folder = None if config.kernel_cache is None else Path(config.kernel_cache)
+        if at_once:
+            progress = Throttle(lambda done: report.phase("measuring linear layers", done))
+            report.note(tuner.tune(sizes, progress, folder, config.max_num_batched_tokens))
+            return
+        tuner.begin(sizes, folder, config.max_num_batched_tokens)
+        self._tuner = tuner
+
+    def offload_notes(self, config: WorkerConfig) -> list[str]:
+        return []
+
+    def compile_kernels(
+        self,
+        model: Model,
+        need: KVMemoryNeed,
+        kv_dtype: torch.dtype,
+        num_eos: int,
+        config: WorkerConfig,
+        report: StartReport,
+    ) -> None:
+        """Compiles the kernels of steps in parallel. What the tuner measures is compiled in the background."""
+        compiler, tuner = self._compiler, self._tuner
+        assert compiler is not None
+        report.phase("compiling kernels")
+        record_kernels.compile_kernels(compiler, model, tuner, need, kv_dtype, num_eos, config)
+        report.note(compiler.describe())
+        if tuner is not None:
+            self._tuning = IdleTuning(tuner, compiler)
+        else:
+            compiler.close()
+
+    def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
+        return (STAGING_BYTES if host_plan.num_blocks else 0) + planned_bytes(transfers)
+
+    def plan_memory(
+        self, model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, config: WorkerConfig, moving_bytes: int
+    ) -> MemoryPlan:
+        override, kv_bytes = config.num_gpu_blocks_override, config.kv_cache_memory_bytes
+        tokens = min(config.max_num_batched_tokens, need.max_model_len)
+        try:
+            peak = peak_bytes(model, tokens, need, kv_dtype, self.device)
+            graphs, penalties = device_loop.graph_bytes(
+                model, need, kv_dtype, config.run_ahead_penalties, captures=not config.enforce_eager
+            )
+        except torch.OutOfMemoryError as e:
+            raise LoadError(
+                f"not enough GPU memory for a step of {tokens} tokens beside the weights; lower "
+                "--max-num-batched-tokens"
+            ) from e
+        _, total = torch.cuda.mem_get_info(self.device)
+        weights = torch.cuda.memory_allocated(self.device)
+        if override is None and kv_bytes is not None:
+            return plan_bytes(need, kv_bytes, total - weights - peak - graphs - penalties - moving_bytes)
+        share = config.gpu_memory_utilization
+        return plan_cuda(need, total, share, weights, peak, override, graphs, moving_bytes, penalties)
+
+    def make_store(self, plan: MemoryPlan, pool: KVPool) -> BlockStore | None:
+        if not plan.num_blocks:
+            return None
+        parts = [StreamStore(run, plan.num_blocks, STAGING_BYTES // len(pool.runs)) for run in pool.runs]
+        return parts[0] if len(parts) == 1 else JoinedStore(parts)
+
+    def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
+        """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
+        later."""
+        batch, pool = runner.batch, runner.pool
+        ops = make_device_ops(pool, config.fused_steps)
+        loop = device_loop.start(batch, runner.model, pool, runner.geometry, config, ops, self._tuning)
+        runner.run_ahead(loop)
+        report.phase("first steps")
+        with pool.trial_steps():
+            warm_up(runner)  # without CUDA graphs
+            with torch.inference_mode():
+                if not config.enforce_eager:
+                    report.phase("capturing CUDA graphs")
+                    loop.capture()
+                step_s = loop.steps.measure()
+        runner.run_ahead(loop, step_s)
+        runner.forget_trial_steps()
+        step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"
+
+        def report_ready() -> None:
+            graphs = [] if config.enforce_eager else loop.describe()
+            report.phase("ready", loop.captured, *graphs, step_note)
+
+        report_ready()
+        loop.report_captures(report_ready)
+
+    def held_bytes(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.device)
