@@ -47,17 +47,14 @@ def _main_of(what: str) -> Callable[[Sequence[str]], int]:
         case "kernels":
             return kernels
         case _:
-            return _engine_benchmark(what)
+            return _engine_command(what)
 
 
-def _engine_benchmark(what: str) -> Callable[[Sequence[str]], int]:
-    # they load the client of the engine and tokenizers, whose memory and time the load of `serve` would share
-    from blockyard.services.bench import latency_throughput  # noqa: PLC0415
-    from blockyard.services.bench.suite import command as suite  # noqa: PLC0415
+def _engine_command(what: str) -> Callable[[Sequence[str]], int]:
+    # it loads tokenizers, whose memory and time the load of `serve` would share
+    from blockyard.services.bench import engine_commands  # noqa: PLC0415
 
-    return {"latency": latency_throughput.latency, "throughput": latency_throughput.throughput, "suite": suite.main}[
-        what
-    ]
+    return engine_commands.MAINS[what]
 
 
 def kernels(args: Sequence[str]) -> int:

@@ -89,12 +89,10 @@ def _main_of(command: str) -> Callable[[Sequence[str]], int]:
 
 
 def _client_command(command: str) -> Callable[[Sequence[str]], int]:
-    # they load the offline engine and the load generators: 0.2 s that `serve` does not wait for
-    from blockyard.services.bench import command as bench  # noqa: PLC0415
-    from blockyard.services.bench import simulate  # noqa: PLC0415
-    from blockyard.services.offline import tune  # noqa: PLC0415
+    # it loads the offline engine and the load generators: 0.1 s that `serve` does not wait for
+    from blockyard.services.cli import client_commands  # noqa: PLC0415
 
-    return {"bench": bench.main, "simulate": simulate.main, "tune": tune.main}[command]
+    return client_commands.MAINS[command]
 
 
 def flags(args: Sequence[str]) -> int:

@@ -5,18 +5,25 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
+from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
+
+if TYPE_CHECKING:
+    from blockyard.services.gpu_worker.transfers.mock_memory import MockMemory
+    from blockyard.services.gpu_worker.transfers.worker_transfers import WorkerTransfers
 
 # Two caches of what oneDNN compiles for each number of rows: its own (256 KiB an entry), and that of ideep, through
 # which torch calls it. Both keep 1,024 entries unless limited, and memory freed between them is not reused.
@@ -52,7 +59,7 @@ def serve(config: WorkerConfig) -> None:
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        start, held_bytes = load_engine(config.worker_cls)
+        start, held_bytes = load_engine(config)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
         transfers = make_transfers(config, links, runner)
         links.update(ready=True)
@@ -61,12 +68,11 @@ def serve(config: WorkerConfig) -> None:
         Worker(links, runner, transfers).run(stopped)
 
 
-def load_engine(worker_cls: str) -> tuple[Start, Callable[[WorkerConfig], int]]:
+def load_engine(config: WorkerConfig) -> tuple[Start, Callable[[WorkerConfig], int]]:
     """Returns two functions: one makes the runner, one counts the bytes of device memory that this process holds."""
-    if worker_cls == "mock":
-        from blockyard.services.gpu_worker.mock import runner  # noqa: PLC0415
-
-        return runner.start, runner.held_bytes
+    if config.worker_cls == "mock":
+        make_memory = load_transfers()[1] if config.kv_transfer is not None else None
+        return partial(mock_runner.start, make_memory=make_memory), mock_runner.held_bytes
     # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
@@ -87,10 +93,16 @@ def make_transfers(config: WorkerConfig, links: WorkerLinks, runner: SleepingRun
     """Binds the socket for KV blocks of other workers. Raises ConfigError if that cannot be done."""
     if config.kv_transfer is None:
         return None
-    # imports torch, which a mock worker without transfers does not need
-    from blockyard.services.gpu_worker.transfers.worker_transfers import WorkerTransfers  # noqa: PLC0415
+    worker_transfers, _ = load_transfers()
+    return worker_transfers(config, links, lambda: runner.kv_memory)
 
-    return WorkerTransfers(config, links, lambda: runner.kv_memory)
+
+def load_transfers() -> "tuple[type[WorkerTransfers], type[MockMemory]]":
+    """Returns the class of transfers, and that of the blocks of a mock worker with transfers."""
+    # they import torch, which a mock worker without transfers does not need
+    from blockyard.services.gpu_worker.transfers import mock_memory, worker_transfers  # noqa: PLC0415
+
+    return worker_transfers.WorkerTransfers, mock_memory.MockMemory
 
 
 def freeze() -> None:

@@ -6,23 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from blockyard.services.offline.batch import BatchProgress
+from blockyard.shared.progress_bars import make_progress
 
 
 class RichProgressBar:
     """Shows finished prompts and tokens/s. A context manager; `show` updates it."""
 
     def __init__(self, num_prompts: int) -> None:
-        # rich takes 0.1 s to import: only progress bars need it
-        from rich import console, progress  # noqa: PLC0415
-
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[speed]}"),
-            console=console.Console(file=sys.stderr),
-        )
+        self._progress = make_progress(sys.stderr, "{task.fields[speed]}", bar_width=20)
         self._num_prompts = num_prompts
         self._task = self._progress.add_task("Tokenizing", total=num_prompts, speed="")
         self._generating = False

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from blockyard.services.bench.load.client import LoadRun
+from blockyard.shared.progress_bars import make_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,17 +18,8 @@ class LoadProgressBar:
     """Draws only in `show`: a refresh thread of its own would delay the requests that are being timed."""
 
     def __init__(self, num: int, shown_on: "Console | None" = None) -> None:
-        # rich takes 0.1 s to import: only terminals need it
-        from rich import console, progress  # noqa: PLC0415
-
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(bar_width=30),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[state]}"),
-            console=shown_on or console.Console(file=sys.stderr),
-            auto_refresh=False,
+        self._progress = make_progress(
+            shown_on or sys.stderr, "{task.fields[state]}", bar_width=30, refreshes_per_s=None
         )
         self._task = self._progress.add_task("Requests", total=num, state="")
         self._progress.start()

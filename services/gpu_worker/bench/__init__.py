@@ -9,5 +9,5 @@ not import this folder. It imports `kernels/`, `layers/` and `linear_tuning/`.
 - `timing.graph_seconds`: times calls in a CUDA graph. `timing.copies`: how many inputs exceed the L2 cache.
 
 How to add a family: write a module here with `measure() -> list[Row]`, and add it to `__main__.FAMILIES` and
-`__main__.measurements`.
+`__main__.MEASURES`.
 """

@@ -9,15 +9,14 @@ from blockyard.services.gpu_worker.bench.row import Row, ceilings
 from blockyard.shared.process import pipes
 
 FAMILIES = ("attention", "experts", "latent", "linear", "sampling", "small")  # one module for each
+MEASURES: dict[str, Callable[[], list[Row]]] = {}  # by family
 
+if torch.cuda.is_available():
+    # they import Triton, which comes only with CUDA builds of torch
+    from blockyard.services.gpu_worker.bench import attention, experts, latent, linear, sampling, small
 
-def measurements() -> dict[str, Callable[[], list[Row]]]:
-    """Returns the `measure` function of each family, by name."""
-    # these import Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.bench import attention, experts, latent, linear, sampling, small  # noqa: PLC0415
-
-    modules = (attention, experts, latent, linear, sampling, small)
-    return {name: module.measure for name, module in zip(FAMILIES, modules, strict=True)}
+    _MODULES = (attention, experts, latent, linear, sampling, small)
+    MEASURES = {name: module.measure for name, module in zip(FAMILIES, _MODULES, strict=True)}
 
 
 def main(names: list[str]) -> int:
@@ -35,9 +34,8 @@ def main(names: list[str]) -> int:
         f" bf16 GEMM {most.bf16_flop_per_s / 1e12:,.0f} TFLOP/s, tiny kernel in a graph {1e6 * most.launch_s:.2f} us\n"
     )
     print("| kernel | shape | us | rate | share of the ceiling |\n|---|---|---|---|---|")
-    measure = measurements()
     for name in names or FAMILIES:
-        for one in measure[name]():
+        for one in MEASURES[name]():
             cells = (one.name, one.shape, f"{one.us:,.1f}", one.rate, f"{one.ceiling_share:.1%}")
             print("| " + " | ".join(cells) + " |", flush=True)
     return 0

@@ -9,8 +9,9 @@ from torch import Tensor
 from blockyard.kernels.layers.apply_rope import rotate_halves_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.activations import gate
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 
 
 class FusedOps(Protocol):
@@ -65,6 +66,9 @@ class FusedOps(Protocol):
         The two halves of the first rotary_dim numbers of a head are paired. Returns q and k themselves if `in_place`.
         """
 
+    def exact_product(self, method: Float32Linear) -> Product | None:
+        """Returns a product of rows in float32 with the weight of `method`; None: `method` has the quickest."""
+
 
 class TorchOps:
     """Implements `FusedOps` with torch operations, for the CPU."""
@@ -113,6 +117,9 @@ class TorchOps:
     def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
         turned_q, turned_k = rotate_halves_reference(q, cos, sin), rotate_halves_reference(k, cos, sin)
         return (q.copy_(turned_q), k.copy_(turned_k)) if in_place else (turned_q, turned_k)
+
+    def exact_product(self, method: Float32Linear) -> Product | None:
+        return None
 
 
 def _triton_ops() -> FusedOps:

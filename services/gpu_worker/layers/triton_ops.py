@@ -11,8 +11,10 @@ from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.norm_heads import norm_heads
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.rotate_halves import rotate_halves
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.linear import Linear, Product
+from blockyard.services.gpu_worker.layers.moe.exact_product import ExactProduct
 from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
 
@@ -94,6 +96,9 @@ class TritonOps:
 
     def rotate_halves(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
         return rotate_halves(q, k, cos, sin, in_place)
+
+    def exact_product(self, method: Float32Linear) -> Product | None:
+        return ExactProduct(method, method.weight.device)
 
 
 def _alike(norms: Sequence[Norm]) -> list[RMSNorm] | None:

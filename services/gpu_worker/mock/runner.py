@@ -14,6 +14,8 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, SlotResult, Stats, StepPlan
 from blockyard.shared.process.service_main import rss_bytes
 
+MakeMemory = Callable[[MockKV, int], TransferBlocks]  # takes the blocks and their number
+
 BEHIND_S = 0.002  # a step launched so soon after the last one ended is timed from that end
 
 
@@ -26,9 +28,9 @@ class MockRunner:
         pattern: Pattern,
         step_s: float,
         fatal_id: int = 0,
-        make_memory: Callable[[MockKV, int], TransferBlocks] | None = None,
+        make_memory: MakeMemory | None = None,
     ) -> None:
-        """make_memory: for KV transfers, of the blocks and their number."""
+        """make_memory: for KV transfers; None: there are none."""
         self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
         self._memory = None if make_memory is None else make_memory(self.block_hashes, geometry.num_blocks)
         self._fatal_id = fatal_id
@@ -105,16 +107,15 @@ def held_bytes(config: WorkerConfig) -> int:
     return rss_bytes()
 
 
-def start(config: WorkerConfig, report: Report, processes: CompileProcesses | None = None) -> MockRunner:
-    """Raises LoadError if the model's config.json does not decode. processes: unused."""
+def start(
+    config: WorkerConfig,
+    report: Report,
+    processes: CompileProcesses | None = None,
+    make_memory: MakeMemory | None = None,
+) -> MockRunner:
+    """Raises LoadError if the model's config.json does not decode. processes: unused. make_memory: see `MockRunner`."""
     geometry, pattern = describe(config)
     pace = f"{config.mock.step_ms} ms a step" if config.mock.step_ms else "as fast as it can"
     note = f"mock worker: no weights, {geometry.num_blocks} KV blocks of {geometry.block_size} tokens, {pace}"
     report("ready", 1.0, [note])
-    make_memory: Callable[[MockKV, int], TransferBlocks] | None = None
-    if config.kv_transfer is not None:
-        # imports torch, which a mock worker without transfers does not need
-        from blockyard.services.gpu_worker.mock.memory import MockMemory  # noqa: PLC0415
-
-        make_memory = MockMemory
     return MockRunner(geometry, pattern, config.mock.step_ms / 1000, config.mock.fatal_id, make_memory)

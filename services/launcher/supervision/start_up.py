@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from blockyard.shared.messages import Member
 from blockyard.shared.process import pipes
+from blockyard.shared.progress_bars import make_progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,18 +140,15 @@ class StartupProgressBars:
     """Shows a progress bar for each service on a terminal. After `close`, lines follow below the bars."""
 
     def __init__(self, names: Sequence[str], out: TextIO, shown_on: "Console | None" = None) -> None:
-        # rich takes 0.1 s to import: only terminals need it
-        from rich import console, progress  # noqa: PLC0415
-
         width = max((len(name) for name in names), default=0)
-        self._progress = progress.Progress(
-            progress.SpinnerColumn(finished_text="[green]✓"),
-            progress.TextColumn("{task.description:<" + str(width) + "}"),
-            progress.BarColumn(bar_width=24),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("[dim]{task.fields[phase]}"),
-            console=shown_on or console.Console(file=out),
-            refresh_per_second=5,  # leaves the cores to the starting services
+        self._progress = make_progress(
+            shown_on or out,
+            "[dim]{task.fields[phase]}",
+            first="{task.description:<" + str(width) + "}",
+            bar_width=24,
+            counts=False,
+            spins=True,
+            refreshes_per_s=5,  # leaves the cores to the starting services
         )
         self._tasks = {name: self._progress.add_task(name, total=None, phase="starting") for name in names}
         self._progress.start()

@@ -25,11 +25,8 @@ class ExactRouter:
         weight = layers.plain(matrix, hidden, dtype=torch.float32)
         method = Float32Linear(weight)
         self._linear = Linear(method, make_spec([matrix], hidden))
-        if weight.device.type == "cuda":
-            # imports Triton, which is installed only on machines with a GPU
-            from blockyard.services.gpu_worker.layers.moe.exact_product import ExactProduct  # noqa: PLC0415
-
-            self._linear.use({}, ExactProduct(method, weight.device))
+        if (product := find_ops(weight.device).exact_product(method)) is not None:
+            self._linear.use({}, product)
 
     def linears(self) -> list[Linear]:
         return [self._linear]

@@ -20,6 +20,7 @@ from tiny_models import BY_NAME, greedy_score, settings, start
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.mock.batch import PlanError
+from blockyard.services.gpu_worker.transfers.mock_memory import MockMemory
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults, MockConfig, WorkerConfig
 from blockyard.shared.messages import FinishReason, KVRole, Sampling
@@ -51,7 +52,7 @@ def add_mock(loop: RoleLoop, role: KVRole, connector: str = "shm", num_blocks: i
         mock=MockConfig(num_blocks=num_blocks, max_model_len=400),
         kv_transfer=KVTransferConfig(role=role, connector=connector, **more),
     )
-    return loop.add_worker(config, lambda config: mock_runner.start(config, lambda *_: None))
+    return loop.add_worker(config, lambda config: mock_runner.start(config, lambda *_: None, make_memory=MockMemory))
 
 
 def ask(loop: RoleLoop, count: int, first: int = 0, shared: int = 8) -> None:
