@@ -1,6 +1,7 @@
 """How large folders, files and functions may be, and that names, imports and fields have one meaning and one owner."""
 
 import ast
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -14,6 +15,9 @@ MOST_LINES = 500
 MOST_FUNCTION_LINES = 80
 MOST_SHARED_NAMES = 5  # class names that two files define
 MOST_SMALL_FILES = 30  # under 60 lines with one importer
+MOST_INNER_IMPORTS = 15  # inside functions
+MOST_DEVICE_TESTS = 4  # lines that test the kind of a device, of code that computes nothing
+COMPUTES = {"attention", "execution", "layers", "linear_tuning", "quantization", "sampling"}  # folders of the worker
 
 
 def module_name(path: Path) -> str:
@@ -46,6 +50,32 @@ def test_no_import_by_a_string() -> None:
         or (isinstance(node, ast.Name) and node.id == "__import__")
     ]
     assert uses == []
+
+
+def test_few_imports_are_inside_functions() -> None:
+    """Each of them is for an optional package, or for one whose load only some processes should wait for."""
+    inner = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        if re.search(r"^ +(import|from) ", path.read_text(), re.MULTILINE)
+        for function in ast.walk(TREES[path])
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert len(inner) <= MOST_INNER_IMPORTS, sorted(inner)
+
+
+def test_few_places_test_the_kind_of_a_device_before_it_computes() -> None:
+    """Others ask the `Backend`, or an object that it has made: a `HostLink`, an arena, the operations of a step."""
+    tests = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in FILES
+        if {"gpu_worker", "kv_transfer"} & set(path.parts) and not COMPUTES & set(path.parts)
+        for line in path.read_text().splitlines()
+        if "device.type" in line or "is_cuda" in line
+    ]
+    assert len(tests) <= MOST_DEVICE_TESTS, tests
 
 
 def test_folders_hold_few_modules() -> None:

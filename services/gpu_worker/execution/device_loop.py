@@ -22,7 +22,7 @@ from blockyard.services.gpu_worker.execution.decode_graphs import (
 )
 from blockyard.services.gpu_worker.execution.decode_tokens import DecodeTokens
 from blockyard.services.gpu_worker.execution.device_masks import share_masks
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.host_sampling import HostSampling
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prefill_graphs import CudaGraphRecorder, PrefillGraphs
@@ -431,10 +431,9 @@ def start(
     pool: KVPool,
     geometry: Geometry,
     config: WorkerConfig,
-    ops: DeviceOps,
     tuning: IdleTuning | None = None,
 ) -> DeviceLoop:
-    """ops: what runs a step besides the model. Raises LoadError for a model that the kernels do not support."""
+    """Raises LoadError for a model that the kernels do not support."""
     settings = DecodeSettings(
         capacity=geometry.max_num_seqs,
         max_model_len=geometry.max_model_len,
@@ -443,7 +442,7 @@ def start(
         logits_edits=config.run_ahead_penalties,
         masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
     )
-    steps = DecodeSteps(model, pool, settings, ops)
+    steps = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps))
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
     most_tokens = min(geometry.max_num_batched_tokens, geometry.max_model_len)

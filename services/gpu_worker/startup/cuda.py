@@ -16,7 +16,6 @@ from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelComp
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution import device_loop
 from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes
-from blockyard.services.gpu_worker.execution.device_ops import make_device_ops
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
@@ -223,12 +222,10 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        batch, pool = runner.batch, runner.pool
-        ops = make_device_ops(pool, config.fused_steps)
-        loop = device_loop.start(batch, runner.model, pool, runner.geometry, config, ops, self._tuning)
+        loop = device_loop.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning)
         runner.run_ahead(loop)
         report.phase("first steps")
-        with pool.trial_steps():
+        with runner.pool.trial_steps():
             warm_up(runner)  # without CUDA graphs
             with torch.inference_mode():
                 if not config.enforce_eager:
