@@ -8,14 +8,20 @@ from torch import Tensor
 
 from blockyard.kernels.layers.apply_rope import rotate_halves_reference
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.activations import gate
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 
 
 class FusedOps(Protocol):
-    """Residual additions, norms and gates, which some kernels compute together with a matrix product."""
+    """Residual additions, norms and gates, which some kernels compute together with a matrix product.
+
+    It also makes the products for which only some devices have kernels.
+    """
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
         """Adds delta to residual [rows, hidden] in place. Returns the norm of the sum.
@@ -69,6 +75,11 @@ class FusedOps(Protocol):
     def exact_product(self, method: Float32Linear) -> Product | None:
         """Returns a product of rows in float32 with the weight of `method`; None: `method` has the quickest."""
 
+    def grouped_experts(
+        self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool
+    ) -> ExpertProducts | None:
+        """Returns the products of all chosen experts at once; None: the device computes expert by expert."""
+
 
 class TorchOps:
     """Implements `FusedOps` with torch operations, for the CPU."""
@@ -119,6 +130,11 @@ class TorchOps:
         return (q.copy_(turned_q), k.copy_(turned_k)) if in_place else (turned_q, turned_k)
 
     def exact_product(self, method: Float32Linear) -> Product | None:
+        return None
+
+    def grouped_experts(
+        self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool
+    ) -> ExpertProducts | None:
         return None
 
 

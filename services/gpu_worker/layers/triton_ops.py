@@ -11,8 +11,12 @@ from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.norm_heads import norm_heads
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.layers.rotate_halves import rotate_halves
+from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.layers.moe.exact_product import ExactProduct
+from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
+from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 from blockyard.services.gpu_worker.quantization.method import Fusion
@@ -99,6 +103,11 @@ class TritonOps:
 
     def exact_product(self, method: Float32Linear) -> Product | None:
         return ExactProduct(method, method.weight.device)
+
+    def grouped_experts(
+        self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool
+    ) -> ExpertProducts | None:
+        return GroupedExperts(weights, routing, gate, scales_input)
 
 
 def _alike(norms: Sequence[Norm]) -> list[RMSNorm] | None:

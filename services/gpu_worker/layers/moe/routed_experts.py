@@ -183,9 +183,5 @@ def _each_linear(method: ExpertMethod, num_experts: int) -> list[Linear]:
 
 
 def find_experts(weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> ExpertProducts:
-    if weights.device.type != "cuda":
-        return HostExperts(weights, routing, gate, scales_input)
-    # imports Triton, which is installed only on machines with a GPU
-    from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts  # noqa: PLC0415
-
-    return GroupedExperts(weights, routing, gate, scales_input)
+    grouped = find_ops(weights.device).grouped_experts(weights, routing, gate, scales_input)
+    return HostExperts(weights, routing, gate, scales_input) if grouped is None else grouped
