@@ -29,7 +29,7 @@ from .test_links import Accepts, frames, pair, until
 
 UNIONS: dict[str, Any] = {
     "registry": messages.RegistryIn,
-    "list": messages.MemberIn,
+    "list": messages.Members,
     "launcher": Hello,
     "gateway": messages.GatewayIn | Hello,
     "tokenizer": messages.TokenizerIn | Hello,
