@@ -108,7 +108,6 @@ from blockyard.shared.messages.text import (
 )
 
 RegistryIn = Announce | Leave | LinkLost | MembersRequest
-MemberIn = Members  # from the registry, on the registry link
 GatewayIn = (
     Tokenized
     | Detokenized

@@ -170,7 +170,7 @@ def test_the_sampler_on_cpu_draws_the_same(limits: dict[str, float]) -> None:
 
 
 def test_draws_follow_the_distribution() -> None:
-    """Of many draws with other indices: chi-square of 4 kept tokens."""
+    """Many draws with other indices: chi-square of 4 kept tokens."""
     logits = torch.tensor([[1.0, 0.5, -3.0, 0.2, 0.1, -6.0]])
     num = 2000
     slots, index = torch.zeros(num, dtype=torch.int64), torch.arange(num)

@@ -3,14 +3,30 @@
 import asyncio
 import io
 import os
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
 import msgspec
+import pytest
+from fake_ring import CARD
 
-from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES
+from blockyard.services.api_gateway.bodies.body_frames import framed
+from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES, MAX_CPU_S, MODULE, BodyParser
+from blockyard.services.api_gateway.bodies.parse_body import ParseContext
+from blockyard.shared.config.services.gateway import GatewayConfig, ParserPlugins
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.errors import RequestError
+from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
+from blockyard.shared.ring_client.schedulers import Served
 
+PROCESS = ProcessConfig(name="gateway", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
+CONTEXT = ParseContext("chat", "id", Served([CARD], []))
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 PADDING = b" " * LARGE_BYTES
 USER = [{"role": "user", "content": "hello"}]
@@ -59,9 +75,6 @@ async def test_large_bodies_are_answered_as_small_ones(rig) -> None:
         assert large == small
         process = reader(r)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
-        r.gateway.body_parser._stream[1].close()
-        await r.until(lambda: process.poll() is not None)
-        assert process.returncode == 0, "it ends with its stream"
 
 
 async def test_no_stream_pauses_while_a_large_body_is_read(rig) -> None:
@@ -80,13 +93,31 @@ async def test_no_stream_pauses_while_a_large_body_is_read(rig) -> None:
     assert max(after - before for before, after in pairwise(times)) < 0.4
 
 
-async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read(rig) -> None:
-    async with rig() as r:
-        r.gateway.body_parser._max_cpu_s = 0.2
-        status, answer, _ = await ask(r, CHAT, nested(12_000_000))
-        assert (status, answer["error"]["message"]) == (413, "the body takes too long to be read")
-        r.gateway.body_parser._max_cpu_s = 10.0
-        assert (await ask(r, COMPLETION, b'{"prompt": "a", "max_tokens": 1}' + PADDING))[0] == 200
+def test_the_process_ends_with_its_stream() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-P", "-m", MODULE, str(os.getpid()), "gateway", "10"]
+        process = subprocess.Popen(command, stdin=theirs.fileno())
+    ours.sendall(framed(GatewayConfig(process=PROCESS)))
+    ours.close()
+    assert process.wait(30) == 0
+
+
+@asynccontextmanager
+async def body_parser(max_cpu_s: float = MAX_CPU_S, **fields: Any) -> AsyncIterator[BodyParser]:
+    parser = BodyParser(GatewayConfig(process=PROCESS, **fields), ModelFormats(ParserPlugins()), max_cpu_s)
+    running = asyncio.create_task(parser.run())
+    yield parser
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() -> None:
+    async with body_parser(max_cpu_s=0.2) as parser:
+        with pytest.raises(RequestError, match="the body takes too long to be read") as refused:
+            await parser.parse(nested(12_000_000), CONTEXT)
+        assert refused.value.status == 413
+        assert await parser.parse(nested(LARGE_BYTES), CONTEXT)
 
 
 async def test_a_body_reader_that_dies_is_replaced(rig) -> None:
@@ -98,14 +129,24 @@ async def test_a_body_reader_that_dies_is_replaced(rig) -> None:
         assert (await ask(r, COMPLETION, body))[0] == 200
 
 
-async def test_bodies_that_wait_are_bounded_and_the_smallest_is_next(rig) -> None:
-    async with rig(max_body_bytes=2**20) as r:
-        busy = asyncio.create_task(ask(r, CHAT, nested(2**20 - 200)))
-        await r.until(lambda: reader(r) is not None)
-        waiting = [asyncio.create_task(ask(r, CHAT, nested(2**20 - 100 - i))) for i in range(4)]
-        await r.until(lambda: r.gateway.body_parser._waiting.qsize() == 4)
-        status, answer, _ = await ask(r, CHAT, nested(2**20 - 100))
-        assert (status, answer["error"]["code"]) == (503, "service_unavailable")
-        waiting[0].cancel()
-        assert [(await task)[0] for task in (busy, *waiting[1:])] == [200] * 4
-        assert r.gateway.body_parser._num_bytes == 0
+async def test_bodies_that_wait_are_bounded_and_the_smallest_is_next() -> None:
+    async with body_parser(max_body_bytes=2**20) as parser:
+        done: list[int] = []
+
+        async def parse(size: int) -> None:
+            await parser.parse(nested(size), CONTEXT)
+            done.append(size)
+
+        for _ in range(2):  # the second time, what waited before counts no longer
+            done.clear()
+            busy = asyncio.create_task(parse(2**20 - 200))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # `run` has taken it
+            waiting = [asyncio.create_task(parse(2**20 - 100 - 3 * i)) for i in range(4)]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError, match="as many large bodies waiting as it takes") as refused:
+                await parse(2**20 - 100)
+            assert refused.value.status == 503
+            waiting[0].cancel()
+            await asyncio.gather(busy, *waiting[1:])
+            assert done == [2**20 - 200, 2**20 - 109, 2**20 - 106, 2**20 - 103]

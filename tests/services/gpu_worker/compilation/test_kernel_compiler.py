@@ -97,7 +97,7 @@ def test_a_second_start_compiles_nothing(cache: Path) -> None:
 
 
 def test_a_copied_cache_is_used_at_its_new_path(cache: Path, tmp_path: Path) -> None:
-    """As in a container image: the cache has another path, and the original is gone."""
+    """A container image may be built so: the cache has another path, and the original is gone."""
     copy = tmp_path / "elsewhere"
     shutil.copytree(cache, copy)
     hidden = cache.rename(cache.with_name("gone"))

@@ -210,7 +210,7 @@ def test_a_copied_block_may_be_written() -> None:
 
 
 def test_all_copies_read_before_any_writes() -> None:
-    """As in the real pool: in a chain of copies, each reads the content from before the plan."""
+    """The real pool does so, too: in a chain of copies, each reads the content from before the plan."""
     kv = MockKV(4)
     for block in (0, 1):
         kv.write([block], 0, 4, TokensByBlock(array("I", [block] * 4).tobytes(), 4))

@@ -37,7 +37,7 @@ def write(folder: Path, name: str, fields: dict[str, Any]) -> Tiny:
 
 
 def assert_same(tiny: Tiny, folder: Path, **options: Any) -> Runner:
-    """That logits are those of transformers, which reads the folder, too."""
+    """Asserts that logits are those of transformers, which reads the folder, too."""
     eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     theirs = tiny.model.from_pretrained(folder, dtype=torch.float32, **eager).eval()
     ids = np.random.default_rng(4).integers(2, VOCAB, 60).tolist()

@@ -37,7 +37,7 @@ def test_tokens_in_float32(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_in_16_bits(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Those of all tokens of two prompts in one batch are as near to those in float32 as transformers' in 16 bits."""
+    """All tokens of two prompts in one batch have them as near to those in float32 as transformers' are in 16 bits."""
     exact = save_tiny(kind, tmp_path)
     made: Any = AutoModelForCausalLM
     own = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -101,7 +101,7 @@ def test_a_batch_invariant_worker_refuses_routers_that_multiply_themselves(tmp_p
 
 
 def test_a_checkpoint_may_have_the_stacks_of_the_class(tmp_path: Path) -> None:
-    """As `save_pretrained(save_original_format=False)` writes them."""
+    """`save_pretrained(save_original_format=False)` writes them so."""
     theirs = save_tiny("mixtral", tmp_path)
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()

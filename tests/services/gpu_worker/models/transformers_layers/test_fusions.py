@@ -249,7 +249,7 @@ def q_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 
 def partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """As GPT-NeoX: the first numbers of a head."""
+    """The rotation of GPT-NeoX: the first numbers of a head."""
     dim = cos.shape[-1]
     turned = modeling_llama.apply_rotary_pos_emb(q[..., :dim], k[..., :dim], cos, sin, unsqueeze_dim)
     return torch.cat((turned[0], q[..., dim:]), -1), torch.cat((turned[1], k[..., dim:]), -1)

@@ -56,7 +56,7 @@ def test_a_module_of_which_the_trial_sees_nothing_is_refused(monkeypatch: pytest
 
 
 def _shifted(self: Any, x: Tensor) -> Tensor:
-    """As of models that mix each token with the one before."""
+    """Rows of models that mix each token with the one before."""
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x.roll(1, 1)))
 
 
