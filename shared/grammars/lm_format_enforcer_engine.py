@@ -124,6 +124,7 @@ class EnforcerState:
                 if character not in parser.get_allowed_characters():
                     return False
                 parser = parser.add_character(character)
+                _forget_blanks(parser)
         if text:
             self._parsers.append(parser)
         return bool(text)
@@ -145,3 +146,10 @@ class EnforcerState:
 
     def copy(self) -> "EnforcerState":
         return EnforcerState(self._masks, self._texts, self._parsers.copy())
+
+
+def _forget_blanks(parser: CharacterLevelParser) -> None:
+    """Counts no blanks within a string: the limit is for those between values, and masks of free text know none."""
+    for one in parser.parsers if isinstance(parser, UnionParser) else (parser,):
+        if isinstance(one, JsonSchemaParser) and one.shortcut_key() is not None:
+            one.num_consecutive_whitespaces = 0

@@ -467,3 +467,20 @@ def test_a_rule_of_lark_that_is_a_schema_is_as_strict_as_a_schema(engines: Engin
     assert num_accepted("({\n" + " " * 30) == 23 and num_accepted("({" + " " * 30) == 3
     assert num_accepted('({"day": "2024-02-29", "more"', additional_properties=False) == 21
     assert num_accepted('({"day": "2024-02-29",  "m', any_whitespace=False) == 8
+
+
+@pytest.mark.parametrize("engine", [XG, ENFORCER])
+def test_blanks_in_a_string_are_not_counted(
+    engines: Engines, engine: GrammarEngine, texts: list[bytes], tokenizer: Tokenizer
+) -> None:
+    """What a mask of free text allows may follow; the vocabulary has tokens of 15 and 16 blanks."""
+    schema = json.dumps({"type": "object", "additionalProperties": {"type": "string"}})
+    compiled = engines.compile(grammar(GrammarKind.JSON_SCHEMA, schema, engine))
+    for begin in ('{"a', '{"a":"', '{"a": "b' + " " * 9):
+        matcher = compiled.matcher()
+        ids = tokenizer.encode(begin, add_special_tokens=False).ids
+        assert matcher.accept(ids) == len(ids)
+        blanks = [token for token in mask(matcher) if texts[token] and not texts[token].strip(b" ")]
+        assert max(len(texts[token]) for token in blanks) > 12
+        for token in blanks:
+            assert matcher.copy().accept([token, token]) == 2
