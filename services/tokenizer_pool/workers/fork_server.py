@@ -63,6 +63,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) -> None:
     """The whole life of a fork server. argv[1] is the descriptor of its control socket; `kind` is part of its title."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the exit status tells it from an error of a job
     control = socket.socket(fileno=int(sys.argv[1]))
     given = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerSettings)
     settings.die_with(os.getppid())

@@ -4,7 +4,7 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, FROM_OUTSIDE, NUM_WORKERS, RENDERING, JobLimits
 from blockyard.services.tokenizer_pool.workers.job_turns import JobTurns
 from blockyard.services.tokenizer_pool.workers.worker_frames import Work
 from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextRejected, Tokenize
@@ -25,7 +25,7 @@ class WorkerEnd:
 
     @property
     def is_kill(self) -> bool:
-        return self.exit_code == -signal.SIGKILL
+        return -self.exit_code in FROM_OUTSIDE
 
 
 @dataclass(slots=True)
@@ -100,7 +100,8 @@ class JobQueue:
             return None
         if not end.is_kill:
             return self._answer(job.work, end.exit_code, max_model_len)
-        if end.was_stuck or end.growth_bytes > self._limits.growth_bytes:  # the kernel kills what has grown
+        has_grown = end.exit_code == -signal.SIGKILL and end.growth_bytes > self._limits.growth_bytes
+        if end.was_stuck or has_grown:  # the kernel kills what has grown
             job.num_kills += 1
             return self._answer(job.work, end.exit_code, max_model_len) if job.num_kills >= MAX_KILLED else None
         # an operator, or the kernel because of other processes: no number of such kills says anything about the job

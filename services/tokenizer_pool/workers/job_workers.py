@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
-from blockyard.services.tokenizer_pool.workers.job_limits import NUM_WORKERS
+from blockyard.services.tokenizer_pool.workers.job_limits import FROM_OUTSIDE, NUM_WORKERS
 from blockyard.services.tokenizer_pool.workers.job_queue import KILLED_S, JobQueue, WorkerEnd
 from blockyard.services.tokenizer_pool.workers.worker_frames import (
     LENGTH,
@@ -97,8 +96,9 @@ class Server:
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended this closed server, from outside or by `stop`."""
-        return self._process.returncode == -signal.SIGKILL
+        """Whether a signal ended this closed server, from outside or by `stop`."""
+        code = self._process.returncode
+        return code is not None and -code in FROM_OUTSIDE
 
     def close(self) -> None:
         """May be called twice."""

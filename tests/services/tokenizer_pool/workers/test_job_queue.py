@@ -100,18 +100,19 @@ def test_a_job_that_workers_were_killed_for_is_to_blame(end: WorkerEnd) -> None:
     assert again(jobs) == ["b"]
 
 
-def killed(at_s: float) -> WorkerEnd:
-    return WorkerEnd(-signal.SIGKILL, at_s, growth_bytes=LIMITS.growth_bytes // 2)
+def killed(at_s: float, number: signal.Signals = signal.SIGKILL) -> WorkerEnd:
+    return WorkerEnd(-number, at_s, growth_bytes=LIMITS.growth_bytes // 2)
 
 
-def test_kills_from_outside_blame_no_job_however_many_they_are() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_signals_from_outside_blame_no_job_however_many_they_are(number: signal.Signals) -> None:
     jobs = queue()
     jobs.submit(0, Tokenize("a", "m", grammar=Grammar(GrammarKind.REGEX, "a")))
     assert sent(jobs) == ["a"]
     for i in range(100):
-        assert jobs.worker_ended(WORKER, killed(100 + i * KILLED_S / 101)) is None
+        assert jobs.worker_ended(WORKER, killed(100 + i * KILLED_S / 101, number)) is None
         assert again(jobs) == ["a"]
-    refused = jobs.worker_ended(WORKER, killed(100 + KILLED_S))
+    refused = jobs.worker_ended(WORKER, killed(100 + KILLED_S, number))
     assert refused is not None and refused[1].code == UNAVAILABLE and refused[1].field == "grammar"
 
 

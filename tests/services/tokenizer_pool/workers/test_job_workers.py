@@ -230,6 +230,26 @@ def test_the_end_of_the_fork_server_costs_no_answer(
         assert not set(rig.settle()) & set(before) and not rig.serving.done()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_to_workers_and_servers_cost_no_answer(
+    byte_tokenizer: Tokenizer, tmp_path: Path, number: signal.Signals
+) -> None:
+    with text_rig(tmp_path, byte_tokenizer, LONG, chat_template=TEMPLATE, trust_request_chat_template=True) as rig:
+        before, server = rig.settle(), rig.server()
+
+        async def submit_and_end() -> None:
+            for i in range(8):
+                rig.workers.submit(1, slow(f"{i}", 0.1))
+            await asyncio.sleep(0.05)
+            for pid in (*before, server):
+                os.kill(pid, number)
+                await asyncio.sleep(0.2)
+
+        rig.answers.clear()
+        rig.run(submit_and_end())
+        assert {type(answer) for answer in rig.wait(8)} == {Tokenized}
+
+
 def end_servers(rig: TextRig, number: signal.Signals, times: int) -> None:
     """Ends the fork server, and so many more while they load, with eight jobs waiting."""
     ended = {rig.server()}
