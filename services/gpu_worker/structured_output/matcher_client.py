@@ -21,9 +21,11 @@ from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     SlotFailed,
     ToMatcher,
 )
+from blockyard.shared.process.signals import ended_from_outside
 
 COMMAND = ("-m", "blockyard.services.gpu_worker.structured_output.matcher_process")
 AboutSlot = FirstMask | SlotClosed | SlotFailed
+EXIT_S = 0.2  # a killed process has its exit status by then: the kernel closes its socket just before
 CLOSE_S = 5.0  # a process that has not ended by then is killed
 
 
@@ -67,6 +69,12 @@ class MatcherClient:
             else:
                 about_slots.append(frame)
         return about_slots
+
+    def was_killed(self) -> bool:
+        """Whether a signal from outside has ended the process, which is not alive."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return ended_from_outside(self.process.wait(EXIT_S))
+        return False
 
     def kill(self) -> None:
         """Ends the process at once, if it has not ended."""

@@ -38,7 +38,8 @@ ALONE_S = 0.05  # ... and so long if it has no other row to sample
 START_S = 60.0  # a process that has not loaded its engine by then has failed
 OVERDUE_S = 10.0  # a choice whose mask takes longer fails, and its process is killed
 MOST_STRIKES = 2  # a choice fails if its process ended so many times while it made the same mask
-MOST_DEATHS = 3  # an engine whose process ended so many times in a row without a mask has failed
+MOST_DEATHS = 3  # an engine whose process ended so many times in a row without a mask has failed ...
+KILLED_S = 60.0  # ... or a choice whose processes were killed from outside for so long, without a token between
 MOST_PROCESSES = 8  # of an engine, if a device samples ...
 CORES_OF_PROCESS = 2  # ... and the machine has so many cores for each ...
 OTHER_CORES = 2  # ... besides these
@@ -63,6 +64,8 @@ class ConstrainedSlot:
     lost_s: float | None = None  # its process has ended then, and it is not open again
     strikes: int = 0
     struck_tag: int = 0  # of the mask that was made at the last strike
+    killed_index: int = 0  # of the next token when its process was last killed from outside ...
+    killed_s: float = 0.0  # ... the first time at that token
     is_deferred: bool = False  # it is opened when another process has closed the slot
     problem: Problem | None = None  # the reason that it gets no more masks
 
@@ -314,15 +317,21 @@ class MatcherProcesses:
 
     def _on_death(self, key: MatcherKey, client: MatcherClient) -> None:
         open_slots = [slot for slot, state in self._slots.items() if state.process == key and not state.problem]
+        was_killed = client.was_killed()
         client.kill()
         log.error("the matcher process of %s ended with %d slots open", key.engine, len(open_slots))
         for slot in open_slots if client.failure else ():
             self._slots[slot].problem = Problem(client.failure)
-        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
+        deaths = self._deaths.get(key, 0)
+        if not was_killed:
+            deaths = self._deaths[key] = deaths + 1
         for slot in open_slots:
             state = self._slots[slot]
             tag = int(self.memory.working[slot])
-            if deaths >= MOST_DEATHS:
+            if was_killed and self._killed_for_s(slot) > KILLED_S:
+                cause = f"the process of the grammar engine {key.engine} was killed from outside for {KILLED_S:.0f} s"
+                state.problem = Problem(cause)
+            elif deaths >= MOST_DEATHS:
                 state.problem = Problem(f"the process of the grammar engine {key.engine} ended {deaths} times")
             elif tag >> 32 == state.owner:
                 state.strikes = state.strikes + 1 if tag == state.struck_tag else 1
@@ -330,6 +339,14 @@ class MatcherProcesses:
                 if state.strikes >= MOST_STRIKES:
                     self._fail(slot, f"the grammar engine {key.engine} ended while it made a mask", GRAMMARS_FAULT)
         self._restart(key)
+
+    def _killed_for_s(self, slot: int) -> float:
+        """Returns for how long a slot, whose process was just killed from outside, has met kills at its next token."""
+        assert self._table is not None
+        state, index, now = self._slots[slot], int(self._table.num_known[slot]), time.monotonic()
+        if state.killed_index != index:
+            state.killed_index, state.killed_s = index, now
+        return now - state.killed_s
 
     def _fail(self, slot: int, cause: str, status: int) -> None:
         state = self._slots[slot]

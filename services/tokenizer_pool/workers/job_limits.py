@@ -18,8 +18,6 @@ MIB = 1 << 20
 NUM_WORKERS = 2  # of a fork server
 # Each part of a job has its own timer. Its signal ends the process and tells which part took too long.
 RENDERING, ENCODING = signal.SIGPROF, signal.SIGVTALRM
-# They end a process from outside: nothing that a job does raises them in its own process.
-FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 _TIMERS = {RENDERING: signal.ITIMER_PROF, ENCODING: signal.ITIMER_VIRTUAL}
 
 

@@ -4,10 +4,11 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, FROM_OUTSIDE, NUM_WORKERS, RENDERING, JobLimits
+from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
 from blockyard.services.tokenizer_pool.workers.job_turns import JobTurns
 from blockyard.services.tokenizer_pool.workers.worker_frames import Work
 from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextRejected, Tokenize
+from blockyard.shared.process.signals import ended_from_outside
 
 MAX_SENT = 2  # a worker never waits for a job, and few are resent when it ends
 MAX_KILLED = NUM_WORKERS + 1  # workers killed in a way that their job may have caused, before the job fails
@@ -25,7 +26,7 @@ class WorkerEnd:
 
     @property
     def is_kill(self) -> bool:
-        return -self.exit_code in FROM_OUTSIDE
+        return ended_from_outside(self.exit_code)
 
 
 @dataclass(slots=True)

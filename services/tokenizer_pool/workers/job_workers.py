@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from blockyard.services.tokenizer_pool.workers.fork_server import ServerSettings
-from blockyard.services.tokenizer_pool.workers.job_limits import FROM_OUTSIDE, NUM_WORKERS
+from blockyard.services.tokenizer_pool.workers.job_limits import NUM_WORKERS
 from blockyard.services.tokenizer_pool.workers.job_queue import KILLED_S, JobQueue, WorkerEnd
 from blockyard.services.tokenizer_pool.workers.worker_frames import (
     LENGTH,
@@ -33,6 +33,7 @@ from blockyard.services.tokenizer_pool.workers.worker_frames import (
     pair,
 )
 from blockyard.shared.errors import BlockyardError, ConfigError, LoadError
+from blockyard.shared.process.signals import ended_from_outside
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Server:
     def was_killed(self) -> bool:
         """Whether a signal ended this closed server, from outside or by `stop`."""
         code = self._process.returncode
-        return code is not None and -code in FROM_OUTSIDE
+        return code is not None and ended_from_outside(code)
 
     def close(self) -> None:
         """May be called twice."""

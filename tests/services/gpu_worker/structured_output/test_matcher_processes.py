@@ -249,6 +249,33 @@ def test_a_killed_process_is_started_again_with_the_tokens_so_far(bench: Bench) 
     assert len({*bench.matchers.process_ids.values()}) == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_kills_from_outside_fail_no_slot_however_many_they_are(bench: Bench, number: signal.Signals) -> None:
+    """Each comes before the process has made a mask."""
+    bench.start(1, constraint(choices=[[5, 6]]))
+    killed: set[int] = set()
+    while len(killed) < 6:
+        pid = bench.matchers.process_ids[MatcherKey(GUIDANCE, 0)]
+        if pid not in killed:
+            os.kill(pid, number)
+            killed.add(pid)
+        bench.matchers.wait({1: len(PROMPT)}, has_others=False)
+        assert bench.matchers.problem(1) is None
+    assert bench.mask(1) == [5]
+    bench.sample(1, 5)
+    assert bench.mask(1) == [6]
+
+
+def test_kills_from_outside_without_end_fail_a_slot(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher_processes, "KILLED_S", 0.0)
+    bench.start(1, constraint(choices=[[5, 6]]))
+    while bench.matchers.problem(1) is None:
+        os.kill(bench.matchers.process_ids[MatcherKey(GUIDANCE, 0)], signal.SIGKILL)
+        bench.matchers.wait({1: len(PROMPT)}, has_others=False)
+    assert bench.status(1) == 500
+    assert bench.mask(1) == "the process of the grammar engine guidance was killed from outside for 0 s"
+
+
 def test_a_grammar_that_ends_the_process_twice_at_one_token_fails_alone(bench: Bench) -> None:
     bench.start(1, constraint(choices=[[5, 6, 7]], dies_at=1))
     bench.start(2, constraint(choices=[[5, 6, 7]]))
