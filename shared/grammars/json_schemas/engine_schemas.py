@@ -120,12 +120,13 @@ def guidance_schema(schema: Schema) -> Schema:
     fit_bounds(schema, name)
     for part in subschemas(schema):
         if "pattern" in part:
-            part["pattern"] = plain_pattern(part["pattern"])
+            part["pattern"] = patterns.without_a_control(plain_pattern(part["pattern"]))
         if "patternProperties" in part:
             named: dict[str, Schema] = {}
             for key, one in part["patternProperties"].items():
-                same = named.get(plain_pattern(key), True)
-                named[plain_pattern(key)] = one if same is True else {"allOf": [same, one]}
+                plain = patterns.without_a_control(plain_pattern(key))
+                same = named.get(plain, True)
+                named[plain] = one if same is True else {"allOf": [same, one]}
             part["patternProperties"] = named
     if needs_escapes(schema) and any(_names_some(part) for part in subschemas(schema)):
         raise UnsupportedGrammar(f"{name} supports control characters in values only where no other names are allowed")

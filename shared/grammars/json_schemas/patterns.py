@@ -5,6 +5,7 @@ Imports nothing.
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 _PIECE = re.compile(
     r"\\(?:u\{[0-9A-Fa-f]{1,6}\}|u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|c[A-Za-z]|.)|\(\?(?:<?[=!]|[A-Za-z]|-)?|.",
@@ -63,6 +64,37 @@ def plain_pattern(pattern: str, within_json: bool = False) -> str:
             chars = f" {_SPACES}" if is_blank else _SETS[kind]
             out += chars if place != OUTSIDE else f"[{chars}]" if piece == kind else f"[^{chars}]"
     return out
+
+
+def without_a_control(pattern: str) -> str:
+    """The pattern with classes that lack U+0001, if they are negated or have a range from the first controls.
+
+    Within JSON llguidance takes a class with all control characters for one with all short escapes: also those of a
+    quote and of a backslash that the class excludes.
+    """
+    out, opening = "", ""
+    members: list[str] = []
+    for piece, place in pieces(pattern):
+        if place != OUTSIDE:
+            members.append(piece)
+        elif opening:
+            out += _lacking_a_control(opening, members) + piece
+            opening, members = "", []
+        elif piece in ("[", "[^"):
+            opening = piece
+        else:
+            out += piece
+    return out + opening + "".join(members)
+
+
+def _lacking_a_control(opening: str, members: list[str]) -> str:
+    """A class without its last bracket. A hyphen at an end becomes no range with what is put beside it."""
+    plain = [rf"\{one}" if one == "-" and at in (0, len(members) - 1) else one for at, one in enumerate(members)]
+    if opening == "[^":
+        return "".join([opening, r"\x01", *plain])
+    if any(after == "-" and _CONTROL.match(one) and _code(one) <= 1 for one, after in pairwise(plain)):
+        return "".join([opening, *plain, r"&&[^\x01]"])
+    return "".join([opening, *members])
 
 
 def with_whole_characters(pattern: str) -> str:
