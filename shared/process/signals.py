@@ -4,6 +4,7 @@ import signal
 
 # Nothing that a process does for a request raises these in it: an operator sends them, or the kernel without memory.
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+FROM_OUTSIDE |= {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def ended_from_outside(exit_code: int) -> bool:

@@ -249,7 +249,7 @@ def test_a_killed_process_is_started_again_with_the_tokens_so_far(bench: Bench) 
     assert len({*bench.matchers.process_ids.values()}) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_kills_from_outside_fail_no_slot_however_many_they_are(bench: Bench, number: signal.Signals) -> None:
     """Each comes before the process has made a mask."""
     bench.start(1, constraint(choices=[[5, 6]]))
