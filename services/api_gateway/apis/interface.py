@@ -62,17 +62,18 @@ class FinishedChoice:
 
 
 class ChoiceEvents(Protocol):
-    """Writes the events of one choice, in order.
+    """Writes the events of one choice, in order."""
 
-    An event of text alone is `text_head`, the text as a JSON string, and `text_tail`: both are encoded once, when the
-    stream opens, unless events have stamps.
-    """
+    def around_text(self, stamp_s: float | None) -> tuple[bytes, bytes] | None:
+        """The bytes before and behind the JSON string of the next event, which is of text alone and will be written.
 
-    @property
-    def text_head(self) -> bytes: ...
-    def text_tail(self, stamp_s: float | None) -> bytes: ...
+        They are encoded once, as far as they are the same in every event. None: `event` has to write it, because more
+        belongs to it, such as the opening of an item.
+        """
+        ...
+
     def opening(self, usage: Usage | None) -> bytes:
-        """The event before all others; may be empty."""
+        """The event before all others; may be empty. `usage` is that of the prompt, if the options ask for it."""
         ...
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:

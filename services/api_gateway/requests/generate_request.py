@@ -22,6 +22,7 @@ class ResponseOptions:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    usage_at_start: bool = False  # a stream begins with the prompt's tokens
     logprobs: bool = False
     num_top: int = 0  # top candidates listed for each token
     tokens_as_ids: bool = False  # log-probabilities show tokens as `token_id:N`
