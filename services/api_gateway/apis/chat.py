@@ -107,7 +107,7 @@ class ChatEvents:
         self._text_head, self._text_tail = self._head + b'{"content":', b"}" + tail
         self._around_text = self._text_head, self._text_tail + close_event(None)
 
-    def around_text(self, stamp_s: float | None) -> tuple[bytes, bytes]:
+    def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
         if stamp_s is None:
             return self._around_text
         return self._text_head, self._text_tail + close_event(stamp_s)

@@ -70,7 +70,7 @@ class CompletionEvents:
         self._text_tail = self._tail("", PLAIN, None)
         self._around_text = self._text_head, self._text_tail + close_event(None)
 
-    def around_text(self, stamp_s: float | None) -> tuple[bytes, bytes]:
+    def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
         if stamp_s is None:
             return self._around_text
         return self._text_head, self._text_tail + close_event(stamp_s)

@@ -59,13 +59,14 @@ class FinishedChoice:
     output_ids: list[int] | None = None  # None: not shown
     prompt_ids: list[int] | None = None
     echo: Echo | None = None
+    logprob_ends: Sequence[int] = ()  # for each part, how many of the `logprobs` had come with it
 
 
 class ChoiceEvents(Protocol):
     """Writes the events of one choice, in order."""
 
-    def around_text(self, stamp_s: float | None) -> tuple[bytes, bytes] | None:
-        """The bytes before and behind the JSON string of the next event, which is of text alone and will be written.
+    def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes] | None:
+        """The bytes before and behind the JSON string of `text` in the next event, which has it alone.
 
         They are encoded once, as far as they are the same in every event. None: `event` has to write it, because more
         belongs to it, such as the opening of an item.

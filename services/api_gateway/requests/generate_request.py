@@ -45,7 +45,7 @@ class GenerateRequest:
     card: ModelCard
     options: ResponseOptions
     prompts: list[Tokenize]  # without request ids
-    prompt_field: str  # "messages" or "prompt"
+    prompt_field: str  # "messages", "prompt" or "input": named in errors of the prompt
     sampling: Sampling  # max_tokens, seed, bad_words and constraint are set by `finalize_sampling`
     text: TextOptions
     choices: Choices
@@ -59,6 +59,7 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
+    ignored: tuple[str, ...] = ()  # what was left out, such as tools that this server does not run; clients are told
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""

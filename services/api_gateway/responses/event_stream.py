@@ -61,7 +61,7 @@ class EventStream:
             self._write(Kept(delta, [], stamp_s), now)
             return
         if text:
-            around = self._around_text(stamp_s if self._stamps else None)
+            around = self._around_text(text, stamp_s if self._stamps else None)
             if around is None:
                 self._write(Kept(delta, [Part(PartKind.CONTENT, text)], stamp_s), now)
                 return

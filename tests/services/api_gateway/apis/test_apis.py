@@ -103,7 +103,7 @@ def test_the_text_of_a_completion_is_the_same_streamed_and_whole() -> None:
 @pytest.mark.parametrize("api", APIS.values(), ids=APIS)
 def test_the_bytes_around_plain_text_make_the_same_event(api: Api, stamp_s: float | None) -> None:
     events = api.events(options(include_usage=True)).choice(2, None)
-    around = events.around_text(stamp_s)
+    around = events.around_text("a\n", stamp_s)
     assert around is not None
     assert encode("a\n").join(around) == events.event(Part(PartKind.CONTENT, "a\n"), EventFields(stamp_s=stamp_s))
 
