@@ -1,7 +1,7 @@
 """What an API is to the rest of the gateway."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions
@@ -98,9 +98,6 @@ class AnswerEvents(Protocol):
         ...
 
 
-ErrorBody = Callable[[RequestError], bytes]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """An API that clients speak: from its paths and the fields of its body to the bytes of its answers and errors."""
@@ -111,5 +108,7 @@ class Api:
     parse: Callable[[Any, ModelCard, GatewayConfig, OutputFormats, str], GenerateRequest]  # the name is the answer's id
     events: Callable[[ResponseOptions], AnswerEvents]
     whole: Callable[[ResponseOptions, Sequence[FinishedChoice], Usage], bytes]  # an answer that is not streamed
-    error_body: ErrorBody
+    count: Callable[[int], bytes] | None = None  # set: nothing is generated, and this answers the prompt's tokens
+    error_body: Callable[[RequestError], bytes]
+    error_statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has in place of others
     keep_alive: bytes = b": keep-alive\n\n"  # sent while a stream has nothing to say

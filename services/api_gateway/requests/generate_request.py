@@ -12,6 +12,15 @@ MAX_ID_CHARS = 128  # of a request's id, in the header or the body
 
 
 @dataclass(frozen=True, slots=True)
+class MessagesOptions:
+    """What the answers of /v1/messages need besides."""
+
+    max_tokens: int  # that the request asks for
+    max_model_len: int
+    shows_thinking: bool = True  # the blocks of thinking have its text
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseOptions:
     """How the HTTP answer looks; nothing here reaches a scheduler."""
 
@@ -36,6 +45,7 @@ class ResponseOptions:
     has_reader: bool = False  # the text is read into parts: an answer may be without content
     custom_tools: tuple[str, ...] = ()  # names of tools whose calls have a text in place of arguments
     function_call: bool = False  # a call is shown as OpenAI's older function_call
+    messages: MessagesOptions | None = None  # set for /v1/messages
 
 
 @dataclass(frozen=True, slots=True)
