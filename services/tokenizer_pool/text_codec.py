@@ -5,7 +5,7 @@ from typing import TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.services.tokenizer_pool.workers.job_limits import Phases, Unlimited
