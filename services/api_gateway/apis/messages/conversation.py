@@ -6,9 +6,15 @@ behind the results. System messages stay where they are: the tokenizer knows wha
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.messages.schemas import Block, InputMessage, ResultBlock, SystemBlock
+from blockyard.services.api_gateway.apis.messages.schemas import (
+    EMPTY,
+    Block,
+    InputMessage,
+    ResultBlock,
+    SystemBlock,
+)
 from blockyard.services.api_gateway.apis.messages.signatures import hidden_thinking
-from blockyard.shared.errors import RequestError
+from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import CalledFunction, ContentPart, Message, ToolCall
 
 # the first block of Claude Code's system prompt: it differs in every request, and no prefix would be cached
@@ -26,6 +32,8 @@ def read_conversation(system: str | list[SystemBlock] | None, messages: list[Inp
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     for i, message in enumerate(messages):
         where = f"messages[{i}].content"
+        if bytes(message.output_config) not in EMPTY:
+            raise not_built(f"messages[{i}].output_config", "the request's own output_config holds for all turns")
         match message.role:
             case "user":
                 conversation.add_user(_blocks(message), where)

@@ -4,27 +4,35 @@ from typing import Any
 
 import msgspec
 
+MAX_DEPTH = 256  # deeper input is not read
 CLOSERS = {"{": "}", "[": "]"}
 
 
 def complete_object(text: str) -> msgspec.Raw:
     """The JSON object in `text`; of one that is cut off, the members and elements that are whole.
 
-    Whatever else the text is, the object is empty.
+    Whatever else the text is, the object is empty, and so is one that is nested too deeply.
     """
-    for json in (text, _closed(text)):
-        try:
-            if isinstance(msgspec.json.decode(json, type=dict[str, Any]), dict):
-                return msgspec.Raw(json.encode("utf-8", "surrogatepass"))
-        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            continue
+    if _is_object(text):
+        return msgspec.Raw(text.encode())
+    for closed in _closed(text):
+        if _is_object(closed):
+            return msgspec.Raw(closed.encode())
     return msgspec.Raw(b"{}")
 
 
-def _closed(text: str) -> str:
-    """Cuts the text behind the last value that is whole, and closes what is open there.
+def _is_object(text: str) -> bool:
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
-    A number or a word is whole only if something follows it.
+
+def _closed(text: str) -> tuple[str, str]:
+    """The text with what is open at its end closed, and the same behind its last string, list or object.
+
+    The first is JSON if the text ends with a whole value: a number so far is one.
     """
     opened: list[str] = []
     whole, closers = 0, ""
@@ -40,6 +48,8 @@ def _closed(text: str) -> str:
                 whole, closers = place, _closers(opened)
             continue
         if char in "{[":
+            if len(opened) == MAX_DEPTH:
+                break
             opened.append(char)
             whole, closers = place + 1, _closers(opened)
         elif char in "]}" and opened:
@@ -52,7 +62,7 @@ def _closed(text: str) -> str:
         elif char in ":[":
             is_key = False
         place += 1
-    return text[:whole] + closers
+    return text + _closers(opened), text[:whole] + closers
 
 
 def _string_end(text: str, start: int) -> int:

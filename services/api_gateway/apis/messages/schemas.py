@@ -64,6 +64,7 @@ class InputMessage(Fields):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Block]
     clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: msgspec.Raw = NULL  # refused by name
     # of an answer that is sent back as it came
     id: msgspec.Raw = NULL
     type: msgspec.Raw = NULL

@@ -11,7 +11,7 @@ HIDDEN = "blockyard."  # and behind it the text
 
 
 def hidden_signature(thinking: str) -> str:
-    return HIDDEN + base64.urlsafe_b64encode(thinking.encode("utf-8", "surrogatepass")).decode("ascii")
+    return HIDDEN + base64.urlsafe_b64encode(thinking.encode()).decode("ascii")
 
 
 def hidden_thinking(signature: str) -> str:
