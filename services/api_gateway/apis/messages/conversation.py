@@ -26,7 +26,7 @@ def read_conversation(system: str | list[SystemBlock] | None, messages: list[Inp
     """The messages as JSON for Tokenize. Raises RequestError."""
     if not messages:
         raise RequestError("`messages` is empty" if messages == [] else "`messages` is missing", "messages")
-    conversation = _Conversation()
+    conversation = _BlockReader()
     if system is not None:
         conversation.add_system(_system_texts(system))
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
@@ -45,7 +45,7 @@ def read_conversation(system: str | list[SystemBlock] | None, messages: list[Inp
     return msgspec.json.encode(conversation.ended())
 
 
-class _Conversation:
+class _BlockReader:
     def __init__(self) -> None:
         self._out: list[Message] = []
         self._texts: list[str] = []  # of the user's turn, which has not ended

@@ -25,7 +25,7 @@ DELTAS = {
 }
 
 
-class OutputTokensDetails(msgspec.Struct, frozen=True):
+class ThinkingTokens(msgspec.Struct, frozen=True):
     thinking_tokens: int
 
 
@@ -35,7 +35,7 @@ class MessageUsage(msgspec.Struct, frozen=True, omit_defaults=True):
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int | None = None
-    output_tokens_details: OutputTokensDetails | None = None
+    output_tokens_details: ThinkingTokens | None = None
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -68,7 +68,7 @@ class MessageAnswer(msgspec.Struct, frozen=True, tag_field="type", tag="message"
 
 def message_usage(usage: Usage) -> MessageUsage:
     cached = usage.cached or 0
-    thinking = None if usage.reasoning is None else OutputTokensDetails(usage.reasoning)
+    thinking = None if usage.reasoning is None else ThinkingTokens(usage.reasoning)
     return MessageUsage(usage.prompt - cached, usage.completion, cached, thinking)
 
 
