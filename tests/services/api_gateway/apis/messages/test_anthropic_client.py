@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from fake_ring import END, SCHEDULER, member
 
+from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES
 from blockyard.shared.messages import Generate, Refused, Role, Tokenize, ToolDefaults
 
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -180,6 +181,33 @@ async def test_a_failure_in_mid_stream_reaches_the_client(rig) -> None:
                 async for text in stream.text_stream:
                     seen.append(text)
     assert seen == ["w0 ", "w1 ", "w2 "] and failed.value.type == "api_error"
+
+
+async def test_a_body_of_the_process_for_large_ones(rig) -> None:
+    async with rig(tools=PARSERS) as r, client(r.url) as c:
+        with_context(r, 200_000)
+        r.ring.script = script("Yes.")
+        long = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "x" * LARGE_BYTES}]
+        search = {"type": "web_search_20250305", "name": "web_search"}
+        answer = await c.messages.with_raw_response.create(**asked(system=long, tools=[*TOOLS, search]))
+        assert answer.headers["x-blockyard-ignored"] == "tools.web_search_20250305"
+        assert (await answer.parse()).content[0].text == "Yes."
+        async with c.messages.stream(**asked(system=long)) as stream:
+            assert await stream.get_final_text() == "Yes."
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].type: "):
+            image: Any = [{"role": "user", "content": [{"type": "image"}]}]
+            await c.messages.create(**asked(system=long, messages=image))
+        assert all(b"billing" not in frame.messages for frame in r.ring.frames(Tokenize))
+
+
+async def test_a_stream_that_waits_has_pings(rig) -> None:
+    async with rig(keepalive_s=0.05) as r:
+        r.ring.step_s = 0.2
+        body = {"model": "tiny", "max_tokens": 3, "messages": USER, "stream": True}
+        async with r.http.post("/v1/messages", json=body) as response:
+            events = (await response.text()).split("\n\n")
+    assert events[0].startswith("event: message_start\n") and 'event: ping\ndata: {"type":"ping"}' in events
+    assert events[-2] == 'event: message_stop\ndata: {"type":"message_stop"}' and events[-1] == ""
 
 
 async def test_fields_reach_the_ring(rig) -> None:
