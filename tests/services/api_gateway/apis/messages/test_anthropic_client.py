@@ -1,6 +1,7 @@
 """The official client, unmodified, against the gateway."""
 
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -8,6 +9,7 @@ import anthropic
 import msgspec
 import pytest
 from fake_ring import END, SCHEDULER, member
+from recorded_answers import pieces_of
 
 from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES
 from blockyard.shared.messages import Generate, Refused, Role, Tokenize, ToolDefaults
@@ -17,6 +19,8 @@ PARSERS = ToolDefaults(auto_choice=True, parser="hermes", reasoning_parser="qwen
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOLS: Any = [{"name": "f", "description": "Does it.", "input_schema": SCHEMA}]
 ANSWER = 'So.</think>Look: <tool_call>\n{"name": "f", "arguments": {"a": "\u00e9\\n"}}\n</tool_call>'
+
+WEATHER = '<tool_call>\n{"name": "f", "arguments": {"a": "Z\u00fcrich", "b": [1, {"c": null}]}}\n</tool_call>'
 
 
 @asynccontextmanager
@@ -40,7 +44,7 @@ def with_context(r: Any, length: int) -> None:
     r.ring.join(member(Role.SCHEDULER, SCHEDULER, card=card))
 
 
-def script(text: str) -> Any:
+def script(text: Sequence[str]) -> Any:
     return lambda request_id, index: text[index] if index < len(text) else END
 
 
@@ -49,6 +53,7 @@ async def test_create(rig) -> None:
         answer = await c.messages.create(**asked(max_tokens=3))
         r.ring.script = script("Hi")
         whole = await c.messages.create(**asked(stop_sequences=["x"]))
+        nothing = await c.messages.create(**asked(max_tokens=0))
         r.ring.script = script("Hi and x")
         stopped = await c.messages.create(**asked(stop_sequences=["x"]))
     assert (answer.type, answer.role, answer.model, answer.id[:4]) == ("message", "assistant", "tiny", "msg_")
@@ -57,6 +62,7 @@ async def test_create(rig) -> None:
     assert (answer.stop_reason, answer.stop_sequence, answer.usage.output_tokens) == ("max_tokens", None, 3)
     assert answer.usage.cache_read_input_tokens == 3
     assert (whole.stop_reason, whole.content[0].text) == ("end_turn", "Hi")
+    assert (nothing.content, nothing.stop_reason, nothing.usage.output_tokens) == ([], "max_tokens", 0)
     assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "x", "Hi and ")
 
 
@@ -87,6 +93,33 @@ async def test_a_stream_has_all_events_and_adds_up_to_the_whole_answer(rig) -> N
     assert signatures == [thinking.signature] and len(inputs) > 5
     raw = [kind for kind in kinds if kind.startswith(("message", "content_block_st"))]
     assert raw == ["message_start", *["content_block_start", "content_block_stop"] * 3, "message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is < 5 & {fine}.",
+        "",
+        f"{WEATHER}\n{WEATHER}",
+        f"<think>\nHm, 2 < 3.\n</think>\n\nYes.{WEATHER} done",
+        "<think>\nI wonder",
+        WEATHER[:-30],
+        "<tool_call>\nnone()\n</tool_call>",
+    ],
+)
+async def test_streamed_and_whole_answers_are_equal_in_every_split(rig, text: str) -> None:
+    async with rig(tools=PARSERS) as r, client(r.url) as c:
+        with_context(r, 4096)
+        fields, kinds = asked(tools=TOOLS, thinking={"type": "adaptive"}, max_tokens=400), set()
+        for seed in range(6):
+            pieces = pieces_of(text, random.Random(seed)) if seed else list(text)
+            r.ring.script = script(pieces)
+            whole = await c.messages.create(**fields)
+            async with c.messages.stream(**fields) as stream:
+                streamed = await stream.get_final_message()
+            assert shown(streamed) == shown(whole) and streamed.stop_reason == whole.stop_reason
+            kinds.add(str(shown(whole)))
+        assert len(kinds) == 1
 
 
 async def test_an_agent_over_several_turns(rig) -> None:
