@@ -21,6 +21,7 @@ from blockyard.shared.ring_client.request_fields.output_format import OutputForm
 from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar, json_grammar
 from blockyard.shared.ring_client.request_fields.tools import ToolUse
 
+MOST_TOKENS = 2**32  # more than any context has
 # fields that /v1/chat/completions names differently
 RENAMED = {
     "stop": "stop_sequences",
@@ -62,7 +63,7 @@ def _parsed(
     for field in REFUSED:
         if bytes(getattr(request, field)) not in EMPTY:
             raise not_built(field)
-    limits.integer("max_tokens", max_tokens, 0, 0)
+    max_tokens = min(limits.integer("max_tokens", max_tokens, 0, 0), MOST_TOKENS)
     offered = read_offered_tools(request.tools, request.tool_choice, card.settings.tools, config.strict_fields)
     thinking = request.thinking
     is_off = thinking is not None and thinking.type == "disabled"
@@ -122,8 +123,8 @@ def _thinking_budget(request: MessagesRequest, card: ModelCard) -> int | None:
         return None
     if thinking.budget_tokens is None:
         raise RequestError("thinking of type enabled needs budget_tokens", "thinking.budget_tokens")
-    limits.integer("thinking.budget_tokens", thinking.budget_tokens, 0, 0)
-    return thinking.budget_tokens if card.settings.tools.reasoning_end else None
+    budget = limits.integer("thinking.budget_tokens", thinking.budget_tokens, 0, 0)
+    return min(budget, MOST_TOKENS) if card.settings.tools.reasoning_end else None
 
 
 def _grammar(request: MessagesRequest, card: ModelCard) -> FieldGrammar | None:
