@@ -7,8 +7,7 @@ from mimetypes import guess_type
 import msgspec
 from aiohttp import web
 
-from blockyard.services.api_gateway.apis.messages.api import VERSION_HEADER
-from blockyard.services.api_gateway.apis.messages.models import model_info, model_page
+from blockyard.services.api_gateway.apis.messages.api import VERSION_HEADER, model_info, model_page
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
 from blockyard.services.api_gateway.responses.json_response import json_response
