@@ -27,7 +27,7 @@ export PYTHONPATH := .src$(if $(PYTHONPATH),:$(PYTHONPATH))
 RUN := $(PY) -P
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 
-.PHONY: serve test check pytest test-gpu test-long test-compose bench lock clean base-ready test-ready
+.PHONY: serve test check pytest test-gpu test-long test-clients test-compose bench lock clean base-ready test-ready
 
 serve: base-ready
 	@exec $(RUN) -m blockyard serve $(MODEL) --port $(PORT) $(FLAGS)
@@ -63,6 +63,12 @@ test-long: test-ready
 	$(RUN) -m pytest -q -n 2 --dist loadfile --hypothesis-profile=long -o timeout=7200 $(PROPERTIES:%=tests/%)
 	$(RUN) tests/bench/scheduling/bench_properties.py
 
+# Coding agents from their npm packages, with scripted answers: needs node.
+test-clients: test-ready
+	npm install --silent --no-audit --no-fund --prefix .clients @anthropic-ai/claude-code
+	.clients/node_modules/.bin/claude --version
+	$(RUN) -m pytest -q tests/services/api_gateway/clients
+
 # Builds the compose stack in a real engine: needs root on Debian or Ubuntu, 4 GB and some minutes.
 test-compose:
 	sh compose/test.sh
@@ -96,4 +102,4 @@ lock:
 	python3 .requirements/lock.py
 
 clean:
-	rm -rf .venv build dist .src/*.egg-info
+	rm -rf .venv .clients build dist .src/*.egg-info

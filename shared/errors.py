@@ -1,5 +1,7 @@
 """The error tree. Messages contain the wrong value and fit in one line."""
 
+from typing import NamedTuple
+
 
 class BlockyardError(Exception):
     """Base of all errors raised on purpose."""
@@ -25,11 +27,18 @@ class DeviceError(BlockyardError):
     exit_code = 4
 
 
+class TooLong(NamedTuple):
+    """The length of a prompt that does not fit the context."""
+
+    num_tokens: int  # at least: a prompt that must be too long is not read to its end
+    max_tokens: int
+
+
 class RequestError(BlockyardError, ValueError):
     """A request cannot be served. `field` names the wrong field, `status` is the HTTP status.
 
     Also a ValueError, which users of the offline API expect. `code` is OpenAI's error code, if it does not follow from
-    the status. `retry_after_s` is set if a later repetition may succeed.
+    the status. `retry_after_s` is set if a later repetition may succeed, and `too_long` if the prompt does not fit.
     """
 
     def __init__(
@@ -39,12 +48,14 @@ class RequestError(BlockyardError, ValueError):
         status: int = 400,
         code: str | None = None,
         retry_after_s: float | None = None,
+        too_long: TooLong | None = None,
     ) -> None:
         super().__init__(message)
         self.field = field
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
+        self.too_long = too_long
 
 
 def not_built(field: str, instead: str = "") -> RequestError:

@@ -150,9 +150,9 @@ LAYERS["shared/ring_client"] += (
     "fanout",
     "client",
 )
-LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chat_messages", "sandbox", "chat_template")
-LAYERS["services/tokenizer_pool"] += ("fill_in_middle", "text_codec", "text_worker", "grammar_worker")
-LAYERS["services/tokenizer_pool"] += ("grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_codec", "text_worker")
+LAYERS["services/tokenizer_pool"] += ("grammar_worker", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool/chats"] = ("sandbox", "chat_messages", "instruction_turns", "chat_template")
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
 LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")

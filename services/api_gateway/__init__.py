@@ -1,4 +1,6 @@
-"""The HTTP server: OpenAI's API in front, the ring behind. Any number of gateways may run; each serves alone.
+"""The HTTP server: the APIs of OpenAI and Anthropic in front, the ring behind.
+
+Any number of gateways may run; each serves alone.
 
     server.py            listening sockets, TLS, the application's routes, draining
     service.py           the gateway's loop over its links

@@ -57,9 +57,7 @@ class RequestPipeline:
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.schedulers.check_capacity(model, arrived_s, tenant, request.user)
-        prompts = await self.tokenizer_client.tokenize(
-            request.prompts, name, request.truncate, request.options.echo, request.grammar_field, tenant
-        )
+        prompts = await self._tokenize(request, name, tenant)
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
@@ -98,6 +96,18 @@ class RequestPipeline:
         for entry in generation.entries:
             self._dispatch.open(entry, self.clock())
         return generation
+
+    async def _tokenize(self, request: GenerateRequest, name: str, tenant: str) -> list[Tokenized]:
+        """Errors of messages name the API's own field."""
+        echo, grammar_field = request.options.echo, request.grammar_field
+        try:
+            return await self.tokenizer_client.tokenize(
+                request.prompts, name, request.truncate, echo, grammar_field, tenant
+            )
+        except RequestError as e:
+            if e.field == "messages":
+                e.field = request.prompt_field
+            raise
 
     async def detokenize(self, work: Detokenize) -> Detokenized:
         answer = await self.tokenizer_client.submit(work)

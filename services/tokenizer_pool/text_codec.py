@@ -5,13 +5,13 @@ from typing import TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.services.tokenizer_pool.workers.job_limits import Phases, Unlimited
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
-from blockyard.shared.errors import RequestError
+from blockyard.shared.errors import RequestError, TooLong
 from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
 from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
 
@@ -57,7 +57,8 @@ class TextCodec:
         try:
             return self._tokenize(request)
         except RequestError as e:
-            return TextRejected(request.request_id, e.field, str(e), e.code or "")
+            num_tokens, max_tokens = e.too_long or (0, 0)
+            return TextRejected(request.request_id, e.field, str(e), e.code or "", num_tokens, max_tokens)
 
     def detokenize(self, request: Detokenize) -> Detokenized | TextRejected:
         try:
@@ -74,9 +75,17 @@ class TextCodec:
         if request.messages is not None:
             field = "messages"
             with self._phases.rendering(field):
-                text = self._templates.render(self._chat(request, request.messages), self._most_chars(request))
+                text = self._rendered(request, request.messages)
         with self._phases.encoding(field):
             return self._encoded(request, text, field)
+
+    def _rendered(self, request: Tokenize, messages: bytes) -> str:
+        try:
+            return self._templates.render(self._chat(request, messages), self._most_chars(request))
+        except RequestError as e:
+            if e.code == "context_length_exceeded":
+                e.too_long = TooLong(request.max_tokens + 1, request.max_tokens)
+            raise
 
     def _encoded(self, request: Tokenize, text: str | None, field: str) -> Tokenized:
         special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
@@ -89,7 +98,7 @@ class TextCodec:
             data = request.token_ids or b""
         self._check(data, field)
         if 0 < request.max_tokens < num_ids(data):
-            raise _too_long(f"{num_ids(data)} tokens in the {field}", request.max_tokens, field)
+            raise _too_long(num_ids(data), f"{num_ids(data)} tokens in the {field}", request.max_tokens, field)
         opened = self._reasoning_opened(request, text, data)
         begin_after = [] if opened is False else self._open_reasoning(request.reasoning_end, data)
         root = root_hash(self._config.block_scope, cache_salt=request.cache_salt)
@@ -159,7 +168,8 @@ class TextCodec:
     def _check_chars(self, text: str, max_tokens: int, field: str) -> None:
         """Rejects a text that must be too long before encoding it, which may take seconds."""
         if max_tokens and self._token_chars is not None and not self._token_chars.fits(text, max_tokens):
-            raise _too_long(f"{len(text)} characters in the {field}", max_tokens, field)
+            fewest = self._token_chars.fewest_tokens(text)
+            raise _too_long(fewest, f"{len(text)} characters in the {field}", max_tokens, field)
 
     def _chat(self, request: Tokenize, messages: bytes) -> Chat:
         if request.chat_template is not None and not self._config.trust_request_chat_template:
@@ -213,12 +223,13 @@ class TextCodec:
         return banned
 
 
-def _too_long(what: str, max_tokens: int, field: str) -> RequestError:
+def _too_long(num_tokens: int, what: str, max_tokens: int, field: str) -> RequestError:
     return RequestError(
         f"This model's maximum context length is {max_tokens} tokens. However, you requested {what}, which is more. "
         f"Please reduce the length of the {field}.",
         field,
         code="context_length_exceeded",
+        too_long=TooLong(num_tokens, max_tokens),
     )
 
 

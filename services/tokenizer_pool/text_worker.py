@@ -10,7 +10,7 @@ import traceback
 
 import msgspec
 
-from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars
 from blockyard.services.tokenizer_pool.workers import fork_server

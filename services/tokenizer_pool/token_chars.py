@@ -31,6 +31,10 @@ class TokenChars:
             return True
         return self.whitespace_lost and sum(map(len, text.split())) <= limit
 
+    def fewest_tokens(self, text: str) -> int:
+        """Returns a number of tokens that the text has at least."""
+        return -(-(sum(map(len, text.split())) if self.whitespace_lost else len(text)) // self.most)
+
 
 @dataclass(frozen=True, slots=True)
 class _Loss:

@@ -74,3 +74,5 @@ class TextRejected(Frame, frozen=True):
     field: str
     message: str
     code: str = ""  # OpenAI's error code, if there is one for this error
+    num_tokens: int = 0  # of a prompt that is too long, as `TooLong` has it
+    max_tokens: int = 0  # 0: the prompt is not too long

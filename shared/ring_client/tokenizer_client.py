@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from blockyard.shared.errors import RequestError
+from blockyard.shared.errors import RequestError, TooLong
 from blockyard.shared.messages import (
     BUSY,
     TAKES_LONG,
@@ -227,7 +227,8 @@ def _rejection(frame: TextRejected) -> RequestError:
         return RequestError(frame.message, frame.field, 429, BUSY, retry_after_s=1.0)
     if frame.code == UNAVAILABLE:
         return RequestError(frame.message, frame.field, 503, UNAVAILABLE, retry_after_s=1.0)
-    return RequestError(frame.message, frame.field, code=frame.code or None)
+    too_long = TooLong(frame.num_tokens, frame.max_tokens) if frame.max_tokens else None
+    return RequestError(frame.message, frame.field, code=frame.code or None, too_long=too_long)
 
 
 def _located(error: RequestError, futures: list[asyncio.Future[Answer]], grammar_field: str) -> RequestError:

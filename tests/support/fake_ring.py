@@ -1,6 +1,7 @@
 """A ring in one process for tests and benchmarks of the gateway: its links, with members that answer.
 
-A token is a byte of UTF-8. An answer is the words `w0 w1 w2 ...`, one per token, or that of `script`.
+A token is a byte of UTF-8. An answer is the words `w0 w1 w2 ...`, one per token, or that of `script`, which ends it
+with the text `END`.
 """
 
 import asyncio
@@ -43,6 +44,7 @@ from blockyard.shared.token_ids import pack, unpack
 Receive = Callable[[int, Event | GatewayIn], None]
 
 TOKENIZER, SCHEDULER, WORKER, DETOKENIZER = 1, 2, 3, 4
+END = "\x00end of sequence"  # of a script
 CARD = ModelCard(["tiny", "tiny-alias"], "/models/tiny", 256, 300, 1_700_000_000, [299])
 
 
@@ -172,12 +174,14 @@ class FakeRing(FakeLinks):
         if sampling.max_tokens == 0:  # the prompt fills the context: nothing is sampled
             del running.done[choice]
             return TextDelta(frame.request_id, frame.attempt, choice, 0, [], "", FinishReason.LENGTH)
+        if text == END:
+            finish, text = FinishReason.STOP, ""
         if self.fail_at == index:
             finish, detail, text = FinishReason.FAILED, "the worker stumbled", ""
-        elif any(stop in text for stop in frame.text.stop):
+        elif finish is None and any(stop in text for stop in frame.text.stop):
             reason = next(stop for stop in frame.text.stop if stop in text)
             finish, text = FinishReason.STOP, text.partition(reason)[0]
-        elif index + 1 >= sampling.max_tokens:
+        elif finish is None and index + 1 >= sampling.max_tokens:
             finish = FinishReason.LENGTH
         running.done[choice] += 1
         if finish is not None:
@@ -209,7 +213,8 @@ def tokenized(frame: Tokenize) -> Tokenized | TextRejected:
             return TextRejected(frame.request_id, "chat_template", "the template raised")
         if 0 < frame.max_tokens < len(text):  # each token is a byte
             field = "prompt" if frame.messages is None else "messages"
-            return TextRejected(frame.request_id, field, "more characters than fit", "context_length_exceeded")
+            said, code = "more characters than fit", "context_length_exceeded"
+            return TextRejected(frame.request_id, field, said, code, len(text), frame.max_tokens)
         data = pack(list(text.encode()))
     pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []
     bad = [list(word.encode()) for word in frame.bad_words]

@@ -104,10 +104,13 @@ class ChatEvents:
         self._head = b'%b,"choices":[{"index":%d,"delta":' % (event_head(options, EVENT_KIND), index)
         tail = self._tail_of(PLAIN)
         self._plain_tail = tail + close_event(None)
-        self.text_head, self._text_tail = self._head + b'{"content":', b"}" + tail
+        self._text_head, self._text_tail = self._head + b'{"content":', b"}" + tail
+        self._around_text = self._text_head, self._text_tail + close_event(None)
 
-    def text_tail(self, stamp_s: float | None) -> bytes:
-        return self._text_tail + close_event(stamp_s)
+    def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
+        if stamp_s is None:
+            return self._around_text
+        return self._text_head, self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:
         """The role. That of choice 0 also has the answer's prompt ids."""

@@ -61,16 +61,19 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
 class CompletionEvents:
     """The events of one choice. The first one has the prompt's ids."""
 
-    __slots__ = ("_offsets", "_options", "_prompt_ids", "_text_tail", "text_head")
+    __slots__ = ("_around_text", "_offsets", "_options", "_prompt_ids", "_text_head", "_text_tail")
 
     def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
         self._options, self._prompt_ids = options, prompt_ids
         self._offsets = TextOffsets(options.tokens_as_ids)
-        self.text_head = b'%b,"choices":[{"index":%d,"text":' % (event_head(options, KIND), index)
+        self._text_head = b'%b,"choices":[{"index":%d,"text":' % (event_head(options, KIND), index)
         self._text_tail = self._tail("", PLAIN, None)
+        self._around_text = self._text_head, self._text_tail + close_event(None)
 
-    def text_tail(self, stamp_s: float | None) -> bytes:
-        return self._text_tail + close_event(stamp_s)
+    def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
+        if stamp_s is None:
+            return self._around_text
+        return self._text_head, self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:
         return b""
@@ -80,7 +83,7 @@ class CompletionEvents:
         if fields.echo is not None:
             text = fields.echo.text + text
         prompt_ids, self._prompt_ids = self._prompt_ids, None
-        return self.text_head + encode(text) + self._tail(text, fields, prompt_ids) + close_event(fields.stamp_s)
+        return self._text_head + encode(text) + self._tail(text, fields, prompt_ids) + close_event(fields.stamp_s)
 
     def _tail(self, text: str, fields: EventFields, prompt_ids: list[int] | None) -> bytes:
         """An event from the end of its text to the place of the stamp."""

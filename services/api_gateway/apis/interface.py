@@ -1,7 +1,7 @@
 """What an API is to the rest of the gateway."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions
@@ -59,20 +59,22 @@ class FinishedChoice:
     output_ids: list[int] | None = None  # None: not shown
     prompt_ids: list[int] | None = None
     echo: Echo | None = None
+    logprob_ends: Sequence[int] = ()  # for each part, how many of the `logprobs` had come with it
 
 
 class ChoiceEvents(Protocol):
-    """Writes the events of one choice, in order.
+    """Writes the events of one choice, in order."""
 
-    An event of text alone is `text_head`, the text as a JSON string, and `text_tail`: both are encoded once, when the
-    stream opens, unless events have stamps.
-    """
+    def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes] | None:
+        """The bytes before and behind the JSON string of `text` in the next event, which has it alone.
 
-    @property
-    def text_head(self) -> bytes: ...
-    def text_tail(self, stamp_s: float | None) -> bytes: ...
+        They are encoded once, as far as they are the same in every event. None: `event` has to write it, because more
+        belongs to it, such as the opening of an item.
+        """
+        ...
+
     def opening(self, usage: Usage | None) -> bytes:
-        """The event before all others; may be empty."""
+        """The event before all others; may be empty. `usage` is that of the prompt, if the options ask for it."""
         ...
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
@@ -96,9 +98,6 @@ class AnswerEvents(Protocol):
         ...
 
 
-ErrorBody = Callable[[RequestError], bytes]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """An API that clients speak: from its paths and the fields of its body to the bytes of its answers and errors."""
@@ -109,5 +108,7 @@ class Api:
     parse: Callable[[Any, ModelCard, GatewayConfig, OutputFormats, str], GenerateRequest]  # the name is the answer's id
     events: Callable[[ResponseOptions], AnswerEvents]
     whole: Callable[[ResponseOptions, Sequence[FinishedChoice], Usage], bytes]  # an answer that is not streamed
-    error_body: ErrorBody
+    count: Callable[[int], bytes] | None = None  # set: nothing is generated, and this answers the prompt's tokens
+    error_body: Callable[[RequestError], bytes]
+    error_statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has in place of others
     keep_alive: bytes = b": keep-alive\n\n"  # sent while a stream has nothing to say

@@ -30,6 +30,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 TOO_LONG = Rejected("the body takes too long to be read", "body", 413, None, None)
 TOO_LARGE = Rejected("the body needs too much memory to be read", "body", 413, None, None)
+TOO_WIDE = Rejected("an integer of the body has more than 64 bits", "body", 400, None, None)
 FAILED = Rejected("The server failed at this request.", "", 500, None, None)
 
 ParseResult = ParsedBody | Rejected

@@ -17,6 +17,7 @@ from setproctitle import setproctitle
 from blockyard.services.api_gateway.bodies.body_frames import (
     FAILED,
     TOO_LARGE,
+    TOO_WIDE,
     Rejected,
     decode_context,
     framed,
@@ -61,6 +62,8 @@ def _parse(body: bytes, context: ParseContext, config: GatewayConfig, formats: M
         return framed(Rejected.of(e))
     except MemoryError:
         return framed(TOO_LARGE)
+    except OverflowError:  # a schema may have integers that frames have not
+        return framed(TOO_WIDE)
     except Exception:  # a bug: the client gets a 500 and the log the traceback
         log.exception("a body of %d bytes could not be read", len(body))
         return framed(FAILED)

@@ -47,7 +47,7 @@ class ParseContext(msgspec.Struct, frozen=True):
 class ParsedGeneration(msgspec.Struct, frozen=True, tag=True):
     api: str  # its name
     request: GenerateRequest
-    ignored: list[str]  # unknown fields
+    ignored: list[str]  # unknown fields, and what the API left out
 
 
 class ParsedText(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +73,7 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
     card = context.served.card(fields.model)
     request = api.parse(fields, card, config, formats.of(card), context.request_id)
     check_lengths(request)
-    return ParsedGeneration(api.name, request, ignored)
+    return ParsedGeneration(api.name, request, [*ignored, *request.ignored])
 
 
 def check_lengths(request: GenerateRequest) -> None:

@@ -29,7 +29,7 @@ from blockyard.services.api_gateway.responses.full_response import encode_full_r
 from blockyard.services.api_gateway.responses.json_response import JSON, json_response
 from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
 from blockyard.shared.messages import Detokenize, Tokenize
-from blockyard.shared.token_ids import unpack
+from blockyard.shared.token_ids import num_ids, unpack
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class GenerationEndpoints:
     def routes(self) -> Iterator[Route]:
         for api in APIS.values():
             for path in api.paths:
-                yield Route("POST", path, partial(self._generate, api.name), Access.KEY, api.error_body)
+                yield Route("POST", path, partial(self._generate, api.name), Access.KEY, api)
         # SageMaker's route: the body's fields tell chat from completions
         yield Route("POST", "/invocations", partial(self._generate, INVOCATION), Access.KEY)
         yield Route("POST", "/tokenize", self.tokenize, Access.KEY)
@@ -86,8 +86,13 @@ class GenerationEndpoints:
     async def _generate(self, endpoint: str, http_request: web.Request) -> web.StreamResponse:
         parsed = await self._parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
+        api, request = APIS[parsed.api], parsed.request
+        if api.count is not None:
+            name, client = secrets.token_hex(8), self._pipeline.tokenizer_client
+            prompts = await client.tokenize(request.prompts, name, tenant=TENANT.get())
+            return web.Response(body=api.count(sum(num_ids(p.token_ids) for p in prompts)), content_type=JSON)
         with self._pipeline.counted():
-            return await self._respond(http_request, APIS[parsed.api], parsed.request)
+            return await self._respond(http_request, api, request)
 
     async def _respond(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
         writer = self._streams.writer() if request.options.stream else None

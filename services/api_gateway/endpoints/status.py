@@ -7,6 +7,7 @@ from mimetypes import guess_type
 import msgspec
 from aiohttp import web
 
+from blockyard.services.api_gateway.apis.messages.api import VERSION_HEADER, model_info, model_page
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
 from blockyard.services.api_gateway.responses.json_response import json_response
@@ -132,15 +133,18 @@ class StatusEndpoints:
             yield Route("GET", path, view, access)
         yield Route("POST", "/ping", self.health, Access.OPEN)
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
         cards = self._gateway.pipeline.schedulers.cards()
+        if VERSION_HEADER in request.headers:
+            return json_response(model_page(cards))
         return json_response(ModelList("list", [_model(card, name) for card in cards for name in card.names]))
 
     async def model(self, request: web.Request) -> web.Response:
         name, schedulers = request.match_info["model"], self._gateway.pipeline.schedulers
         if not any(name in card.names for card in schedulers.cards()):
             name = name.rstrip("/")
-        return json_response(_model(schedulers.card(name), name))
+        card = schedulers.card(name)
+        return json_response(model_info(card, name) if VERSION_HEADER in request.headers else _model(card, name))
 
     async def health(self, _: web.Request) -> web.Response:
         if missing := _missing_roles(self._gateway.links):

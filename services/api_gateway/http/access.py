@@ -12,12 +12,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from yarl import URL
 
-from blockyard.services.api_gateway.apis.interface import ErrorBody
-from blockyard.services.api_gateway.apis.openai_fields import error_body as openai_error_body
+from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.messages.api import MESSAGES, VERSION_HEADER
 from blockyard.shared.errors import RequestError
 
 # Headers set by proxies. A proxied request's peer address is the proxy's, not the client's.
 FORWARDED = ("Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP", "CF-Connecting-IP")
+HOW_TO_SEND = "send `Authorization: Bearer KEY` or `X-Api-Key: KEY`"
 
 
 class Access(enum.Enum):
@@ -31,11 +33,11 @@ class Route(NamedTuple):
     path: str
     handler: Handler
     access: Access
-    error_body: ErrorBody = openai_error_body  # of the API that the route belongs to
+    api: Api | None = None  # that the route belongs to; None: to none alone
 
 
 class Keys:
-    """Bearer keys of one kind, compared in constant time."""
+    """Keys of one kind, compared in constant time."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = [key.encode() for key in keys]
@@ -43,10 +45,13 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def find(self, given: bytes) -> int | None:
-        """The key's place in the list."""
-        matches = [hmac.compare_digest(key, given) for key in self._keys]
-        return matches.index(True) if any(matches) else None
+    def find(self, given: Iterable[bytes]) -> int | None:
+        """The place in the list of the first key that is given."""
+        for one in given:
+            matches = [hmac.compare_digest(key, one) for key in self._keys]
+            if any(matches):
+                return matches.index(True)
+        return None
 
 
 class Guard:
@@ -61,10 +66,12 @@ class Guard:
         for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
             self._routes[app.router.add_route(method, path, route.handler)] = route
 
-    def error_body(self, request: web.Request) -> ErrorBody:
-        """The form of errors of the matched route; OpenAI's if none matched."""
+    def api(self, request: web.Request) -> Api:
+        """The API whose errors the client understands: the matched route's, else the one that its headers tell."""
         route = self._routes.get(request.match_info.route)
-        return openai_error_body if route is None else route.error_body
+        if route is not None and route.api is not None:
+            return route.api
+        return MESSAGES if VERSION_HEADER in request.headers else CHAT
 
     def access(self, request: web.Request) -> Access:
         """The access of the matched route; OPEN if none matched, because the answer is a 404 or a 405 then."""
@@ -76,20 +83,20 @@ class Guard:
     def tenant(self, request: web.Request) -> str:
         """The client's tenant: "key-N" by its API key, "admin", or "" without a key. Raises RequestError: 401, 403."""
         access = self.access(request)
-        given = _bearer(request)
+        given = _given_keys(request)
         if access is Access.OPEN:
             return ""
         if self._admin and self._admin.find(given) is not None:
             return "admin"
         if access is Access.OPERATOR:
             if self._admin:
-                raise RequestError("The admin key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+                raise RequestError(f"The admin key is missing or wrong: {HOW_TO_SEND}.", status=401)
             if not self._api:
                 check_local(request)
                 return ""
         place = self._api.find(given)
         if self._api and place is None:
-            raise RequestError("The API key is missing or wrong: send `Authorization: Bearer KEY`.", status=401)
+            raise RequestError(f"The API key is missing or wrong: {HOW_TO_SEND}.", status=401)
         return "" if place is None else f"key-{place}"
 
 
@@ -115,10 +122,11 @@ def _peer_is_local(transport: asyncio.BaseTransport | None) -> bool:
     return isinstance(peer, tuple) and _is_loopback(str(peer[0]))
 
 
-def _bearer(request: web.Request) -> bytes:
-    """The request's bearer key. Headers may hold any bytes."""
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    return given.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+def _given_keys(request: web.Request) -> list[bytes]:
+    """The request's keys; clients may send an account's token beside a key. Headers may hold any bytes."""
+    scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    given = [bearer if scheme.lower() == "bearer" else "", request.headers.get("X-Api-Key", "")]
+    return [key.strip().encode("utf-8", "surrogateescape") for key in given if key.strip()]
 
 
 def _host_of(origin: str) -> str:

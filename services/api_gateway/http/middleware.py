@@ -27,21 +27,21 @@ def errors(gateway: Gateway, guard: Guard) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        error_body = guard.error_body(request)
+        api = guard.api(request)
         try:
             response = await handler(request)
         except RequestError as e:
-            response = error_response(e, error_body)
+            response = error_response(e, api)
         except web.RequestPayloadError as e:
-            response = error_response(RequestError(f"the body cannot be read: {e.__cause__ or e}", "body"), error_body)
+            response = error_response(RequestError(f"the body cannot be read: {e.__cause__ or e}", "body"), api)
             response.force_close()
         except web.HTTPException as e:
             if e.status < 400:
                 raise
-            response = error_response(_http_error(request, e), error_body)
+            response = error_response(_http_error(request, e), api)
         except Exception:  # a bug: the client gets a 500 and the log the traceback
             log.exception("%s %s failed", request.method, escaped(request.path))
-            response = error_response(RequestError("The server failed at this request.", status=500), error_body)
+            response = error_response(RequestError("The server failed at this request.", status=500), api)
         if response.status >= 400 and not request.content.is_eof():  # does not wait for the rest of the body
             response.force_close()
         gateway.meters.responded(response.status)
@@ -104,7 +104,7 @@ def counted(gateway: Gateway, guard: Guard) -> Middleware:
             return await handler(request)
         if gateway.draining:
             error = RequestError("The server is shutting down.", status=503, retry_after_s=1.0)
-            response = error_response(error, guard.error_body(request))
+            response = error_response(error, guard.api(request))
             response.force_close()
             return response
         with gateway.counted():

@@ -12,6 +12,15 @@ MAX_ID_CHARS = 128  # of a request's id, in the header or the body
 
 
 @dataclass(frozen=True, slots=True)
+class MessagesOptions:
+    """What the answers of /v1/messages need besides."""
+
+    max_tokens: int  # that the request asks for
+    max_model_len: int
+    shows_thinking: bool = True  # the blocks of thinking have its text
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseOptions:
     """How the HTTP answer looks; nothing here reaches a scheduler."""
 
@@ -22,6 +31,7 @@ class ResponseOptions:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    usage_at_start: bool = False  # a stream begins with the prompt's tokens
     logprobs: bool = False
     num_top: int = 0  # top candidates listed for each token
     tokens_as_ids: bool = False  # log-probabilities show tokens as `token_id:N`
@@ -35,6 +45,7 @@ class ResponseOptions:
     has_reader: bool = False  # the text is read into parts: an answer may be without content
     custom_tools: tuple[str, ...] = ()  # names of tools whose calls have a text in place of arguments
     function_call: bool = False  # a call is shown as OpenAI's older function_call
+    messages: MessagesOptions | None = None  # set for /v1/messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +55,7 @@ class GenerateRequest:
     card: ModelCard
     options: ResponseOptions
     prompts: list[Tokenize]  # without request ids
-    prompt_field: str  # "messages" or "prompt"
+    prompt_field: str  # "messages", "prompt" or "input": named in errors of the prompt
     sampling: Sampling  # max_tokens, seed, bad_words and constraint are set by `finalize_sampling`
     text: TextOptions
     choices: Choices
@@ -58,6 +69,7 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
+    ignored: tuple[str, ...] = ()  # what was left out, such as tools that this server does not run; clients are told
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""

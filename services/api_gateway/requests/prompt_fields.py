@@ -1,5 +1,6 @@
 """Builds `Tokenize` frames from a prompt: a text, token ids, a list of either, or chat messages."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
@@ -60,42 +61,55 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard, tools: 
         raise RequestError(
             "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
         )
-    kwargs = _template_kwargs(request, card)
-    messages = read_messages(request.messages)
     continues = bool(request.continue_final_message)
+    prompt = messages_prompt(card, read_messages(request.messages), tools, _chat_kwargs(request, card))
+    return msgspec.structs.replace(
+        prompt,
+        chat_template=request.chat_template,
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
+        add_special_tokens=request.add_special_tokens,
+    )
+
+
+def messages_prompt(card: ModelCard, messages: bytes, tools: ToolUse | None, kwargs: dict[str, Any]) -> Tokenize:
+    """The frame of messages, encoded as `read_messages` does it, with the variables of the chat template."""
     return Tokenize(
         request_id="",
         model=card.names[0],
         messages=messages,
         tools=tools.template_tools if tools is not None else b"",
         template_kwargs=msgspec.json.encode(kwargs) if kwargs else b"",
-        chat_template=request.chat_template,
-        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
-        continue_final_message=continues,
-        add_special_tokens=request.add_special_tokens,
         max_tokens=card.max_model_len,
     )
 
 
 def thinking_is_off(request: ChatRequest, card: ModelCard) -> bool:
     """Whether the template is told that the model does not reason."""
-    kwargs = _template_kwargs(request, card)
+    return says_no_thinking(_chat_kwargs(request, card))
+
+
+def says_no_thinking(kwargs: Mapping[str, Any]) -> bool:
     return any(kwargs.get(name) is False for name in REASONING_SWITCHES)
 
 
-def _template_kwargs(request: ChatRequest | TokenizeRequest, card: ModelCard) -> dict[str, Any]:
-    """The model's variables, then fields of the request, then its chat_template_kwargs: the last one counts."""
+def template_kwargs(card: ModelCard, fields: Mapping[str, Any], given: dict[str, Any] | None) -> dict[str, Any]:
+    """The model's variables, then fields of the request, then its chat_template_kwargs: the last one counts.
+
+    `fields` are by the names that templates know, such as `reasoning_effort`; None: the request does not have it.
+    """
     kwargs: dict[str, Any] = msgspec.json.decode(card.settings.template_kwargs or b"{}")
+    kwargs |= {name: value for name, value in fields.items() if value is not None}
+    if fields.get("reasoning_effort") == "none":
+        kwargs |= dict.fromkeys(REASONING_SWITCHES, False)
+    return kwargs | (given or {})
+
+
+def _chat_kwargs(request: ChatRequest | TokenizeRequest, card: ModelCard) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     if isinstance(request, ChatRequest):
-        if request.reasoning_effort is not None:
-            kwargs["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
-            kwargs |= dict.fromkeys(REASONING_SWITCHES, False)
-        if request.verbosity is not None:
-            kwargs["verbosity"] = request.verbosity
-        if request.documents is not None:
-            kwargs["documents"] = request.documents
-    return kwargs | (request.chat_template_kwargs or {})
+        fields = {name: getattr(request, name) for name in ("reasoning_effort", "verbosity", "documents")}
+    return template_kwargs(card, fields, request.chat_template_kwargs)
 
 
 def _text(text: str, field: str, card: ModelCard) -> Tokenize:

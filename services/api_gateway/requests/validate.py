@@ -57,7 +57,7 @@ def parse_chat(
     num_top = _num_logprobs("top_logprobs", request.top_logprobs, card) or 0
     if num_top and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    tools = _tools(request, card)
+    tools = read_tools(request, card.settings.tools)
     output = read_output_form(tools, formats)
     options = replace(
         _response_options(request, card, config, "chatcmpl-", name),
@@ -68,14 +68,34 @@ def parse_chat(
         custom_tools=_custom_tools(tools),
         function_call=tools is not None and tools.older,
     )
-    prompt = chat_prompt(request, card, tools)
-    num_logprobs = num_top if request.logprobs else None
-    grammar = read_grammar(request, card.settings.grammars)
+    prompt, grammar = chat_prompt(request, card, tools), read_grammar(request, card.settings.grammars)
+    thinks = not thinking_is_off(request, card)
+    return conversation_request(request, options, card, prompt, asked, tools, output, formats, grammar, thinks)
+
+
+def conversation_request(
+    request: GenerationFields,
+    options: ResponseOptions,
+    card: ModelCard,
+    prompt: Tokenize,
+    max_tokens: int | None,
+    tools: ToolUse | None,
+    output: OutputForm | None,
+    formats: OutputFormats,
+    grammar: FieldGrammar | None,
+    thinks: bool,
+) -> GenerateRequest:
+    """The request of a chat, in any API: with tools, and an answer that is read into parts. Raises RequestError.
+
+    `grammar` is the one that the request asks for; calls may replace it. `thinks`: the template is not told otherwise.
+    """
     if tools is not None:
+        _check_auto(tools, card)
         grammar = calls_grammar(output, tools, formats, card.settings.grammars, grammar)
+    num_logprobs = options.num_top if options.logprobs else None
     of_prompt = options.prompt_logprobs
-    parsed = _generate_request(request, options, card, [prompt], asked, num_logprobs, of_prompt, grammar)
-    if parsed.thinking_budget is None and grammar is not None and thinking_is_off(request, card):
+    parsed = _generate_request(request, options, card, [prompt], max_tokens, num_logprobs, of_prompt, grammar)
+    if parsed.thinking_budget is None and grammar is not None and not thinks:
         parsed = replace(parsed, thinking_budget=0)  # the template may ignore it
     return _with_output(replace(parsed, prompt_field="messages", tools=tools), output, formats)
 
@@ -97,17 +117,15 @@ def _custom_tools(tools: ToolUse | None) -> tuple[str, ...]:
     return () if tools is None else tuple(tool.name for tool in tools.tools if tool.kind == ToolKind.CUSTOM)
 
 
-def _tools(request: ChatRequest, card: ModelCard) -> ToolUse | None:
-    """The request's tools, if the model's deployment can serve the choice. Raises RequestError."""
+def _check_auto(tools: ToolUse, card: ModelCard) -> None:
+    """Raises RequestError if the model is to decide about calls, and its deployment cannot read them."""
     settings = card.settings.tools
-    tools = read_tools(request, settings)
-    if tools is not None and tools.mode == ToolMode.AUTO and not (settings.auto_choice and settings.parser):
+    if tools.mode == ToolMode.AUTO and not (settings.auto_choice and settings.parser):
         raise RequestError(
             "a model that decides about calls needs the flags --enable-auto-tool-choice and --tool-call-parser of the "
             'server; without them tool_choice is "none", "required" or a named tool',
             tools.field,
         )
-    return tools
 
 
 def parse_completion(

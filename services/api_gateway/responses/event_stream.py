@@ -33,8 +33,7 @@ class EventStream:
     ) -> None:
         """Without a reader all text is content."""
         self._options, self._events, self._writer, self._usage, self._reader = options, events, writer, usage, reader
-        self._head, self._tail = events.text_head, events.text_tail(None) + CRLF
-        self._fixed = len(self._head) + len(self._tail) - len(CRLF)
+        self._around_text, self._stamps = events.around_text, options.stamps
         # events that differ in more than text and stamp are built by `_data`
         self._plain = not (options.logprobs or options.continuous_usage or options.token_ids or options.echo)
         self._kept: list[Kept] = []
@@ -62,13 +61,15 @@ class EventStream:
             self._write(Kept(delta, [], stamp_s), now)
             return
         if text:
-            encoded, tail = encode(text), self._tail
-            size = self._fixed + len(encoded)
-            if self._options.stamps:
-                tail = self._events.text_tail(stamp_s) + CRLF
-                size += len(tail) - len(self._tail)
+            around = self._around_text(text, stamp_s if self._stamps else None)
+            if around is None:
+                self._write(Kept(delta, [Part(PartKind.CONTENT, text)], stamp_s), now)
+                return
+            head, tail = around
+            encoded = encode(text)
+            size = len(head) + len(encoded) + len(tail)
             size_line = SIZE_LINES[size] if size < len(SIZE_LINES) else b"%x\r\n" % size
-            writer.write(b"".join((size_line, self._head, encoded, tail)), now)
+            writer.write(b"".join((size_line, head, encoded, tail, CRLF)), now)
 
     def _push_parts(self, delta: TextDelta, parts: list[Part], now: float, stamp_s: float) -> None:
         """Pushes text that a parser has read: see `push`."""
@@ -83,7 +84,7 @@ class EventStream:
                 self._writer.write(self._writer.frame(data), now)
 
     def _write_opening(self, now: float) -> None:
-        usage = self._usage() if self._options.continuous_usage else None
+        usage = self._usage() if self._options.continuous_usage or self._options.usage_at_start else None
         if usage is not None:  # output may wait behind it
             usage = replace(usage, completion=0, reasoning=None if usage.reasoning is None else 0)
         if event := self._events.opening(usage):

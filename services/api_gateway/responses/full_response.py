@@ -17,6 +17,7 @@ class CollectedChoice:
         """Without a reader all text is content."""
         self._no_output, self._reader = no_output, reader
         self._parts: list[Part] = []  # with a reader
+        self.logprob_ends: list[int] = []  # for each part; without a reader, empty
         self.text: list[str] = []
         self.logprobs: list[TextLogprobs] = []
         self.finish = FinishReason.FAILED
@@ -36,7 +37,12 @@ class CollectedChoice:
         if self._reader is None:
             self.text.append(delta.text)
         else:
-            self._parts += self._reader.push(delta)
+            parts = self._reader.push(delta)
+            self._parts += parts
+            if delta.logprobs:  # the delta's tokens are those of its last part
+                self.logprob_ends += [len(self.logprobs)] * (len(self._parts) - len(self.logprob_ends))
+                if parts:
+                    self.logprob_ends[-1] += len(delta.logprobs)
         self.logprobs.extend(delta.logprobs)
         if delta.finish is not None:
             self.finish, self.stop_reason = delta.finish, delta.stop_reason
@@ -68,4 +74,5 @@ def _finished(
         output_ids if options.token_ids else None,
         unpack(entry.request.prompt_ids) if options.token_ids else None,
         sink.echo,
+        sink.logprob_ends,
     )

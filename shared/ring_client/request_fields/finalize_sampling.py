@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from blockyard.shared.errors import RequestError
+from blockyard.shared.errors import RequestError, TooLong
 from blockyard.shared.messages import ModelCard, OutputConstraint, Sampling, Tokenized
 from blockyard.shared.token_ids import num_ids
 
@@ -78,6 +78,7 @@ def _too_long(num_prompt_tokens: int, context: int, prompt_field: str) -> Reques
         f"input tokens{more}. Please reduce the length of the {prompt_field}.",
         prompt_field,
         code="context_length_exceeded",
+        too_long=TooLong(num_prompt_tokens, context - 1 if more else context),
     )
 
 

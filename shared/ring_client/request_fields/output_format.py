@@ -209,18 +209,18 @@ def _calls(form: OutputForm, use: ToolUse | None, formats: OutputFormats) -> For
         calls = lambda text: of_calls(text, tools)  # noqa: E731
     if custom:
         calls = with_custom_inputs(calls, custom)
-    return calls if use.parallel and not use.older else _first_call(calls)
+    return calls if use.max_calls is None else _first_calls(calls, use.max_calls)
 
 
-def _first_call(parts: Format) -> Format:
-    """Without the calls after the first one."""
+def _first_calls(parts: Format, most: int) -> Format:
+    """Without the calls after the first ones."""
 
     def read(text: TextInput) -> Reading[None]:
         num_calls = 0
         for part in parts(text):
             if part is not None and part.kind in CALL_KINDS:
                 num_calls += part.kind == PartKind.CALL
-                if num_calls > 1:
+                if num_calls > most:
                     continue
             yield part
 

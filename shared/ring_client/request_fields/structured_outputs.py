@@ -132,18 +132,23 @@ def _read_response_format(request: StructuredRequest, defaults: GrammarDefaults)
         asked = msgspec.convert(value, _ResponseFormat)
     except msgspec.ValidationError as e:
         raise RequestError(f"{field}: {e}", field) from e
-    options = StructuredOutputsParams()
     match asked.type:
         case "text":
             return None
         case "json_object":
-            return FieldGrammar(_grammar("json_object", True, options, defaults, field), field)
+            return json_grammar(None, defaults, field)
         case "structural_tag":
-            return FieldGrammar(_grammar("structural_tag", value, options, defaults, field), field)
+            grammar = _grammar("structural_tag", value, StructuredOutputsParams(), defaults, field)
+            return FieldGrammar(grammar, field)
     if asked.json_schema is None:
         raise RequestError("response_format of type json_schema needs json_schema", "response_format.json_schema")
-    where = "response_format.json_schema.schema"
-    return FieldGrammar(_grammar("json", asked.json_schema.schema, options, defaults, where), where)
+    return json_grammar(asked.json_schema.schema, defaults, "response_format.json_schema.schema")
+
+
+def json_grammar(schema: dict[str, Any] | None, defaults: GrammarDefaults, field: str) -> FieldGrammar:
+    """JSON by this schema; None: any JSON object. Raises RequestError."""
+    name, value = ("json_object", True) if schema is None else ("json", schema)
+    return FieldGrammar(_grammar(name, value, StructuredOutputsParams(), defaults, field), field)
 
 
 def _read_guided(request: StructuredRequest, defaults: GrammarDefaults) -> list[FieldGrammar]:

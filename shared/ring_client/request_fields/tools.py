@@ -38,6 +38,11 @@ class ToolUse(msgspec.Struct, frozen=True):
     parallel: bool = True  # several calls in one answer
     older: bool = False  # the request has `functions`: the answer has `function_call`
     field: str = "tool_choice"  # that chose
+    most_calls: int | None = None  # calls that are shown of one answer; None: all
+
+    @property
+    def max_calls(self) -> int | None:
+        return self.most_calls if self.parallel and not self.older else 1
 
     @property
     def is_forced(self) -> bool:
@@ -113,6 +118,23 @@ def read_offered_tools(tools: object) -> ToolUse | None:
     return ToolUse(ToolMode.AUTO, [tool for tool, _ in read], _shown(read, "tools")) if read else None
 
 
+def encode_shown_tools(shown: list[dict[str, Any]], field: str) -> bytes:
+    """Returns `ToolUse.template_tools`. Raises RequestError."""
+    encoded = msgspec.json.encode(shown)
+    if len(encoded) > MAX_TOOLS_BYTES:
+        raise RequestError(f"{field} has {len(encoded)} bytes; at most {MAX_TOOLS_BYTES} are allowed", field)
+    return encoded
+
+
+def check_tool_name(name: object, where: str) -> str:
+    """Raises RequestError for what is not the name of a tool."""
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS or not NAME_CHARS.issuperset(name):
+        raise RequestError(
+            f"a tool's name has 1 to {MAX_NAME_CHARS} letters, digits or any of _ . : -, got {str(name)[:40]!r}", where
+        )
+    return name
+
+
 def _read_list(given: object, field: str, is_older: bool) -> list[tuple[Tool, dict[str, Any]]]:
     if given is None:
         return []
@@ -128,10 +150,7 @@ def _read_list(given: object, field: str, is_older: bool) -> list[tuple[Tool, di
 
 
 def _shown(read: list[tuple[Tool, dict[str, Any]]], field: str) -> bytes:
-    shown = msgspec.json.encode([tool for _, tool in read])
-    if len(shown) > MAX_TOOLS_BYTES:
-        raise RequestError(f"{field} has {len(shown)} bytes; at most {MAX_TOOLS_BYTES} are allowed", field)
-    return shown
+    return encode_shown_tools([tool for _, tool in read], field)
 
 
 def _tool(value: object, where: str, is_older: bool) -> tuple[Tool, dict[str, Any]]:
@@ -144,18 +163,14 @@ def _tool(value: object, where: str, is_older: bool) -> tuple[Tool, dict[str, An
     at, inner = (where if is_older else f"{where}.{kind}"), value.get(kind)
     if not isinstance(inner, dict):
         raise RequestError(f"a tool of type {kind} needs the object {kind}, got {_type(inner)}", at)
-    name = inner.get("name")
-    if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS or not NAME_CHARS.issuperset(name):
-        raise RequestError(
-            f"a tool's name has 1 to {MAX_NAME_CHARS} letters, digits or any of _ . : -, got {str(name)[:40]!r}",
-            f"{at}.name",
-        )
+    name = check_tool_name(inner.get("name"), f"{at}.name")
     if not isinstance(inner.get("description", ""), str | None):
         raise RequestError("a tool's description is a text", f"{at}.description")
-    return _custom(inner, name, at) if kind == ToolKind.CUSTOM else _function(inner, name, at)
+    return _custom(inner, name, at) if kind == ToolKind.CUSTOM else function_tool(inner, name, at)
 
 
-def _function(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str, Any]]:
+def function_tool(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str, Any]]:
+    """The tool of these fields, and the form of it that chat templates show. Raises RequestError."""
     parameters, strict = inner.get("parameters"), inner.get("strict")
     if not isinstance(strict, bool | None):
         raise RequestError(f"strict is true or false, got {_type(strict)}", f"{at}.strict")
@@ -170,15 +185,19 @@ def _function(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str
 
 
 def _custom(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str, Any]]:
-    """Templates know functions alone: they show a custom tool as a function whose argument is the text."""
     try:
         asked = msgspec.convert({key: item for key, item in inner.items() if item is not None}, _Custom)
     except msgspec.ValidationError as e:
         raise RequestError(f"{at}: {e}", f"{at}.format") from e
     if asked.format.type == "grammar" and asked.format.grammar is None:
         raise RequestError("a format of type grammar needs the field grammar", f"{at}.format.grammar")
-    shown = {"name": name, "description": inner.get("description") or "", "parameters": TEXT_PARAMETERS}
     grammar = asked.format.grammar if asked.format.type == "grammar" else None
+    return custom_tool(name, inner.get("description") or "", grammar)
+
+
+def custom_tool(name: str, description: str, grammar: TextGrammar | None) -> tuple[Tool, dict[str, Any]]:
+    """Templates know functions alone: they show a custom tool as a function whose argument is the text."""
+    shown = {"name": name, "description": description, "parameters": TEXT_PARAMETERS}
     return Tool(ToolKind.CUSTOM, name, TEXT_PARAMETERS, False, grammar), {"type": "function", "function": shown}
 
 

@@ -74,6 +74,9 @@ def loads() -> list[Load]:
     chat = fields | {"messages": [{"role": "user", "content": "hello there"}], "tools": [tool]}
     part = TOKENS // 4
     calls = ToolDefaults(auto_choice=True, parser="hermes")
+    message = {"max_tokens": 200, "stream": True, "ignore_eos": True, "messages": chat["messages"]}
+    tools = [{"name": "search", "input_schema": {"type": "object"}}]
+    no_tools = ToolDefaults()
     both = ToolDefaults(auto_choice=True, parser="hermes", reasoning_parser="qwen3", reasoning_end="</think>")
     thought = ["<think>", *WORDS[: part - 2], "</think>"]
     return [
@@ -86,6 +89,17 @@ def loads() -> list[Load]:
             chat,
             thought + WORDS[:part] + _call(2 * part),
             both,
+        ),
+        Load("plain chat", "none", "/v1/chat/completions", chat | {"tools": None}, WORDS, no_tools),
+        Load("plain messages", "0.85 of chat", "/v1/messages", message, WORDS, no_tools),
+        Load("arguments of a call, chat", "none", "/v1/chat/completions", chat, _call(TOKENS), calls),
+        Load(
+            "arguments of a call, messages",
+            "0.75 of chat",
+            "/v1/messages",
+            message | {"tools": tools},
+            _call(TOKENS),
+            calls,
         ),
     ]
 
@@ -216,7 +230,9 @@ def main() -> list[Row]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["ring"]:
+    if sys.argv[1:2] == ["only"]:  # loads by name
+        print(table([measure(load, FASTEST / 2) for load in loads() if load.name in sys.argv[2:]]))
+    elif sys.argv[1:2] == ["ring"]:
         [chosen] = [load for load in loads() if load.name == sys.argv[4]]
         Ring(sys.argv[2], float(sys.argv[3]), chosen).run()
     else:

@@ -40,8 +40,25 @@ def bodies() -> list[dict[str, object]]:
     return [completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i) for i in range(NUM_STREAMS)]
 
 
+async def message(session: aiohttp.ClientSession, url: str, text: str) -> object:
+    """The text of a streamed answer of /v1/messages, whose events have to be in order, each block ended once."""
+    asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": NUM_TOKENS, "stream": True}
+    async with session.post(f"{url}/v1/messages", json=asked | {"seed": 1, "ignore_eos": True}) as response:
+        lines = (await response.text()).split("\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    kinds = [event["type"] for event in events if event["type"] != "ping"]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert events[-2]["usage"]["output_tokens"] == NUM_TOKENS
+    return "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
+
+
 async def run_and_kill(server: Server, *titles: str) -> list[object]:
-    """Runs all at once and kills each named process meanwhile, half a second apart. Texts, then ids of choices."""
+    """Runs all at once and kills each named process meanwhile, half a second apart.
+
+    Returns texts, then ids of choices, then texts of messages.
+    """
 
     async def text(body: dict[str, object]) -> object:
         return (await stream(session, server.url, body)).text
@@ -49,6 +66,7 @@ async def run_and_kill(server: Server, *titles: str) -> list[object]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         tasks: list[asyncio.Task[object]] = [asyncio.create_task(text(body)) for body in bodies()]
         tasks += [asyncio.create_task(ask(session, server.url, b)) for b in several(len(KINDS), NUM_TOKENS)]
+        tasks += [asyncio.create_task(message(session, server.url, f"say {i}")) for i in range(2)]
         for title in titles:
             await asyncio.sleep(0.5)
             assert not any(task.done() for task in tasks), "the kill comes too late to mean anything"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from text_rig import text_config
 from tokenizers import AddedToken, Tokenizer
 
-from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.fill_in_middle import FAMILIES, FillInMiddle
 from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.token_chars import max_token_chars

@@ -9,7 +9,7 @@ from fake_links import FakeLinks
 from text_rig import text_config
 from tokenizers import Tokenizer
 
-from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.service import TokenizerPool
 from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.workers.worker_frames import Answer, Work

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from text_rig import text_config
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from blockyard.services.tokenizer_pool.chat_template import ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import ChatTemplates
 from blockyard.services.tokenizer_pool.text_codec import TextCodec
 from blockyard.services.tokenizer_pool.token_chars import TokenChars, max_token_chars
 from blockyard.shared import tokenizer_files

@@ -10,7 +10,6 @@ from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.completions import COMPLETIONS
 from blockyard.services.api_gateway.apis.interface import PLAIN, Api, EventFields, FinishedChoice, Usage
 from blockyard.services.api_gateway.apis.openai_fields import DONE, encode
-from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason
@@ -100,11 +99,12 @@ def test_the_text_of_a_completion_is_the_same_streamed_and_whole() -> None:
 
 
 @pytest.mark.parametrize("stamp_s", [None, 1.5])
-@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
 def test_the_bytes_around_plain_text_make_the_same_event(api: Api, stamp_s: float | None) -> None:
     events = api.events(options(include_usage=True)).choice(2, None)
-    joined = events.text_head + encode("a\n") + events.text_tail(stamp_s)
-    assert joined == events.event(Part(PartKind.CONTENT, "a\n"), EventFields(stamp_s=stamp_s))
+    around = events.around_text("a\n", stamp_s)
+    assert around is not None
+    assert encode("a\n").join(around) == events.event(Part(PartKind.CONTENT, "a\n"), EventFields(stamp_s=stamp_s))
 
 
 @pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
@@ -158,7 +158,7 @@ def test_the_older_function_call() -> None:
 
 def test_usage_counts_reasoning_where_it_is_read() -> None:
     for api, (usage, details) in itertools.product(
-        APIS.values(), [(USAGE, {"reasoning_tokens": 2}), (Usage(3, 5, 1), None)]
+        (CHAT, COMPLETIONS), [(USAGE, {"reasoning_tokens": 2}), (Usage(3, 5, 1), None)]
     ):
         shown = options(include_usage=True)
         expected = {

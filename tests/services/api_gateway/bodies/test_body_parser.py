@@ -120,6 +120,18 @@ async def test_a_body_that_takes_too_long_is_refused_and_the_next_one_is_read() 
         assert await parser.parse(nested(LARGE_BYTES), CONTEXT)
 
 
+async def test_integers_of_more_than_64_bits_are_refused(rig) -> None:
+    schema = b'{"type": "object", "maxProperties": %d}' % 2**70
+    tools = (
+        b'"tools": [{"type": "function", "function": {"name": "f", "parameters": %b}}], "tool_choice": "required"'
+        % schema
+    )
+    async with rig() as r:
+        body = b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, %b}' % tools
+        status, answer, _ = await ask(r, CHAT, body + PADDING)
+        assert (status, answer["error"]["param"]) == (400, "body")
+
+
 async def test_a_body_reader_that_dies_is_replaced(rig) -> None:
     async with rig() as r:
         body = b'{"prompt": "a", "max_tokens": 1}' + PADDING

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer, make_mocked_request
 
+from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.http.access import Access, Guard, Route
 from blockyard.services.api_gateway.http.middleware import errors
 from blockyard.shared.errors import RequestError
@@ -34,14 +36,19 @@ def test_a_bug_is_a_500_in_openai_format_and_a_traceback_in_the_log(caplog: pyte
 
 async def test_an_error_has_the_form_of_the_api_whose_route_it_is() -> None:
     async def refuses(_: web.Request) -> web.StreamResponse:
-        raise RequestError("no", status=409)
+        raise RequestError("no", status=503)
 
     guard = Guard([], [])
     app = web.Application(middlewares=[errors(SimpleNamespace(meters=SimpleNamespace(responded=int)), guard)])  # type: ignore[arg-type]
-    own = Route("POST", "/own", refuses, Access.OPEN, lambda error: f"own: {error}".encode())
+    api = replace(CHAT, error_body=lambda error: f"own: {error}".encode(), error_statuses={503: 529})
+    own = Route("POST", "/own", refuses, Access.OPEN, api)
     for route in (own, Route("POST", "/openai", refuses, Access.OPEN)):
         guard.add(app, route, route.path)
     async with TestClient(TestServer(app)) as client:
-        bodies = {path: await (await client.post(path)).text() for path in ("/own", "/openai", "/none")}
+        answers = {path: await client.post(path) for path in ("/own", "/openai", "/none")}
+        bodies = {path: await answer.text() for path, answer in answers.items()}
+        of_version = await (await client.post("/none", headers={"Anthropic-Version": "2023-06-01"})).text()
     assert bodies["/own"] == "own: no"
     assert [json.loads(bodies[path])["error"]["message"][:8] for path in ("/openai", "/none")] == ["no", "There is"]
+    assert [answer.status for answer in answers.values()] == [529, 503, 404]
+    assert json.loads(of_version)["error"]["type"] == "not_found_error"

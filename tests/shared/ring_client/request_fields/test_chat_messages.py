@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockyard.services.tokenizer_pool.chat_messages import ContentStyle, for_template
+from blockyard.services.tokenizer_pool.chats.chat_messages import ContentStyle, for_template
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.chat_messages import Message, read_messages
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known

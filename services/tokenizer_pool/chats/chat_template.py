@@ -2,13 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import Template
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from blockyard.services.tokenizer_pool.chat_messages import (
+from blockyard.services.tokenizer_pool.chats.chat_messages import (
     STYLES,
     ContentStyle,
     Message,
@@ -16,7 +16,12 @@ from blockyard.services.tokenizer_pool.chat_messages import (
     for_template,
     with_objects,
 )
-from blockyard.services.tokenizer_pool.sandbox import Sandbox
+from blockyard.services.tokenizer_pool.chats.instruction_turns import (
+    InstructionTurns,
+    place_instructions,
+    probe_template,
+)
+from blockyard.services.tokenizer_pool.chats.sandbox import Sandbox
 from blockyard.shared.errors import RequestError
 
 MAX_COMPILED = 16
@@ -39,6 +44,7 @@ RENDER_ERRORS = (
 class Compiled:
     template: Template
     style: ContentStyle
+    turns: dict[ContentStyle, InstructionTurns] = field(default_factory=dict)  # by the style of its messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +118,35 @@ class ChatTemplates:
         return compiled
 
     def _render(self, chat: Chat, compiled: Compiled, max_chars: int | None) -> str:
-        messages = for_template(chat.messages, STYLES.get(chat.content_format, compiled.style))
+        style = STYLES.get(chat.content_format, compiled.style)
+        placed = place_instructions(chat.messages, lambda: self._turns(compiled, style))
+        messages = for_template(placed, style)
         final = _tag_final(messages) if chat.continue_final_message else ""
-        context = {
-            **self._special_tokens,
-            "documents": None,
-            "add_generation_prompt": chat.add_generation_prompt,
-            **chat.kwargs,
-            "messages": messages,
-            "tools": chat.tools or None,
-        }
+        context = {"add_generation_prompt": chat.add_generation_prompt, **chat.kwargs, "tools": chat.tools or None}
         try:
-            text = _rendered(compiled.template, context, max_chars)
+            text = self._text(compiled, context, messages, max_chars)
         except RequestError:
             objects = with_objects(messages)
             if objects == messages:
                 raise
-            text = _rendered(compiled.template, {**context, "messages": objects}, max_chars)
+            text = self._text(compiled, context, objects, max_chars)
         return _cut_at_tag(text, final) if chat.continue_final_message else text
+
+    def _text(
+        self, compiled: Compiled, context: dict[str, Any], messages: list[Message], max_chars: int | None = None
+    ) -> str:
+        shown = {**self._special_tokens, "documents": None, "tools": None, **context, "messages": messages}
+        return _rendered(compiled.template, shown, max_chars)
+
+    def _turns(self, compiled: Compiled, style: ContentStyle) -> InstructionTurns:
+        """What the template makes of instructions between turns, found when it is needed first."""
+        if style not in compiled.turns:
+
+            def render(messages: list[Message]) -> str:
+                return self._text(compiled, {"add_generation_prompt": True}, for_template(messages, style))
+
+            compiled.turns[style] = probe_template(render)
+        return compiled.turns[style]
 
 
 def _rendered(template: Template, context: dict[str, Any], max_chars: int | None) -> str:

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.shared.errors import RequestError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -1,0 +1,7 @@
+"""Anthropic's Messages API: /v1/messages and /v1/messages/count_tokens.
+
+`schemas` has the fields of a body, `conversation` makes its blocks the gateway's own chat messages, `tools` reads tools
+and `parse` checks the rest. `events` writes answers, streamed and whole, and `errors` their errors. `signatures` are
+those of thinking blocks, and `partial_json` reads the input of a call in which an answer ends. `api` is what the
+registry lists, with the list of models.
+"""
