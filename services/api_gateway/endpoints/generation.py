@@ -86,7 +86,7 @@ class GenerationEndpoints:
     async def _generate(self, endpoint: str, http_request: web.Request) -> web.StreamResponse:
         parsed = await self._parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
-        with self._pipeline.counted():
+        with self._pipeline.counted(parsed.request):
             return await self._respond(http_request, APIS[parsed.api], parsed.request)
 
     async def _respond(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:

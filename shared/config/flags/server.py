@@ -27,7 +27,47 @@ SERVER = (
         mapped="sets the log level of the gateway processes",
     ),
     Flag("disable-uvicorn-access-log", FlagKind.BOOL, False, "Log no line at the end of each HTTP request."),
+    Flag(
+        "disable-access-log-for-endpoints",
+        FlagKind.TEXT,
+        None,
+        "Paths whose requests have no line in the log, separated by commas, such as /tokenize,/ping.",
+    ),
     Flag("root-path", FlagKind.TEXT, None, "Path prefix behind a path-based routing proxy.", ("gateway.root_path",)),
+    Flag(
+        "sse-keep-alive-interval",
+        FlagKind.FLOAT,
+        15.0,
+        "Seconds without output after which a stream sends a line that clients ignore; 0: never.",
+        ("gateway.keepalive_s",),
+        ge=0,
+    ),
+    Flag(
+        "stream-interval",
+        FlagKind.INT,
+        1,
+        "Tokens of an event of a streamed answer. The first token and the end are sent at once.",
+        ("gateway.stream_interval",),
+        ge=1,
+    ),
+    Flag(
+        "h11-max-header-count",
+        FlagKind.INT,
+        128,
+        "Most headers of an HTTP request; one with more is a 400.",
+        ("gateway.max_headers",),
+        ge=8,
+        le=65536,
+    ),
+    Flag(
+        "h11-max-incomplete-event-size",
+        FlagKind.INT,
+        8190,
+        "Longest request line and header, in bytes; a longer one is a 400.",
+        ("gateway.max_header_bytes",),
+        ge=1024,
+        le=2**24,
+    ),
     Flag(
         "middleware",
         FlagKind.LIST,
@@ -86,7 +126,7 @@ SERVER = (
         FlagKind.BOOL,
         False,
         "Run the API server in the engine's process.",
-        refused="services are processes of their own; --api-gateways 1 is the least",
+        mapped="the same as --api-gateways 1: services are processes of their own, and one gateway is the least",
     ),
     Flag(
         "enable-request-id-headers",
@@ -110,6 +150,13 @@ SERVER = (
         ("gateway.strict_fields",),
     ),
     Flag(
+        "enable-force-include-usage",
+        FlagKind.BOOL,
+        False,
+        "Include usage in every streamed answer, also without `stream_options`.",
+        ("gateway.force_include_usage",),
+    ),
+    Flag(
         "enable-prompt-tokens-details",
         FlagKind.BOOL,
         False,
@@ -131,7 +178,13 @@ SECURITY = (
         "BLOCKYARD_API_KEY or --api-key-file are safer.",
         ("gateway.api_keys",),
     ),
-    Flag("api-key-file", FlagKind.TEXT, None, "File with API keys, one on each line."),
+    Flag(
+        "api-key-file",
+        FlagKind.TEXT,
+        None,
+        "File with API keys, one on each line, as KEY or NAME KEY. The name is the client's tenant in metrics and "
+        "the fair policy; without one the tenant is key-N by its place. SIGHUP reads the file again.",
+    ),
     Flag(
         "admin-key",
         FlagKind.LIST,
@@ -141,7 +194,12 @@ SECURITY = (
         "machine is answered.",
         ("gateway.admin_keys",),
     ),
-    Flag("admin-key-file", FlagKind.TEXT, None, "File with admin keys, one on each line."),
+    Flag(
+        "admin-key-file",
+        FlagKind.TEXT,
+        None,
+        "File with admin keys, as --api-key-file.",
+    ),
     Flag(
         "ssl-keyfile",
         FlagKind.TEXT,
@@ -158,6 +216,18 @@ SECURITY = (
     ),
     Flag("ssl-ca-certs", FlagKind.TEXT, None, "File of CA certificates for checking client certificates."),
     Flag("ssl-cert-reqs", FlagKind.INT, 0, "Client certificates: 0 none, 1 optional, 2 required.", ge=0, le=2),
+    Flag(
+        "enable-ssl-refresh",
+        FlagKind.BOOL,
+        False,
+        "Read the TLS files again when they change. New connections have the new certificate.",
+    ),
+    Flag(
+        "ssl-ciphers",
+        FlagKind.TEXT,
+        None,
+        "Ciphers of TLS 1.2 and older, in the words of OpenSSL; unset: Python's choice.",
+    ),
     Flag(
         "allowed-local-media-path",
         FlagKind.TEXT,

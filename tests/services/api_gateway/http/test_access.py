@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from blockyard.services.api_gateway.http.access import _is_loopback
+from blockyard.services.api_gateway.http.access import Guard, _is_loopback
 from blockyard.services.api_gateway.http.connections import BoundedRunner
 from blockyard.services.api_gateway.server import build_app
 from blockyard.shared.messages import Control, Generate
@@ -28,7 +28,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def routes(r: Any) -> list[tuple[str, str]]:
-    app = build_app(r.gateway_config, r.gateway)
+    app = build_app(r.gateway_config, r.gateway, Guard([], []))
     return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
 
 
@@ -141,7 +141,7 @@ async def test_without_any_key_only_this_machine_may_use_operations(rig) -> None
 
 async def test_a_unix_socket_is_this_machine(rig, tmp_path: Path) -> None:
     async with rig() as r, contextlib.AsyncExitStack() as stack:
-        runner = BoundedRunner(build_app(r.gateway_config, r.gateway), 10, handler_cancellation=True)
+        runner = BoundedRunner(build_app(r.gateway_config, r.gateway, Guard([], [])), 10, handler_cancellation=True)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.UnixSite(runner, tmp_path / "s").start()
