@@ -6,9 +6,8 @@ The scheduler's bounds are for what waits there. These bound what a gateway has 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from blockyard.shared.ring_client.admission import too_busy
-
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
+from blockyard.shared.ring_client.schedulers import too_busy
 
 RETRY_AFTER_S = 1.0
 

@@ -18,8 +18,13 @@ from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, H
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
 from blockyard.services.gpu_worker.sampling.logprobs import score
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
-from blockyard.services.gpu_worker.sampling.processed_logprobs import processed
-from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import (
+    Noise,
+    SamplingLimits,
+    processed,
+    sample,
+    sample_limited,
+)
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.config.services.worker import LogprobsMode

@@ -4,7 +4,7 @@ Flags of these releases that are honoured are declared in the modules beside thi
 """
 
 from blockyard.shared.config.flags.flag import Flag
-from blockyard.shared.config.flags.vllm_only import kernels, media, models, parallel, scheduling, serving
+from blockyard.shared.config.flags.vllm_only import devices, models, scheduling, serving
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "vLLM: API and logs": serving.SERVING,
@@ -13,7 +13,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "vLLM: states of Mamba layers": models.STATES,
     "vLLM: adapters": models.ADAPTERS,
     "vLLM: scheduling and KV memory": scheduling.SCHEDULING,
-    "vLLM: several GPUs and hosts": parallel.PARALLEL,
-    "vLLM: kernels": kernels.KERNELS,
-    "vLLM: images and video": media.MEDIA,
+    "vLLM: several GPUs and hosts": devices.PARALLEL,
+    "vLLM: kernels": devices.KERNELS,
+    "vLLM: images and video": models.MEDIA,
 }

@@ -1,4 +1,7 @@
-"""Flags of several GPUs and hosts that only vLLM has. A worker is one GPU here; a ring may have many on many hosts."""
+"""Flags of several GPUs and hosts, and of kernels, that only vLLM has.
+
+A worker is one GPU here, and a ring may have many on many hosts. Kernels are this project's own, chosen by measurement.
+"""
 
 from functools import partial
 
@@ -15,6 +18,8 @@ _ALONE = "a worker is one device: nothing is sent between devices in a step"
 _NUMA = not_built("binding to NUMA nodes; start `blockyard run gpu-worker` under numactl")
 _OVERLAP = not_built("steps in two overlapping halves")
 _FAULTS = "workers that fail are restarted and their requests go on elsewhere; leave it out"
+_PRODUCTS = "kernels of linear layers and experts are measured on this GPU, and the fastest are taken"
+_OWN = "there is one implementation, chosen by device and shapes"
 
 _hosts = partial(Flag, refused=_HOSTS)
 _balance = partial(Flag, refused=_BALANCE)
@@ -23,6 +28,8 @@ _experts = partial(Flag, refused=_EXPERTS)
 _alone = partial(Flag, mapped=_ALONE)
 _numa = partial(Flag, refused=_NUMA)
 _overlap = partial(Flag, refused=_OVERLAP)
+_products = partial(Flag, mapped=_PRODUCTS)
+_own = partial(Flag, mapped=_OWN)
 
 PARALLEL = (
     _hosts("nnodes", FlagKind.INT, 1, "Hosts.", short_names=("n",), ge=1),
@@ -96,4 +103,20 @@ PARALLEL = (
     _numa("numa-bind", FlagKind.BOOL, False, "Bind workers to the NUMA nodes of their GPUs."),
     _numa("numa-bind-cpus", FlagKind.LIST, [], "CPUs of each worker."),
     _numa("numa-bind-nodes", FlagKind.LIST, [], "NUMA node of each worker."),
+)
+
+KERNELS = (
+    _own("attention-backend", FlagKind.TEXT, None, "Kernels of attention."),
+    _own("attention-config", FlagKind.JSON, None, "Settings of attention.", short_names=("ac",)),
+    _own("disable-cascade-attn", FlagKind.BOOL, True, "Read shared prefixes once for each sequence."),
+    _products("linear-backend", FlagKind.TEXT, "auto", "Kernels of linear layers."),
+    _products("moe-backend", FlagKind.TEXT, "auto", "Kernels of experts."),
+    _products("enable-flashinfer-autotune", FlagKind.BOOL, False, "Measure FlashInfer's kernels at the start."),
+    _products("kernel-config", FlagKind.JSON, None, "Settings of kernels."),
+    _own("ir-op-priority", FlagKind.JSON, None, "Which implementations of operations come first."),
+    _own("monokernel", FlagKind.BOOL, False, "Run a whole decode step as one kernel."),
+    _own("sparse-indexer-topk-backend", FlagKind.TEXT, "auto", "Kernels that choose tokens of sparse attention."),
+    _own("gdn-prefill-backend", FlagKind.TEXT, None, "Kernels of gated delta networks."),
+    _own("kda-prefill-backend", FlagKind.TEXT, None, "Kernels of delta attention in prompts."),
+    _own("kda-decode-backend", FlagKind.TEXT, None, "Kernels of delta attention in decodes."),
 )
