@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
+from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
-from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
+from blockyard.services.api_gateway.endpoints.status import Pages, StatusEndpoints, installed_version
 from blockyard.services.api_gateway.http import connections, middleware
 from blockyard.services.api_gateway.http.access import Guard
 from blockyard.services.api_gateway.http.certificates import Certificates, tls_context
@@ -139,14 +140,18 @@ def build_app(config: GatewayConfig, gateway: Gateway, guard: Guard) -> web.Appl
         app.on_response_prepare.append(_add_request_id)
     app.on_response_prepare.append(_add_ignored_fields)
     uploads = Uploads(config.max_body_bytes, config.max_total_body_bytes, config.body_timeout_s)
+    pages, version = Pages(), installed_version()
     endpoints = (
         GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads),
-        StatusEndpoints(gateway),
+        StatusEndpoints(gateway, pages, version),
         OperatorEndpoints(gateway.client.controls),
     )
+    routes = [route for each in endpoints for route in each.routes()]
+    if config.serve_docs:
+        routes += DocumentEndpoints(routes, config.root_path, version, pages).routes()
     root = config.root_path.strip("/")
     for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # some proxies strip their prefix, some do not
-        for route in (route for each in endpoints for route in each.routes()):
+        for route in routes:
             guard.add(app, route, prefix + route.path)
             if not route.path.endswith(("/", "}")):
                 guard.add(app, route, f"{prefix}{route.path}/")

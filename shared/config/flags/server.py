@@ -139,8 +139,8 @@ SERVER = (
         "disable-fastapi-docs",
         FlagKind.BOOL,
         False,
-        "Turn off the OpenAPI pages.",
-        mapped="no OpenAPI pages are served",
+        "Turn off /openapi.json, /docs and /redoc.",
+        ("!gateway.serve_docs",),
     ),
     Flag(
         "strict-fields",

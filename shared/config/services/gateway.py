@@ -78,6 +78,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     keepalive_s: float = 15.0  # a comment line this often while nothing is sent; 0: never
     api_key_file: str = ""  # read at the start and on SIGHUP
     admin_key_file: str = ""
+    serve_docs: bool = True  # /openapi.json, /docs and /redoc
     max_headers: int = 128  # of a request
     max_header_bytes: int = 8190  # of the request line and of each header
     stream_interval: int = 1  # tokens of an event of a streamed answer

@@ -19,6 +19,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Control, Generate
 
 OPEN = {"/health", "/ping", "/load", "/live", "/ready", "/metrics", "/version", "/", "/page/{name}"}
+OPEN |= {"/openapi.json", "/docs", "/redoc"}
 PREFIXES = ["", "/", "/v1", "/v1/", "v1", "/v", "/llm", "/v1/models", "/health", "/ring", "/page", "/tokenize/"]
 OPERATIONS = ("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up")
 ASKS = {"prompt": "x", "max_tokens": 1}
