@@ -90,7 +90,7 @@ def _operation(route: Route, path: str, components: "Components") -> Json:
     answers: Json = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
     operation: Json = {
         "operationId": f"{route.method.lower()}{path.translate(str.maketrans('/{}.', '____'))}",
-        "summary": _summary(route),
+        "summary": summary_of(route),
         "tags": [TAGS[route.access]],
         "security": KEYS[route.access],
         "responses": {
@@ -115,7 +115,7 @@ def _operation(route: Route, path: str, components: "Components") -> Json:
     return operation
 
 
-def _summary(route: Route) -> str:
+def summary_of(route: Route) -> str:
     """The handler's docstring, or that of the body's Struct."""
     handler = route.handler.func if isinstance(route.handler, partial) else route.handler
     if route.path in SUMMARIES:

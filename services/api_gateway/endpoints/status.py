@@ -199,6 +199,7 @@ class StatusEndpoints:
         return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def page(self, request: web.Request) -> web.Response:
+        """The playground and its files."""
         return self._pages.response(request.match_info.get("name", "index.html"))
 
 
