@@ -68,7 +68,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "bodies",
         "responses",
         "metrics",
-        "in_flight",
         "request_pipeline",
         "service",
         "http",

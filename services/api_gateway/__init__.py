@@ -11,7 +11,6 @@
     responses/           text deltas -> an answer, whole or as server-sent events
     metrics/             /metrics
     page/                the playground, served as it is
-    in_flight.py         bounds on what is open at a time
     api_tables.py        the README's tables of routes and fields
     garbage.py           when Python's cyclic garbage is collected
 

@@ -1,5 +1,7 @@
 """The tables of this package's README: routes, and the fields of bodies. `blockyard api --write FILE` writes them."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from blockyard.services.api_gateway.apis.registry import APIS
@@ -9,12 +11,25 @@ from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoint
 from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.requests.schemas import NOT_BUILT
-from blockyard.shared.config.flags.documents import with_section
+from blockyard.shared.config.flags.documents import rewrite, with_section
+from blockyard.shared.errors import ConfigError
 
 BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
 END = "<!-- end of routes and fields -->"
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
 ENDPOINTS = (GenerationEndpoints, StatusEndpoints, OperatorEndpoints)
+
+
+def main(args: Sequence[str]) -> int:
+    """`blockyard api`: prints the tables; `--write FILE` updates them in a document. Raises ConfigError."""
+    match list(args):
+        case []:
+            print(markdown())
+        case ["--write", name]:
+            rewrite(Path(name), with_tables)
+        case _:
+            raise ConfigError("expected nothing, or --write FILE")
+    return 0
 
 
 def markdown() -> str:

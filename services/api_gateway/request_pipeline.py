@@ -2,18 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import cast
 
 import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api, Echo
-from blockyard.services.api_gateway.in_flight import InFlightLimits
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
-from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
+from blockyard.services.api_gateway.responses.http_generation import HttpGeneration, OpenRequests
 from blockyard.services.api_gateway.responses.logged_text import LoggedStream, choice_name, log_outputs, prompt_text
 from blockyard.services.api_gateway.responses.paced_stream import PacedStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
@@ -38,7 +36,7 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 class RequestPipeline:
     def __init__(self, client: RingClient, formats: ModelFormats, config: GatewayConfig) -> None:
         self._config, self._formats = config, formats
-        self._limits = InFlightLimits(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self._open = OpenRequests(config.max_num_queued_reqs, config.max_num_queued_tokens)
         self._logs_prompts = config.log_requests and bool(config.max_log_len)
         self.tokenizer_client, self.schedulers, self._dispatch = (
             client.tokenizer_client,
@@ -46,18 +44,15 @@ class RequestPipeline:
             client.dispatch,
         )
         self._meters, self.clock = client.meters, client.clock
-        self._open: set[HttpGeneration] = set()
-        self.num_active = 0  # generation requests from their parsed body to the end of their answer
 
-    @contextmanager
-    def counted(self, request: GenerateRequest) -> Iterator[None]:
-        """Counts an open request. Raises a 429 if there are as many as there may be."""
-        with self._limits.counted(request.choices.returned * len(request.prompts)):
-            self.num_active += 1
-            try:
-                yield
-            finally:
-                self.num_active -= 1
+    @property
+    def num_active(self) -> int:
+        """Generation requests from their parsed body to the end of their answer."""
+        return self._open.num_requests
+
+    def counted(self, request: GenerateRequest) -> AbstractContextManager[None]:
+        """Counts an open request inside the block. Raises a 429 if there are as many as there may be."""
+        return self._open.counted(request.choices.returned * len(request.prompts))
 
     async def open(
         self, api: Api, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None
@@ -68,7 +63,7 @@ class RequestPipeline:
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.schedulers.check_capacity(model, arrived_s, tenant, request.user)
-        self._limits.check_tokens(self._open)
+        self._open.check_tokens()
         asked = request.prompts
         if self._logs_prompts:
             asked = [msgspec.structs.replace(prompt, want_text=True) for prompt in asked]
@@ -79,7 +74,7 @@ class RequestPipeline:
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
         num_tokens = sum(num_ids(p.token_ids) for p in prompts)
-        self._limits.check_tokens(self._open)  # others may have come meanwhile
+        self._open.check_tokens()  # others may have come meanwhile
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
         generation = HttpGeneration(api, request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -126,15 +121,14 @@ class RequestPipeline:
 
     def close(self, generation: HttpGeneration) -> None:
         """The handler has ended; cancels the choices that still run."""
-        self._open.discard(generation)
+        self._open.remove(generation)
         generation.close()
         if self._config.log_outputs:
             log_outputs(generation, self._config.max_log_len)
 
     def abandon(self, error: RequestError) -> None:
         """Fails every open request, before the process ends."""
-        for generation in list(self._open):
-            generation.fail(error)
+        self._open.fail_all(error)
 
     def _sink(
         self, generation: HttpGeneration, index: int, writer: ResponseWriter | None, prompt: Tokenized

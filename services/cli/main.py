@@ -85,8 +85,6 @@ def _main_of(command: str) -> Callable[[Sequence[str]], int]:
             return parsers
         case "models":
             return models
-        case "api":
-            return api
         case _:
             return _client_command(command)
 
@@ -109,7 +107,7 @@ def flags(args: Sequence[str]) -> int:
         case ["--markdown"]:
             print(documents.markdown(), documents.markdown(vllm_only.GROUPS), sep="\n\n")
         case ["--write", name]:
-            _rewrite(Path(name), documents.with_table)
+            documents.rewrite(Path(name), documents.with_table)
         case _:
             raise ConfigError("expected nothing, --markdown, or --write FILE")
     return 0
@@ -121,22 +119,7 @@ def parsers(args: Sequence[str]) -> int:
         case []:
             print(parser_documents.markdown())
         case ["--write", name]:
-            _rewrite(Path(name), parser_documents.with_tables)
-        case _:
-            raise ConfigError("expected nothing, or --write FILE")
-    return 0
-
-
-def api(args: Sequence[str]) -> int:
-    """Prints the tables of routes and fields; `--write FILE` updates them in a document. Raises ConfigError."""
-    # the gateway's modules load aiohttp, which no other command needs
-    from blockyard.services.api_gateway import api_tables  # noqa: PLC0415
-
-    match list(args):
-        case []:
-            print(api_tables.markdown())
-        case ["--write", name]:
-            _rewrite(Path(name), api_tables.with_tables)
+            documents.rewrite(Path(name), parser_documents.with_tables)
         case _:
             raise ConfigError("expected nothing, or --write FILE")
     return 0
@@ -148,14 +131,7 @@ def models(args: Sequence[str]) -> int:
         case []:
             print(model_documents.markdown())
         case ["--write", name]:
-            _rewrite(Path(name), model_documents.with_tables)
+            documents.rewrite(Path(name), model_documents.with_tables)
         case _:
             raise ConfigError("expected nothing, or --write FILE")
     return 0
-
-
-def _rewrite(path: Path, change: Callable[[str], str]) -> None:
-    try:
-        path.write_text(change(path.read_text("utf-8")), "utf-8")
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from e

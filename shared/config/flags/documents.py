@@ -1,7 +1,8 @@
 """Documents the flags: help text for the terminal, and the table in shared/config/FLAGS.md."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from blockyard.shared.config.flags import GROUPS, vllm_only
 from blockyard.shared.config.flags.flag import Flag, FlagKind
@@ -53,6 +54,14 @@ def with_section(document: str, begin: str, end: str, text: str) -> str:
     if not has_begin or not has_end:
         raise ConfigError(f"the document has no lines {begin!r} and {end!r}")
     return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+
+
+def rewrite(path: Path, change: Callable[[str], str]) -> None:
+    """Changes the text of a document. Raises ConfigError if it cannot be read or written."""
+    try:
+        path.write_text(change(path.read_text("utf-8")), "utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
 
 
 def spelling(flag: Flag) -> str:

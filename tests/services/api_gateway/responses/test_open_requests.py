@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from blockyard.services.api_gateway.in_flight import InFlightLimits
+from blockyard.services.api_gateway.responses.http_generation import OpenRequests
 from blockyard.shared.errors import RequestError
 
 BODY = {"model": "tiny", "prompt": "0123456789", "max_tokens": 4}
@@ -61,9 +61,9 @@ async def test_tokens_count_no_longer_once_there_is_output(rig) -> None:
 
 
 def test_a_request_that_fails_is_counted_no_longer() -> None:
-    limits = InFlightLimits(1, None)
-    with pytest.raises(ValueError), limits.counted(1):
+    requests = OpenRequests(1, None)
+    with pytest.raises(ValueError), requests.counted(1):
         raise ValueError
-    with limits.counted(1), pytest.raises(RequestError) as refusal, limits.counted(1):
+    with requests.counted(1), pytest.raises(RequestError) as refusal, requests.counted(1):
         pass
     assert refusal.value.status == 429
