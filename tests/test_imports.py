@@ -14,7 +14,7 @@ SERVICES = sorted(p.name for p in (ROOT / "services").iterdir() if (p / "__init_
 MAY_TORCH = {"gpu_worker", "kv_transfer"}
 # which services a service may import besides itself
 USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launcher", "offline"}}
-USES |= {"cli": {"launcher", "offline", "bench"}}
+USES |= {"cli": {"launcher", "offline", "bench", "api_gateway"}}
 # the others start at __main__
 MAINS = {"cli": ".main", "launcher": ".serve", "offline": ".llm", "bench": ".suite.command"}
 ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "inbound", "outbound", "poller", "registry_link")}
@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "service",
         "http",
         "endpoints",
+        "api_tables",
         "server",
         "garbage",
         "__main__",
@@ -125,8 +126,8 @@ LAYERS["shared/config"] += (
     "kv_transfer",
     "structured_outputs",
     "host_memory",
-    "http_server",
     "checkpoint",
+    "server",
     "output_parsers",
     "worker_roles",
     "resolve",

@@ -13,6 +13,7 @@ Any number of gateways may run; each serves alone.
     responses/           text deltas -> an answer, whole or as server-sent events
     metrics/             /metrics
     page/                the playground, served as it is
+    api_tables.py        the README's tables of routes and fields
     garbage.py           when Python's cyclic garbage is collected
 
 Imports point one way: server -> endpoints -> http -> service -> request_pipeline, metrics -> responses -> bodies ->

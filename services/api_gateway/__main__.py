@@ -28,6 +28,9 @@ async def serve_async(config: GatewayConfig) -> None:
             ring = tasks.create_task(gateway.run(links))
             garbage.begin()
             collecting = tasks.create_task(garbage.collect(gateway))
+            refreshing = tasks.create_task(server.refresh_certificates())
+            if config.api_key_file or config.admin_key_file:
+                asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_keys)
             links.update(
                 ready=True,
                 phase="ready",
@@ -38,6 +41,7 @@ async def serve_async(config: GatewayConfig) -> None:
             await server.drain()
             ring.cancel()
             collecting.cancel()
+            refreshing.cancel()
 
 
 def serve(config: GatewayConfig) -> None:

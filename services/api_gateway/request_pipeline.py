@@ -2,20 +2,25 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import cast
+
+import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api, Echo
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
-from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
+from blockyard.services.api_gateway.responses.http_generation import HttpGeneration, OpenRequests
+from blockyard.services.api_gateway.responses.logged_text import LoggedStream, choice_name, log_outputs, prompt_text
+from blockyard.services.api_gateway.responses.paced_stream import PacedStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Generate, Tokenized
 from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
+from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry, Sink
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats, finds_reasoning
 from blockyard.shared.token_ids import num_ids, unpack
@@ -29,24 +34,25 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 
 
 class RequestPipeline:
-    def __init__(self, client: RingClient, formats: ModelFormats, log_requests: bool = False) -> None:
-        self._log_requests, self._formats = log_requests, formats
+    def __init__(self, client: RingClient, formats: ModelFormats, config: GatewayConfig) -> None:
+        self._config, self._formats = config, formats
+        self._open = OpenRequests(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self._logs_prompts = config.log_requests and bool(config.max_log_len)
         self.tokenizer_client, self.schedulers, self._dispatch = (
             client.tokenizer_client,
             client.schedulers,
             client.dispatch,
         )
         self._meters, self.clock = client.meters, client.clock
-        self._open: set[HttpGeneration] = set()
-        self.num_active = 0  # generation requests from their parsed body to the end of their answer
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        self.num_active += 1
-        try:
-            yield
-        finally:
-            self.num_active -= 1
+    @property
+    def num_active(self) -> int:
+        """Generation requests from their parsed body to the end of their answer."""
+        return self._open.num_requests
+
+    def counted(self, request: GenerateRequest) -> AbstractContextManager[None]:
+        """Counts an open request inside the block. Raises a 429 if there are as many as there may be."""
+        return self._open.counted(request.choices.returned * len(request.prompts))
 
     async def open(
         self, api: Api, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None
@@ -57,11 +63,13 @@ class RequestPipeline:
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.schedulers.check_capacity(model, arrived_s, tenant, request.user)
+        self._open.check_tokens()
         prompts = await self._tokenize(request, name, tenant)
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
         num_tokens = sum(num_ids(p.token_ids) for p in prompts)
+        self._open.check_tokens()  # others may have come meanwhile
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
         generation = HttpGeneration(api, request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -81,7 +89,7 @@ class RequestPipeline:
                 cache_salt=request.cache_salt,
                 beam=request.choices.beam,
             )
-            logs = [ChoiceLog(k, sink) for k, sink in enumerate(sinks)]
+            logs = [ChoiceLog(k, self._outer(generation, frame, k, sink)) for k, sink in enumerate(sinks)]
             entry = JournalEntry(
                 frame, logs, generation, arrived_s, request.choices.returned, request.options.no_output
             )
@@ -90,8 +98,12 @@ class RequestPipeline:
                     sink.prepend(Echo(*echoes[i], entry.prompt_logprobs))
             generation.entries.append(entry)
         self._open.add(generation)
-        if self._log_requests:
+        if self._config.log_requests:
             _log(generation)
+        if self._logs_prompts:
+            for entry, given, prompt in zip(generation.entries, request.prompts, prompts, strict=True):
+                shown = prompt_text(given, prompt, self._config.max_log_len or 0)
+                log.info("%s: prompt of %s: %s", request.options.answer_id, entry.request_id, shown)
         self._meters.request_opened()
         for entry in generation.entries:
             self._dispatch.open(entry, self.clock())
@@ -99,11 +111,11 @@ class RequestPipeline:
 
     async def _tokenize(self, request: GenerateRequest, name: str, tenant: str) -> list[Tokenized]:
         """Errors of messages name the API's own field."""
-        echo, grammar_field = request.options.echo, request.grammar_field
+        asked, echo, grammar_field = request.prompts, request.options.echo, request.grammar_field
+        if self._logs_prompts:
+            asked = [msgspec.structs.replace(prompt, want_text=True) for prompt in asked]
         try:
-            return await self.tokenizer_client.tokenize(
-                request.prompts, name, request.truncate, echo, grammar_field, tenant
-            )
+            return await self.tokenizer_client.tokenize(asked, name, request.truncate, echo, grammar_field, tenant)
         except RequestError as e:
             if e.field == "messages":
                 e.field = request.prompt_field
@@ -116,13 +128,14 @@ class RequestPipeline:
 
     def close(self, generation: HttpGeneration) -> None:
         """The handler has ended; cancels the choices that still run."""
-        self._open.discard(generation)
+        self._open.remove(generation)
         generation.close()
+        if self._config.log_outputs:
+            log_outputs(generation, self._config.max_log_len)
 
     def abandon(self, error: RequestError) -> None:
         """Fails every open request, before the process ends."""
-        for generation in list(self._open):
-            generation.fail(error)
+        self._open.fail_all(error)
 
     def _sink(
         self, generation: HttpGeneration, index: int, writer: ResponseWriter | None, prompt: Tokenized
@@ -132,6 +145,16 @@ class RequestPipeline:
             return CollectedChoice(options.no_output, reader)
         events = generation.events.choice(index, unpack(prompt.token_ids) if options.token_ids else None)
         return EventStream(options, events, writer, generation.usage, reader)
+
+    def _outer(self, generation: HttpGeneration, frame: Generate, index: int, sink: ChoiceSink) -> Sink:
+        """The sink that the choice's deltas go to: of a stream, one for each feature that is on and sees its text."""
+        if isinstance(sink, CollectedChoice):
+            return sink
+        config, outer = self._config, cast(Sink, sink)
+        if config.log_outputs:
+            name = choice_name(generation, frame.request_id, index)
+            outer = LoggedStream(outer, name, config.log_deltas, config.max_log_len)
+        return outer if config.stream_interval == 1 else PacedStream(outer, config.stream_interval)
 
     def _reader(self, generation: HttpGeneration, prompt: Tokenized) -> ChoiceReader | None:
         request, formats = generation.request, self._formats.of(generation.request.card)

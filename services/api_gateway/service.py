@@ -58,7 +58,7 @@ class Gateway:
         self.metrics = Metrics(links, self.meters, self.client.counts, config.metrics_names)
         self.streams = StreamedResponses(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
         formats = ModelFormats(config.parser_plugins)
-        self.pipeline = RequestPipeline(self.client, formats, config.log_requests)
+        self.pipeline = RequestPipeline(self.client, formats, config)
         self.body_parser = BodyParser(config, formats)
         self.stall_detector = StallDetector(config.stall_timeout_s / 2)
         self._clock = clock

@@ -1,10 +1,12 @@
-"""The commands that run a model or load a server themselves: `bench`, `simulate`, `tune`.
+"""The commands that run a model or load a server themselves, `bench`, `simulate`, `tune`, and `api`.
 
-They load the offline engine and the load generators, which takes 0.1 s: `main` imports this module for them alone.
+They load the offline engine, the load generators or the gateway, which takes 0.1 s: `main` imports this module for them
+alone.
 """
 
+from blockyard.services.api_gateway import api_tables
 from blockyard.services.bench import command as bench
 from blockyard.services.bench import simulate
 from blockyard.services.offline import tune
 
-MAINS = {"bench": bench.main, "simulate": simulate.main, "tune": tune.main}
+MAINS = {"bench": bench.main, "simulate": simulate.main, "tune": tune.main, "api": api_tables.main}

@@ -9,7 +9,7 @@ from pathlib import Path
 import blockyard
 from blockyard.services.launcher import multi_host, serve
 from blockyard.shared.config import model_documents, parser_documents
-from blockyard.shared.config.flags import documents
+from blockyard.shared.config.flags import documents, vllm_only
 from blockyard.shared.errors import BlockyardError, ConfigError
 from blockyard.shared.process import pipes
 
@@ -24,12 +24,13 @@ usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard flags [--markdown]       list every flag, also refused ones with the reason
        blockyard parsers                  list the formats of tool calls and of reasoning
        blockyard models                   list the supported model architectures
+       blockyard api                      list the routes of the server and the fields of their bodies
        blockyard version
 
 MODEL is a folder, a name on the Hugging Face hub, or `demo` for the included model.
 Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCKYARD_MAX_NUM_SEQS=64)."""
 
-COMMANDS = ("serve", "bench", "simulate", "tune", "run", "ring", "keys", "flags", "parsers", "models")
+COMMANDS = ("serve", "bench", "simulate", "tune", "run", "ring", "keys", "flags", "parsers", "models", "api")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,9 +105,9 @@ def flags(args: Sequence[str]) -> int:
         case []:
             print(documents.help_text(show_refused=True))
         case ["--markdown"]:
-            print(documents.markdown())
+            print(documents.markdown(), documents.markdown(vllm_only.GROUPS), sep="\n\n")
         case ["--write", name]:
-            _rewrite(Path(name), documents.with_table)
+            documents.rewrite(Path(name), documents.with_table)
         case _:
             raise ConfigError("expected nothing, --markdown, or --write FILE")
     return 0
@@ -118,7 +119,7 @@ def parsers(args: Sequence[str]) -> int:
         case []:
             print(parser_documents.markdown())
         case ["--write", name]:
-            _rewrite(Path(name), parser_documents.with_tables)
+            documents.rewrite(Path(name), parser_documents.with_tables)
         case _:
             raise ConfigError("expected nothing, or --write FILE")
     return 0
@@ -130,14 +131,7 @@ def models(args: Sequence[str]) -> int:
         case []:
             print(model_documents.markdown())
         case ["--write", name]:
-            _rewrite(Path(name), model_documents.with_tables)
+            documents.rewrite(Path(name), model_documents.with_tables)
         case _:
             raise ConfigError("expected nothing, or --write FILE")
     return 0
-
-
-def _rewrite(path: Path, change: Callable[[str], str]) -> None:
-    try:
-        path.write_text(change(path.read_text("utf-8")), "utf-8")
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from e

@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts
-from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check
+from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
@@ -46,7 +46,7 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     report.note(backend.set_up(config.threads or default_threads(config.replicas), processes))
     report.phase("reading the configuration")
     folder = Path(config.model_path)
-    settings = read_config(folder, config.config_overrides, report.note)
+    settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     build = find_family(settings, config.model_impl)
@@ -60,7 +60,7 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     by = ", by its class in transformers" if is_of_transformers(build) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     progress = Throttle(lambda done: report.phase("loading weights", done))
-    with torch.inference_mode():
+    with torch.inference_mode(), page_cache.read_ahead(config):
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
@@ -96,6 +96,7 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         num_slots=config.max_num_seqs,
     )
     runner = Runner(model, pool, geometry, store, lambda again: backend.start_steps(again, config, report), matchers)
+    runner.batch.sampler.report(config.logprobs_mode)
     backend.start_steps(runner, config, report)
     return runner
 

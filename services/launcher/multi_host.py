@@ -11,11 +11,12 @@ from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
-from blockyard.shared.config import host_memory, http_server, kv_transfer, output_parsers, resolve, worker_roles
+from blockyard.shared.config import host_memory, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
+from blockyard.shared.config.server import http_server
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 

@@ -111,8 +111,9 @@ def check_socket(path: str) -> None:
 
 def url(gateway: GatewayConfig) -> str:
     """Returns the server's URL for clients on this machine."""
+    root = f"/{root}" if (root := gateway.root_path.strip("/")) else ""
     if gateway.uds:
-        return f"unix:{gateway.uds}{gateway.root_path}"
+        return f"unix:{gateway.uds}{root}"
     host = "localhost" if gateway.host in ("", "0.0.0.0", "::") else gateway.host
     shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if gateway.tls else 'http'}://{shown}:{gateway.port}{gateway.root_path}"
+    return f"{'https' if gateway.tls else 'http'}://{shown}:{gateway.port}{root}"

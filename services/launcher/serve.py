@@ -18,11 +18,13 @@ from blockyard.services.launcher.supervision.run_dir import RunDir
 from blockyard.services.launcher.supervision.start_up import PlainDisplay, StartupDisplay, StartupProgressBars
 from blockyard.shared.config.parsed_flags import ParsedFlag, ParsedFlags, Values
 from blockyard.shared.config.resolve import Deployment, resolve
+from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.process import logs
 
 RUN_ONLY = ("message-bus", "bind", "advertise", "curve-keys", "name", "role")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+KEY_FILES = ("api-key-file", "admin-key-file")
 
 
 def main(args: Sequence[str]) -> int:
@@ -36,8 +38,8 @@ def main(args: Sequence[str]) -> int:
         reserved.enter_context(ports.reserved(deployment.gateways))
         gpus.check(deployment.workers, os.environ)
         setproctitle("blockyard: launcher")
-        logs.setup("launcher", values.get("log-level", str))
-        display = make_display(deployment, sys.stdout)
+        logs.setup("launcher", log_settings.log_level(values), log_settings.config_file(values))
+        display = make_display(deployment, sys.stdout, values.get("use-tqdm-on-load", bool))
         for note in (*notes, *deployment.notes):
             display.say(note)
         ring = Ring(deployment, run_dir.path, display)
@@ -60,9 +62,9 @@ def read_values(args: Sequence[str]) -> tuple[Values, list[str]]:
     return values.with_given(model), notes
 
 
-def make_display(deployment: Deployment, out: TextIO) -> StartupDisplay:
-    """Progress bars on a terminal, lines elsewhere."""
-    if not out.isatty():
+def make_display(deployment: Deployment, out: TextIO, shows_bars: bool = True) -> StartupDisplay:
+    """Progress bars on a terminal, lines elsewhere and without `shows_bars`."""
+    if not (shows_bars and out.isatty()):
         return PlainDisplay(out)
     return StartupProgressBars([spec.name for spec in service_specs(deployment)], out)
 
@@ -79,9 +81,19 @@ async def _serve(ring: Ring, display: StartupDisplay, deployment: Deployment, va
             display.say(f"stopping: running requests have {drain_s:g} s to finish; a second signal ends them now")
             ring.stop()
 
+    had_terminal = _has_terminal()
+
+    def on_hangup() -> None:
+        """Without key files, or if the terminal was closed, the ring stops, as a process without a handler would."""
+        if ring.is_stopping or not any(map(values.is_given, KEY_FILES)) or (had_terminal and not _has_terminal()):
+            on_signal()
+        else:
+            ring.reload_keys()
+
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         async with asyncio.TaskGroup() as tasks:
             announcer = tasks.create_task(_announce(ring, display, deployment))
@@ -101,3 +113,7 @@ async def _announce(ring: Ring, display: StartupDisplay, deployment: Deployment)
     gateway = deployment.gateways[0]
     served = ", ".join(gateway.served_model_names)
     display.say(f"{served} is served at {ports.url(gateway)} after {ring.start_up.seconds:.1f} s")
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty()

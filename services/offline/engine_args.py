@@ -96,6 +96,8 @@ def _kind(flag: Flag) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction, "default": None}
     if flag.kind is FlagKind.LIST:
         return {"nargs": "+", "default": None}
+    if flag.kind is FlagKind.INTS:
+        return {"nargs": "+", "type": int, "default": None}
     more: dict[str, Any] = {"nargs": "?", "const": flag.const} if flag.const is not None else {}
     return more | {"type": _reader(flag), "default": None, "metavar": flag.kind.name}
 

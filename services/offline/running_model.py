@@ -17,6 +17,7 @@ from blockyard.services.offline.sampling_params import CheckedParams, SamplingPa
 from blockyard.services.offline.session import Session
 from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
 from blockyard.shared import tokenizer_files
+from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING
 
@@ -31,7 +32,7 @@ class RunningModel:
     def __init__(self, model: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> None:
         """Raises ConfigError before any process is started, and BlockyardError if the start fails."""
         values, notes = engine_args.read(model, arguments, os.environ)
-        loud = values.get("log-level", str) in ("trace", "debug", "info")
+        loud = log_settings.log_level(values) in ("trace", "debug", "info")
         session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
         self.session = session
         self._tokenizer: LLMTokenizer | None = None

@@ -95,6 +95,7 @@ class SchedulerSettings:
     kv_lease_s: float = 30.0  # after a transfer's last block was sent, before its workers are asked about it
     load_failure_policy: Literal["recompute", "fail"] = "recompute"  # of blocks that did not land
     block_scope: str = ""  # what the KV of a block depends on besides tokens, as a text
+    reserve_whole_prompts: bool = True  # a prompt starts with blocks for all of its tokens
 
 
 class Scheduler:
@@ -179,7 +180,10 @@ class Scheduler:
         self.delay = PrefillDelay(settings.delay_factor) if settings.delay_factor else None
         self.fair_limiter = FairStepLimiter(policy) if policy.has_classes else None
         self.partial_prefills = PartialPrefills(partial, waiting) if partial.max_partial > 1 else None
-        limits = PrefillLimits(self.delay, self.fair_limiter, self.partial_prefills, partial.whole_prompts)
+        limits = PrefillLimits(
+            *(self.delay, self.fair_limiter, self.partial_prefills, partial.whole_prompts),
+            reserve_whole_prompts=settings.reserve_whole_prompts,
+        )
         self.prefills = PrefillPlanner(
             *(lifecycle, waiting, self.parallel_sampling, self.handovers, self.acceptance),
             *(self.router, self.quarantine, self.controls, limits),

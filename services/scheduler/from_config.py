@@ -12,7 +12,11 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         root=config.root,
         model=config.model,
         batch=BatchLimits(
-            config.max_num_seqs, config.max_num_batched_tokens, config.depth, late=config.scheduling_policy == "fair"
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.depth,
+            late=config.scheduling_policy == "fair",
+            watermark=config.watermark,
         ),
         max_queue_len=config.max_queue_len,
         max_queue_tokens=config.max_queue_tokens,
@@ -31,4 +35,5 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         kv_lease_s=config.kv_lease_s,
         load_failure_policy=config.kv_load_failure_policy,
         block_scope=config.block_scope,
+        reserve_whole_prompts=config.reserve_whole_prompts,
     )

@@ -37,6 +37,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     generation: dict[str, Any] = {}
     revision: str = ""
     quantization: dict[str, Any] = {}  # quantization_config by another file than config.json, see `read_quantization`
+    config_path: Path | None = None  # folder of config.json, if it is not `path`
 
 
 # files beside config.json that say how weights are quantized -> `quant_method`, where they do not say it

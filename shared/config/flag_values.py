@@ -55,6 +55,9 @@ def _check_choice(flag: Flag, value: object, where: str) -> None:
 
 
 def _check_range(flag: Flag, value: object, where: str) -> None:
+    if isinstance(value, list) and flag.kind is FlagKind.INTS:
+        for item in value:
+            _check_range(flag, item, where)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     if flag.ge is not None and value < flag.ge:
@@ -124,6 +127,14 @@ def _list(value: object) -> list[str]:
     return list(value)
 
 
+def _integers(value: object) -> list[int]:
+    """Reads a JSON list, several words, or one number."""
+    if isinstance(value, str):
+        value = msgspec.json.decode(value) if value.startswith("[") else value.replace(",", " ").split()
+    items = value if isinstance(value, list | tuple) else [value]
+    return [_integer(item) for item in items]
+
+
 def _shown(value: object) -> str:
     return repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
 
@@ -136,4 +147,5 @@ _READERS = {
     FlagKind.BOOL: _switch,
     FlagKind.JSON: _json_object,
     FlagKind.LIST: _list,
+    FlagKind.INTS: _integers,
 }

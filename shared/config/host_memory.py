@@ -17,7 +17,10 @@ def swap_space(values: Values) -> float:
 
     --preemption-mode swap needs some, recompute none; without a given mode --swap-space decides.
     """
-    asked = values.maybe("swap-space", float)
+    asked, offloaded = values.maybe("swap-space", float), values.maybe("kv-offloading-size", float)
+    if asked is not None and offloaded is not None and asked != offloaded:
+        raise ConfigError(f"{values.where('kv-offloading-size')} {offloaded:g} and --swap-space {asked:g} disagree")
+    asked = offloaded if asked is None else asked
     if asked is None and kv_transfer.offloads(values):
         asked = USUAL_GIB
     if values.get("preemption-mode", str) == "swap":

@@ -22,6 +22,7 @@ from blockyard.shared.tool_parsers import registry as tool_parsers
 from blockyard.shared.tool_parsers.interface import ToolFormat
 
 AUTO = "auto"
+REASONING_CONFIG = "reasoning-config"
 F = TypeVar("F", bound=ToolFormat | ReasoningFormat)
 
 
@@ -58,6 +59,14 @@ _REASONING = _Kind(
 )
 
 
+class ReasoningKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The keys of --reasoning-config."""
+
+    reasoning_start_str: str = ""  # empty: as the format of --reasoning-parser says
+    reasoning_end_str: str = ""
+    reasoning_parser: str = ""  # as --reasoning-parser
+
+
 class OutputParsers(msgspec.Struct, frozen=True):
     """The settings, and a line for each choice of `auto` and each flag without effect."""
 
@@ -77,13 +86,16 @@ def output_parsers(values: Values, model: Checkpoint) -> OutputParsers:
     templates = _templates(values, model) if autos(values) else []
     tools = _chosen(values, _TOOLS, templates, notes)
     reasoning = _chosen(values, _REASONING, templates, notes)
+    marks = _reasoning_config(values)
+    if marks.reasoning_start_str and not marks.reasoning_end_str:
+        raise ConfigError(f"{values.where(REASONING_CONFIG)}: reasoning_start_str needs reasoning_end_str")
     defaults = ToolDefaults(
         auto_choice=tools is not None and values.get("enable-auto-tool-choice", bool),
         parser=tools.name if tools else "",
         exclude_when_none=values.get("exclude-tools-when-tool-choice-none", bool),
         reasoning_parser=reasoning.name if reasoning else "",
-        reasoning_end=reasoning.end if reasoning else "",
-        reasoning_start=_start_of(reasoning) if reasoning else "",
+        reasoning_end=marks.reasoning_end_str or (reasoning.end if reasoning else ""),
+        reasoning_start=marks.reasoning_start_str or (_start_of(reasoning) if reasoning else ""),
         reasoning_other_ends=list(reasoning.other_ends) if reasoning else [],
     )
     return OutputParsers(defaults, notes)
@@ -122,15 +134,25 @@ def _chosen(values: Values, kind: _Kind[F], templates: Sequence[str], notes: lis
 
 
 def _name(values: Values, kind: _Kind[F]) -> str | None:
-    """The name that the flag has, or, for reasoning, the key of --structured-outputs-config."""
+    """The name that the flag has, or, for reasoning, a key of --structured-outputs-config or --reasoning-config."""
     given, keys = values.maybe(kind.flag, str), _keys(values, kind)
-    if keys is None or not keys.reasoning_parser:
+    if keys is None:
         return given
-    if given not in (None, keys.reasoning_parser):
-        raise ConfigError(
-            f"{values.where(GRAMMAR_FLAG)}: reasoning_parser {keys.reasoning_parser} and --{kind.flag} {given} disagree"
-        )
-    return keys.reasoning_parser
+    for flag, name in (
+        (GRAMMAR_FLAG, keys.reasoning_parser),
+        (REASONING_CONFIG, _reasoning_config(values).reasoning_parser),
+    ):
+        if name and given not in (None, name):
+            raise ConfigError(f"{values.where(flag)}: reasoning_parser {name} and --{kind.flag} {given} disagree")
+        given = given or name or None
+    return given
+
+
+def _reasoning_config(values: Values) -> ReasoningKeys:
+    try:
+        return msgspec.convert(values.get(REASONING_CONFIG, dict), ReasoningKeys)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{values.where(REASONING_CONFIG)}: {e}") from e
 
 
 def _plugin(values: Values, kind: _Kind[F]) -> str:

@@ -46,6 +46,7 @@ def _note(variables: list[str]) -> list[str]:
 
 T = TypeVar("T")
 PREFIX = "BLOCKYARD_"
+LISTS = (FlagKind.LIST, FlagKind.INTS)
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -105,7 +106,7 @@ def from_command_line(args: Sequence[str]) -> tuple[ParsedFlags, list[str]]:
             continue
         flag, text, where = _split(word)
         typed = coerce(flag, _take_value(flag, rest, where) if text is None else text, where)
-        if flag.kind is FlagKind.LIST and flag.name in given and isinstance(typed, list):
+        if flag.kind in LISTS and flag.name in given and isinstance(typed, list):
             before = given[flag.name].value
             typed = [*before, *typed] if isinstance(before, list) else typed
         given[flag.name] = ParsedFlag(typed, where)
@@ -130,7 +131,7 @@ def from_environment(environ: Mapping[str, str]) -> tuple[ParsedFlags, list[str]
             raise ConfigError(_unknown(name, name, list(by_variable)))
         if flag.name in given:
             raise ConfigError(f"{name}: given twice, {given[flag.name].where} is the same flag")
-        words: object = text.split() if flag.kind is FlagKind.LIST and not text.startswith("[") else text
+        words: object = text.split() if flag.kind in LISTS and not text.startswith("[") else text
         given[flag.name] = ParsedFlag(coerce(flag, words, name), name)
     return given, _note(foreign)
 
@@ -250,7 +251,7 @@ def _take_value(flag: Flag, rest: list[str], where: str) -> object:
     if flag.kind is FlagKind.BOOL:
         return rest.pop(0) if rest and is_switch_word(rest[0]) else True
     words: list[str] = []
-    while rest and not _is_flag(rest[0]) and (not words or flag.kind is FlagKind.LIST):
+    while rest and not _is_flag(rest[0]) and (not words or flag.kind in LISTS):
         words.append(rest.pop(0))
     if not words:
         if flag.const is not None:

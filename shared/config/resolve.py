@@ -7,7 +7,6 @@ import msgspec
 
 from blockyard.shared.config import (
     host_memory,
-    http_server,
     kv_transfer,
     output_parsers,
     structured_outputs,
@@ -26,6 +25,7 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.server import access_keys, http_server, log_settings
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.process import BusConfig, LogLevel, ProcessConfig
@@ -107,10 +107,15 @@ def worker_notes(values: Values, is_local: bool) -> list[str]:
 
 
 def process_config(values: Values, name: str, bus: BusConfig) -> ProcessConfig:
-    level = values.get("log-level", str)
+    level = log_settings.log_level(values)
     if name.startswith("api_gateway"):
         level = values.maybe("uvicorn-log-level", str) or level
-    return ProcessConfig(name=name, bus=bus, log_level=msgspec.convert(level, LogLevel))
+    return ProcessConfig(
+        name=name,
+        bus=bus,
+        log_level=msgspec.convert(level, LogLevel),
+        log_config_file=log_settings.config_file(values),
+    )
 
 
 def registry(process: ProcessConfig) -> RegistryConfig:
@@ -122,6 +127,7 @@ def gateway(values: Values, process: ProcessConfig, index: int = 0) -> GatewayCo
     fields |= http_server.tls_fields(values, fields.pop("tls", {}))
     fields |= http_server.log_fields(values)
     http_server.check_socket(values)
+    http_server.check_gateways(values)
     base = values.get("metrics-port", int)
     if base and base + index > 65535:
         raise ConfigError(f"{values.where('metrics-port')}: {base} plus {index} gateways is beyond 65535")
@@ -131,8 +137,10 @@ def gateway(values: Values, process: ProcessConfig, index: int = 0) -> GatewayCo
         fields
         | {
             "metrics_port": base + index if base else 0,
-            "api_keys": http_server.read_keys(values, "api-key", "api-key-file"),
-            "admin_keys": http_server.read_keys(values, "admin-key", "admin-key-file"),
+            "api_keys": access_keys.flag_keys(values, "api-key"),
+            "admin_keys": access_keys.flag_keys(values, "admin-key"),
+            "api_key_file": access_keys.key_file(values, "api-key-file"),
+            "admin_key_file": access_keys.key_file(values, "admin-key-file"),
             "served_model_names": served_names(values),
             "parser_plugins": msgspec.to_builtins(output_parsers.plugins(values)),
         },
@@ -225,6 +233,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
         fields
         | {
             "model_path": str(model.path),
+            "config_path": str(model.config_path or ""),
             "tokenizer_path": str(model.tokenizer_path),
             "served_model_names": served_names(values),
             "max_num_batched_tokens": step_tokens(values, model),
@@ -234,6 +243,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
             **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),
+            **worker_fields.logprobs_fields(values),
             "config_overrides": msgspec.json.encode(overrides).decode(),
         },
     )
@@ -256,8 +266,8 @@ def block_scope(values: Values, model: Checkpoint) -> str:
     """Returns what KV depends on besides tokens. Tokenizers and scheduler need the same value for equal hashes."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
     words = [model.name, model.revision, worker_fields.kv_scope(values), overrides]
-    quantization = values.maybe("quantization", str)
-    return "|".join(words if quantization is None else [*words, quantization])
+    more = (values.maybe("quantization", str), values.maybe("hf-config-path", str))
+    return "|".join([*words, *(word for word in more if word is not None)])
 
 
 def served_names(values: Values) -> list[str]:
@@ -265,13 +275,12 @@ def served_names(values: Values) -> list[str]:
 
 
 def num_tokenizers(values: Values) -> int:
-    """Returns --tokenizers, or vLLM's --tokenizer-pool-size."""
-    pool = values.maybe("tokenizer-pool-size", int)
-    if pool is None:
-        return values.get("tokenizers", int)
-    if values.is_given("tokenizers") and values["tokenizers"] != max(1, pool):
-        raise ConfigError(f"--tokenizers {values['tokenizers']} and --tokenizer-pool-size {pool} disagree")
-    return max(1, pool)
+    """Returns --tokenizers, or vLLM's --tokenizer-pool-size or --renderer-num-workers. Raises ConfigError."""
+    names = [name for name in ("tokenizers", "tokenizer-pool-size", "renderer-num-workers") if values.is_given(name)]
+    given = {name: max(1, number) for name in names if (number := values.maybe(name, int)) is not None}
+    if len(set(given.values())) > 1:
+        raise ConfigError(f"{' and '.join(f'--{name} {values[name]}' for name in given)} disagree")
+    return next(iter(given.values()), values.get("tokenizers", int))
 
 
 def run_ahead(values: Values) -> int | None:
@@ -292,13 +301,13 @@ def run_ahead(values: Values) -> int | None:
 
 def step_tokens(values: Values, model: Checkpoint) -> int:
     """Returns the most tokens of a step. Raises ConfigError if there are fewer than running sequences."""
-    asked = values.maybe("max-num-batched-tokens", int)
+    asked = worker_fields.asked_step_tokens(values)
     least = values.maybe("max-num-seqs", int) or USUAL_SEQS
     if asked is not None:
         if asked < least:
+            said = next(name for name in worker_fields.STEP_TOKENS if values[name] == asked)
             raise ConfigError(
-                f"{values.where('max-num-batched-tokens')} {asked}: at least {values.where('max-num-seqs')}, {least}, "
-                "is needed"
+                f"{values.where(said)} {asked}: at least {values.where('max-num-seqs')}, {least}, is needed"
             )
         return asked
     usual = CPU_STEP_TOKENS
@@ -308,6 +317,8 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
         usual = 2 * GPU_STEP_TOKENS if has_few else GPU_STEP_TOKENS
     if not values.get("enable-chunked-prefill", bool):
         usual = max(usual, context_limit(values, model.config) or model_length(model.config) or 0)
+    if values["performance-mode"] == "throughput":
+        usual *= 2
     # a full batch must leave tokens for prompts, or new requests would wait until others end
     return max(usual, 2 * worker_fields.num_seqs(values))
 

@@ -10,12 +10,15 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.services.worker import USUAL_SEQS
+from blockyard.shared.config.services.worker import USUAL_SEQS, LogprobsMode, capture_sizes
 from blockyard.shared.errors import ConfigError
 
 FLAG = "compilation-config"
 LEVELS = range(4)
 MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
+NUM_SEQS = ("max-num-seqs", "max-num-active-seqs")
+STEP_TOKENS = ("max-num-batched-tokens", "max-num-scheduled-tokens")
+DENSE_SIZES = 32  # up to this batch size, --performance-mode interactivity captures each
 
 
 class Compilation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,26 +33,67 @@ def graph_fields(values: Values) -> dict[str, Any]:
     """Returns WorkerConfig's fields for CUDA graphs, their sizes, and fused kernels. Raises ConfigError."""
     given = values.maybe(FLAG, str)
     asked = _read(values, given) if given is not None else Compilation()
-    eager = values.get("enforce-eager", bool) or asked.level == 0
+    level = _level(values, asked, given)
+    eager = values.get("enforce-eager", bool) or level == 0
     return {
         "enforce_eager": eager or not asked.use_cudagraph,
-        "fused_steps": asked.level >= 2,
-        "graph_sizes": sorted(set(asked.cudagraph_capture_sizes)),
+        "fused_steps": level >= 2,
+        "graph_sizes": _graph_sizes(values, asked.cudagraph_capture_sizes),
     }
+
+
+def logprobs_fields(values: Values) -> dict[str, Any]:
+    """Returns WorkerConfig's fields for other log-probabilities than the raw ones, which no kernel computes."""
+    if values["logprobs-mode"] == LogprobsMode.RAW_LOGPROBS:
+        return {}
+    return {"run_ahead_penalties": False}
+
+
+def _level(values: Values, asked: Compilation, given: str | None) -> int:
+    """Returns the level of --optimization-level or --compilation-config. Raises ConfigError."""
+    wanted = values.maybe("optimization-level", str)
+    if wanted is None:
+        return asked.level
+    level = int(wanted.lstrip("O"))
+    if given is not None and asked.level not in (level, Compilation().level):
+        raise ConfigError(f"{values.where('optimization-level')} {wanted} and --{FLAG} {given} disagree")
+    return level
+
+
+def _graph_sizes(values: Values, of_compilation: list[int]) -> list[int]:
+    """Returns the batch sizes for CUDA graphs; empty: the worker's usual ones. Raises ConfigError."""
+    where, given = values.where("cudagraph-capture-sizes"), values.get("cudagraph-capture-sizes", list)
+    sizes, most = sorted({*given} or {*of_compilation}), values.maybe("max-cudagraph-capture-size", int)
+    if given and of_compilation and sizes != sorted({*of_compilation}):
+        raise ConfigError(f"{where} and --{FLAG} disagree")
+    num_seqs_most = num_seqs(values)
+    if values["performance-mode"] == "interactivity" and not sizes:
+        sizes = sorted({*range(1, min(DENSE_SIZES, num_seqs_most) + 1), *capture_sizes(num_seqs_most)})
+    if most is None:
+        return sizes
+    if sizes and sizes[0] > most:
+        raise ConfigError(f"{values.where('max-cudagraph-capture-size')} {most}: the least of the sizes is {sizes[0]}")
+    return [n for n in sizes if n <= most] or capture_sizes(min(most, num_seqs_most))
 
 
 def seq_fields(values: Values) -> dict[str, Any]:
     """Returns WorkerConfig's limit of sequences, and whether the worker lowers it to what its KV memory is good for."""
-    return {"max_num_seqs": num_seqs(values), "fit_max_num_seqs": not values.is_given("max-num-seqs")}
+    return {"max_num_seqs": num_seqs(values), "fit_max_num_seqs": not any(map(values.is_given, NUM_SEQS))}
 
 
 def num_seqs(values: Values) -> int:
     """Returns the most sequences that may run at a time: --max-num-seqs, or the highest that a worker sets itself."""
-    asked = values.maybe("max-num-seqs", int)
-    if asked is not None:
-        return asked
-    budget = values.maybe("max-num-batched-tokens", int) or MOST_SEQS
-    return max(min(MOST_SEQS, budget), USUAL_SEQS) if kv_on_gpu(values) else USUAL_SEQS
+    asked, active = (values.maybe(name, int) for name in NUM_SEQS)
+    if asked is None:
+        most = MOST_SEQS if kv_on_gpu(values) else USUAL_SEQS
+        most *= 2 if values["performance-mode"] == "throughput" else 1
+        asked = max(min(most, asked_step_tokens(values) or most), USUAL_SEQS)
+    return asked if active is None else min(asked, active)
+
+
+def asked_step_tokens(values: Values) -> int | None:
+    """Returns the most tokens of a step that flags give: the lower of two."""
+    return min((asked for name in STEP_TOKENS if (asked := values.maybe(name, int)) is not None), default=None)
 
 
 def _read(values: Values, given: str) -> Compilation:

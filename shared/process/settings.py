@@ -40,7 +40,7 @@ def load(config_type: type[C]) -> C:
         raise ConfigError("expected one argument, the settings file; `blockyard run SERVICE` writes it")
     config = read(Path(sys.argv[1]), config_type)
     setproctitle(f"blockyard: {config.process.name}")
-    logs.setup(config.process.name, config.process.log_level)
+    logs.setup(config.process.name, config.process.log_level, config.process.log_config_file)
     open_files.raise_limit()
     if config.process.parent_pid:
         die_with(config.process.parent_pid)

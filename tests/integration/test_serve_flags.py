@@ -35,10 +35,11 @@ class UnixConnection(HTTPConnection):
         self.sock.connect(self._path)
 
 
-def ask(path: Path, method: str, target: str, body: dict[str, object] | None = None) -> tuple[int, Any]:
+def ask(path: Path, method: str, target: str, body: dict[str, object] | None = None, key: str = "") -> tuple[int, Any]:
     connection = UnixConnection(path)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        connection.request(method, target, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+        connection.request(method, target, json.dumps(body) if body else None, headers)
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
     finally:
@@ -86,3 +87,45 @@ def test_common_flags_take_effect_and_the_log_may_lose_its_reader(tmp_path: Path
     assert "/v1/completions 200" not in lines, "no access log"
     assert "Traceback" not in lines and "Error" not in lines
     assert not path.exists()
+
+
+def test_a_hangup_reads_the_keys_again_and_a_broken_file_keeps_them(tmp_path: Path) -> None:
+    path, keys, log = tmp_path / "s", tmp_path / "keys", tmp_path / "log"
+    keys.write_text("ann 1111\n")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
+    env |= {"PYTHONPATH": str(ROOT / ".src")}
+    command = [sys.executable, "-m", "blockyard", "serve", "--worker-cls", "mock", "--uds", str(path)]
+    with log.open("w") as stderr:
+        server = subprocess.Popen(
+            [*command, "--api-key-file", str(keys)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
+
+    def status(key: str) -> int:
+        return ask(path, "GET", "/v1/models", key=key)[0]
+
+    def hang_up(until: str) -> None:
+        server.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 20
+        while until not in log.read_text():
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+
+    try:
+        wait_ready(path, server)
+        assert (status("1111"), status("2222"), status("")) == (200, 401, 401)
+        keys.write_text("bob 2222\ncid 3333\n")
+        hang_up("2 API keys and 0 admin keys are valid now")
+        assert (status("1111"), status("2222"), status("")) == (401, 200, 401)
+        keys.unlink()
+        hang_up(f"the keys stay as they are: --api-key-file {keys}: No such file")
+        assert (status("1111"), status("3333"), status("")) == (401, 200, 401)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(40) == 0
+    finally:
+        server.kill()
+        server.wait()
+    assert "2222" not in log.read_text()

@@ -91,7 +91,7 @@ class GenerationEndpoints:
             name, client = secrets.token_hex(8), self._pipeline.tokenizer_client
             prompts = await client.tokenize(request.prompts, name, tenant=TENANT.get())
             return web.Response(body=api.count(sum(num_ids(p.token_ids) for p in prompts)), content_type=JSON)
-        with self._pipeline.counted():
+        with self._pipeline.counted(request):
             return await self._respond(http_request, api, request)
 
     async def _respond(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:

@@ -44,6 +44,7 @@ class OperatorEndpoints:
         yield Route("GET", "/is_paused", self.is_paused, Access.KEY)
 
     async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Empties the prefix cache."""
         _check_query(request)
         return await self._do(Control("", ControlVerb.RESET_PREFIX_CACHE))
 
@@ -59,10 +60,12 @@ class OperatorEndpoints:
         return await self._do(Control("", ControlVerb.PAUSE, drain=mode == "wait", clear_cache=clear))
 
     async def resume(self, request: web.Request) -> web.Response:
+        """Requests go on after a pause."""
         _check_query(request)
         return await self._do(Control("", ControlVerb.RESUME))
 
     async def sleep(self, request: web.Request) -> web.Response:
+        """Frees the memory of weights and KV; level 1 keeps the weights in host memory."""
         _check_query(request, "level")
         level = request.query.get("level", "1")
         if level not in ("1", "2"):
@@ -78,10 +81,12 @@ class OperatorEndpoints:
         return await self._do(Control("", ControlVerb.WAKE_UP, tags=sorted(set(map(MemoryTag, given)))))
 
     async def is_sleeping(self, request: web.Request) -> web.Response:
+        """Whether a worker sleeps."""
         answers = await self._controls.ask(Control("", ControlVerb.STATUS))
         return json_response(IsSleeping(any(a.sleep_level for a in answers)))
 
     async def is_paused(self, request: web.Request) -> web.Response:
+        """Whether requests are paused."""
         answers = await self._controls.ask(Control("", ControlVerb.STATUS))
         return json_response(IsPaused(any(a.paused for a in answers)))
 

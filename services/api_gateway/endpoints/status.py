@@ -107,13 +107,28 @@ class RingView(msgspec.Struct, frozen=True):
     totals: Totals
 
 
+class Pages:
+    """The files of `page/`, read at the start, so that a request's path never reaches the file system."""
+
+    def __init__(self) -> None:
+        folder = resources.files("blockyard.services.api_gateway") / "page"
+        self._files = {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()} if folder.is_dir() else {}
+
+    def response(self, name: str) -> web.Response:
+        """Raises a 404."""
+        if name not in self._files:
+            raise web.HTTPNotFound
+        kind = PAGE_TYPES.get("." + name.rpartition(".")[2]) or guess_type(name)[0] or "application/octet-stream"
+        charset = "utf-8" if "text" in kind else None
+        return web.Response(body=self._files[name], content_type=kind, charset=charset, headers=PAGE_HEADERS)
+
+
 class StatusEndpoints:
     """Routes that are answered from this gateway's own state."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._version = _version()
-        self._page = _page_files()
+    def __init__(self, gateway: Gateway, pages: Pages, version: str) -> None:
+        self._gateway, self._version = gateway, version
+        self._pages = pages
 
     def routes(self) -> Iterator[Route]:
         for path, access, view in (
@@ -134,12 +149,14 @@ class StatusEndpoints:
         yield Route("POST", "/ping", self.health, Access.OPEN)
 
     async def models(self, request: web.Request) -> web.Response:
+        """The models that are served."""
         cards = self._gateway.pipeline.schedulers.cards()
         if VERSION_HEADER in request.headers:
             return json_response(model_page(cards))
         return json_response(ModelList("list", [_model(card, name) for card in cards for name in card.names]))
 
     async def model(self, request: web.Request) -> web.Response:
+        """One model that is served."""
         name, schedulers = request.match_info["model"], self._gateway.pipeline.schedulers
         if not any(name in card.names for card in schedulers.cards()):
             name = name.rstrip("/")
@@ -147,6 +164,7 @@ class StatusEndpoints:
         return json_response(model_info(card, name) if VERSION_HEADER in request.headers else _model(card, name))
 
     async def health(self, _: web.Request) -> web.Response:
+        """200 if requests can be served: members of every role are ready and steps are done."""
         if missing := _missing_roles(self._gateway.links):
             raise RequestError(f"Unhealthy: no {', no '.join(missing)} serves.", status=503, retry_after_s=1.0)
         if not _makes_progress(self._gateway.links, self._gateway.stall_detector.stalled):
@@ -160,9 +178,11 @@ class StatusEndpoints:
         return json_response(ServerLoad(self._gateway.pipeline.num_active + others))
 
     async def live(self, _: web.Request) -> web.Response:
+        """200 while the process runs."""
         return json_response(Health("ok"))
 
     async def ready(self, _: web.Request) -> web.Response:
+        """200 if new requests are taken."""
         if self._gateway.draining:
             raise RequestError("The server is shutting down.", status=503)
         if missing := _missing_roles(self._gateway.links):
@@ -170,35 +190,28 @@ class StatusEndpoints:
         return json_response(Health("ok"))
 
     async def metrics(self, _: web.Request) -> web.Response:
+        """Metrics in the text format of Prometheus."""
         return web.Response(body=(await self._gateway.metrics.all()).encode(), headers={"Content-Type": CONTENT_TYPE})
 
     async def version(self, _: web.Request) -> web.Response:
+        """The version of the server."""
         return json_response(Version(self._version))
 
     async def ring(self, _: web.Request) -> web.Response:
+        """The members of the ring and their load."""
         body = _ring_json(self._gateway.links)
         return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def page(self, request: web.Request) -> web.Response:
-        name = request.match_info.get("name", "index.html")
-        if name not in self._page:
-            raise web.HTTPNotFound
-        kind = PAGE_TYPES.get("." + name.rpartition(".")[2]) or guess_type(name)[0] or "application/octet-stream"
-        charset = "utf-8" if "text" in kind else None
-        return web.Response(body=self._page[name], content_type=kind, charset=charset, headers=PAGE_HEADERS)
+        """The playground and its files."""
+        return self._pages.response(request.match_info.get("name", "index.html"))
 
 
-def _version() -> str:
+def installed_version() -> str:
     try:
         return metadata.version("blockyard")
     except metadata.PackageNotFoundError:  # run from a checkout
         return "0+checkout"
-
-
-def _page_files() -> dict[str, bytes]:
-    """Reads the files at start, so that a request's path never reaches the file system."""
-    folder = resources.files("blockyard.services.api_gateway") / "page"
-    return {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()} if folder.is_dir() else {}
 
 
 def _model(card: ModelCard, name: str) -> ModelView:

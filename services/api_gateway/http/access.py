@@ -5,7 +5,7 @@ import enum
 import hmac
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from aiohttp import web
@@ -15,6 +15,7 @@ from yarl import URL
 from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.interface import Api
 from blockyard.services.api_gateway.apis.messages.api import MESSAGES, VERSION_HEADER
+from blockyard.shared.config.server.access_keys import AccessKey
 from blockyard.shared.errors import RequestError
 
 # Headers set by proxies. A proxied request's peer address is the proxy's, not the client's.
@@ -39,27 +40,31 @@ class Route(NamedTuple):
 class Keys:
     """Keys of one kind, compared in constant time."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._keys = [key.encode() for key in keys]
+    def __init__(self, keys: Iterable[AccessKey]) -> None:
+        self._keys = [(key.key.encode(), key.tenant) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def find(self, given: Iterable[bytes]) -> int | None:
-        """The place in the list of the first key that is given."""
+    def find(self, given: Iterable[bytes]) -> str | None:
+        """The tenant of the first key that is given."""
         for one in given:
-            matches = [hmac.compare_digest(key, one) for key in self._keys]
-            if any(matches):
-                return matches.index(True)
+            matches = [tenant for key, tenant in self._keys if hmac.compare_digest(key, one)]
+            if matches:
+                return matches[0]
         return None
 
 
 class Guard:
     """Knows the routes, and checks the access of each. A route that was not registered here needs a key."""
 
-    def __init__(self, api_keys: Iterable[str], admin_keys: Iterable[str]) -> None:
-        self._api, self._admin = Keys(api_keys), Keys(admin_keys)
+    def __init__(self, api_keys: Sequence[AccessKey], admin_keys: Sequence[AccessKey]) -> None:
         self._routes: dict[web.AbstractRoute, Route] = {}
+        self.replace_keys(api_keys, admin_keys)
+
+    def replace_keys(self, api_keys: Sequence[AccessKey], admin_keys: Sequence[AccessKey]) -> None:
+        """Later requests need one of these keys. Open ones continue."""
+        self._api, self._admin = Keys(api_keys), Keys(admin_keys)
 
     def add(self, app: web.Application, route: Route, path: str) -> None:
         """Registers a route at this path. GET also answers HEAD."""
@@ -81,7 +86,7 @@ class Guard:
         return Access.KEY if route is None else route.access
 
     def tenant(self, request: web.Request) -> str:
-        """The client's tenant: "key-N" by its API key, "admin", or "" without a key. Raises RequestError: 401, 403."""
+        """The client's tenant: that of its API key, "admin", or "" without a key. Raises RequestError: 401, 403."""
         access = self.access(request)
         given = _given_keys(request)
         if access is Access.OPEN:
@@ -94,10 +99,10 @@ class Guard:
             if not self._api:
                 check_local(request)
                 return ""
-        place = self._api.find(given)
-        if self._api and place is None:
+        tenant = self._api.find(given)
+        if self._api and tenant is None:
             raise RequestError(f"The API key is missing or wrong: {HOW_TO_SEND}.", status=401)
-        return "" if place is None else f"key-{place}"
+        return tenant or ""
 
 
 def check_local(request: web.Request) -> None:

@@ -52,6 +52,8 @@ def errors(gateway: Gateway, guard: Guard) -> Middleware:
 
 def request_ids(config: GatewayConfig) -> Middleware:
     """Takes the client's X-Request-Id or makes one. It is part of the answer's id, and optionally a header."""
+    root = "/" + config.root_path.strip("/")
+    unlogged = {f"{prefix}{path.rstrip('/')}" for path in config.unlogged_paths for prefix in ("", root.rstrip("/"))}
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -60,7 +62,7 @@ def request_ids(config: GatewayConfig) -> Middleware:
         REQUEST_ID.set(given if valid else secrets.token_hex(16))
         began = time.monotonic()
         response = await handler(request)
-        if config.access_log and request.method == "POST":
+        if config.access_log and request.method == "POST" and request.path.rstrip("/") not in unlogged:
             took_ms = 1000 * (time.monotonic() - began)
             log.info("%s %s %d in %.0f ms", REQUEST_ID.get(), escaped(request.path), response.status, took_ms)
         return response
@@ -69,7 +71,7 @@ def request_ids(config: GatewayConfig) -> Middleware:
 
 
 def authorized(guard: Guard) -> Middleware:
-    """Requires the key that the matched route needs. The tenant is the key's place in the list."""
+    """Requires the key that the matched route needs, and sets its tenant."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -71,6 +71,10 @@ class PacedSite(web.BaseSite):
     def name(self) -> str:
         return self._name
 
+    def replace_context(self, context: ssl.SSLContext) -> None:
+        """Later connections have this TLS context."""
+        self._ssl_context = context
+
     async def start(self) -> None:
         """Raises OSError if the address cannot be bound."""
         await super().start()

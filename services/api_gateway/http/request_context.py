@@ -6,5 +6,5 @@ Context variables, because `web.RequestKey` needs a newer aiohttp than the oldes
 from contextvars import ContextVar
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id")  # the client's X-Request-Id, or a generated one
-TENANT: ContextVar[str] = ContextVar("tenant", default="")  # the API key's place in the list
+TENANT: ContextVar[str] = ContextVar("tenant", default="")  # of the API key
 IGNORED: ContextVar[str] = ContextVar("ignored", default="")  # the request's unknown fields, as the header's value

@@ -114,6 +114,8 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 class CompletionRequest(GenerationFields):
+    """Continues prompts."""
+
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -123,6 +125,8 @@ class CompletionRequest(GenerationFields):
 
 
 class ChatRequest(GenerationFields):
+    """Answers a conversation."""
+
     messages: list[Message] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -154,7 +158,7 @@ class ChatRequest(GenerationFields):
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Either `prompt` or `messages`."""
+    """The token ids of a prompt or of messages: one of the two fields."""
 
     model: str | None = None
     prompt: str | None = None
@@ -169,6 +173,8 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The text of token ids."""
+
     model: str | None = None
     tokens: list[int]
 

@@ -172,6 +172,7 @@ def _response_options(
     if stream_options is not None and not request.stream:
         raise RequestError("stream_options is only for streamed answers", "stream_options")
     include_usage = stream_options.include_usage if stream_options is not None else False
+    forces_usage = config.force_include_usage and bool(request.stream)
     continuous_usage = bool(
         stream_options is not None and stream_options.continuous_usage_stats and include_usage is not False
     )
@@ -185,7 +186,7 @@ def _response_options(
         model=card.names[0],
         role=card.settings.response_role,
         stream=bool(request.stream),
-        include_usage=bool(include_usage) or continuous_usage,
+        include_usage=bool(include_usage) or continuous_usage or forces_usage,
         continuous_usage=continuous_usage,
         prompt_logprobs=of_prompt,
         tokens_as_ids=config.return_tokens_as_token_ids if as_ids is None else as_ids,

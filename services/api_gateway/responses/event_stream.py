@@ -10,6 +10,7 @@ from blockyard.services.api_gateway.apis.interface import PLAIN, ChoiceEvents, E
 from blockyard.services.api_gateway.apis.openai_fields import encode
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.services.api_gateway.responses.http_generation import without_output
+from blockyard.services.api_gateway.responses.paced_stream import joined_deltas
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, size_of
 from blockyard.shared.messages import TextDelta
 from blockyard.shared.output_parsing.parts import Part, PartKind
@@ -169,12 +170,5 @@ def merged(kept: list[Kept]) -> Kept:
     """Several deltas of a choice, in order, as one."""
     if len(kept) == 1:
         return kept[0]
-    deltas = [one.delta for one in kept]
-    delta = msgspec.structs.replace(
-        deltas[-1],
-        first=deltas[0].first,
-        token_ids=[t for d in deltas for t in d.token_ids],
-        text="".join(d.text for d in deltas),
-        logprobs=[p for d in deltas for p in d.logprobs],
-    )
+    delta = joined_deltas([one.delta for one in kept])
     return Kept(delta, joined([part for one in kept for part in one.parts]), kept[-1].stamp_s)

@@ -1,8 +1,12 @@
-"""An open generation request: the journal entries of its prompts, and the events that its handler waits for."""
+"""Open generation requests: the journal entries of each, the events that its handler waits for, and bounds on all.
+
+The scheduler's bounds are for what waits there. --max-num-queued-reqs bounds what a gateway has open at all, and
+--max-num-queued-tokens its prompts without output.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -12,6 +16,9 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, TextDelta
 from blockyard.shared.ring_client.choice_reader import ChoiceReader
 from blockyard.shared.ring_client.journal import JournalEntry
+from blockyard.shared.ring_client.schedulers import too_busy
+
+RETRY_AFTER_S = 1.0  # of a request beyond a bound
 
 
 class HttpGeneration:
@@ -91,6 +98,51 @@ class HttpGeneration:
         readers = self._reasoning_readers
         reasoning = sum(reader.num_reasoning for reader in readers) if readers else None
         return Usage(prompt, completion, cached, reasoning)
+
+
+class OpenRequests:
+    """Counts requests from their parsed body to the end of their answer. Those in the ring are kept."""
+
+    def __init__(self, max_choices: int | None, max_tokens: int | None) -> None:
+        """None: no bound."""
+        self.num_requests = 0
+        self._max_choices, self._max_tokens = max_choices, max_tokens
+        self._num_choices = 0
+        self._in_ring: set[HttpGeneration] = set()
+
+    @contextlib.contextmanager
+    def counted(self, num_choices: int) -> Iterator[None]:
+        """Counts a request until the block is left. One that is alone may have any number of choices. Raises a 429."""
+        most, already = self._max_choices, self._num_choices
+        if most is not None and already and already + num_choices > most:
+            raise too_busy(RETRY_AFTER_S)
+        self._num_choices += num_choices
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_choices -= num_choices
+            self.num_requests -= 1
+
+    def check_tokens(self) -> None:
+        """Raises a 429 if the prompts without output have as many tokens as they may."""
+        if self._max_tokens is None:
+            return
+        entries = (entry for generation in self._in_ring for entry in generation.entries)
+        if sum(e.num_prompt_tokens for e in entries if not e.has_output and e.num_open) >= self._max_tokens:
+            raise too_busy(RETRY_AFTER_S)
+
+    def add(self, generation: HttpGeneration) -> None:
+        """The request is sent into the ring."""
+        self._in_ring.add(generation)
+
+    def remove(self, generation: HttpGeneration) -> None:
+        self._in_ring.discard(generation)
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every request in the ring with this error."""
+        for generation in list(self._in_ring):
+            generation.fail(error)
 
 
 def without_output(delta: TextDelta) -> TextDelta:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 
 from aiohttp import web
 
@@ -17,8 +18,9 @@ HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": 
 
 class StreamedResponses:
     def __init__(self, keepalive_s: float, client_timeout_s: float, max_unread_bytes: int) -> None:
+        """keepalive_s: 0: nothing keeps a silent stream alive."""
         self.unread_text = UnreadText(max_unread_bytes)
-        self._keepalive_s, self._client_timeout_s = keepalive_s, client_timeout_s
+        self._keepalive_s, self._client_timeout_s = keepalive_s or math.inf, client_timeout_s
         self._open: dict[ResponseWriter, bytes] = {}  # with what keeps it alive
         self._opened = asyncio.Event()
 

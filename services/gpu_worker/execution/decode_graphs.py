@@ -24,6 +24,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.step import Step
+from blockyard.shared.config.services.worker import capture_sizes
 
 log = logging.getLogger(__name__)
 
@@ -285,12 +286,6 @@ class DecodeSteps:
 def num_mask_slots(capacity: int) -> int:
     """Slots that need masks: `SlotState` rounds them up."""
     return -(-SLOTS * capacity // 16) * 16
-
-
-def capture_sizes(most: int) -> list[int]:
-    """Sizes that steps are padded to: powers of two, then multiples of 16, 32 and 64."""
-    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
-    return [*(n for n in sizes if n < most), most]
 
 
 def capture_order(sizes: list[int]) -> list[int]:

@@ -22,7 +22,7 @@ class _ModelConfig(msgspec.Struct):
 
 def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
     """Geometry and token pattern of a mock worker. Raises LoadError if config.json does not decode."""
-    path = Path(config.model_path) / "config.json"
+    path = Path(config.config_path or config.model_path) / "config.json"
     try:
         model = msgspec.convert(decode_object(path.read_bytes()), _ModelConfig) if path.is_file() else _ModelConfig()
     except (OSError, ValueError, msgspec.ValidationError) as e:

@@ -1,7 +1,8 @@
 """Samples one token for each row on the host.
 
 Log-probabilities are taken from the raw logits first. Then the steps of `logits_steps` change the logits in order.
-Greedy rows take the likeliest token; other rows sample after temperature, min-p, top-k and top-p.
+Greedy rows take the likeliest token; other rows sample after temperature, min-p, top-k and top-p. With a processed mode
+of `LogprobsMode`, log-probabilities are taken behind all of these.
 """
 
 import math
@@ -17,9 +18,16 @@ from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, H
 from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
 from blockyard.services.gpu_worker.sampling.logprobs import score
 from blockyard.services.gpu_worker.sampling.metadata import SamplingMetadata
-from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample, sample_limited
+from blockyard.services.gpu_worker.sampling.topk_topp_sampler import (
+    Noise,
+    SamplingLimits,
+    processed,
+    sample,
+    sample_limited,
+)
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
+from blockyard.shared.config.services.worker import LogprobsMode
 from blockyard.shared.messages import SlotStart, TokenLogprobs
 
 MOST_HOST_ROWS = 32  # slots of a GPU whose logits the host reads in one step
@@ -46,7 +54,12 @@ class Sampler:
         """matchers: make the masks of structured output. None: slots with a constraint cannot be sampled."""
         self._resources = StepResources(vocab_size, eos_token_ids, device, matchers)
         self._vocab_size, self._device = vocab_size, device
+        self._mode = LogprobsMode.RAW_LOGPROBS
         self.reset(0)
+
+    def report(self, mode: LogprobsMode) -> None:
+        """Sets what later rows report as log-probabilities."""
+        self._mode = mode
 
     def reset(self, num_slots: int) -> None:
         self._metadata = SamplingMetadata(num_slots, self._vocab_size)
@@ -86,11 +99,14 @@ class Sampler:
             return _finish(logits, values, tokens)
         rows = slots.tolist()
         logits = logits.float()
-        scores = self._log_softmax(logits, slots)
+        is_raw = self._mode in (LogprobsMode.RAW_LOGPROBS, LogprobsMode.RAW_LOGITS)
+        scores = self._reported(logits, slots) if is_raw else []
         stopped = StoppedRows()
         for step in self._steps:
             step.apply(logits, rows, table, stopped)
         sampled = _finish(logits, *self._choose(logits, slots, table))
+        if not is_raw:
+            scores = self._reported(logits, slots)
         token_ids = sampled.token_ids
         if stopped.problems or stopped.waiting:
             sampled.problems |= stopped.problems
@@ -111,15 +127,34 @@ class Sampler:
             self._metadata.set_adjusted(slot)
         self._has_state[slot] = True
 
-    def _log_softmax(self, logits: Tensor, slots: Ints) -> list[tuple[list[int], Tensor, int]]:
-        """Log-probabilities of rows that report them, grouped by number, before any step changes the logits."""
+    def _reported(self, logits: Tensor, slots: Ints) -> list[tuple[list[int], Tensor, int]]:
+        """What rows report for each token, grouped by how many top tokens they list."""
         wanted = self._metadata.num_logprobs[slots]
         groups = []
         for num_top in sorted({num for num in wanted.tolist() if num >= 0}):
             places = np.flatnonzero(wanted == num_top)
             rows = logits if len(places) == len(slots) else logits[self._tensor(places)]
-            groups.append((places.tolist(), rows.log_softmax(-1), num_top))
+            groups.append((places.tolist(), self._values(rows, slots[places]), num_top))
         return groups
+
+    def _values(self, logits: Tensor, slots: Ints) -> Tensor:
+        if self._mode is LogprobsMode.RAW_LOGPROBS:
+            return logits.log_softmax(-1)
+        if self._mode is LogprobsMode.RAW_LOGITS:
+            return logits.clone()  # steps change the logits
+        metadata = self._metadata
+        noisy = metadata.noisy[slots]
+        temperature = self._tensor(np.where(noisy, metadata.temperature[slots], 1.0).astype(np.float32))
+        top_k, top_p, min_p = (
+            np.where(noisy, values, off).astype(values.dtype)
+            for values, off in (
+                (metadata.top_k[slots], self._vocab_size),
+                (metadata.top_p[slots], 1.0),
+                (metadata.min_p[slots], 0.0),
+            )
+        )
+        limits = SamplingLimits(self._tensor(top_k), self._tensor(top_p), self._tensor(min_p))
+        return processed(logits, temperature, limits, as_logits=self._mode is LogprobsMode.PROCESSED_LOGITS)
 
     def _choose(self, logits: Tensor, slots: Ints, table: Slots) -> tuple[Tensor, Tensor]:
         """Scores of the chosen tokens, and their ids."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from blockyard.kernels.sampling.philox_gumbel import gumbel_at, gumbel_rows
 
 CANDIDATES = 80  # more than usual values of top-k
+LEAST = -9999.0  # logit or log-probability of a token that cannot be drawn: JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,25 @@ def sample_limited(scaled: Tensor, limits: SamplingLimits, noise: Noise) -> tupl
         elif len(rows):
             won[rows], tokens[rows] = _sample_by_rejection(logs[rows], limits.take(rows), noise.take(rows))
     return won, tokens
+
+
+def processed(logits: Tensor, temperature: Tensor, limits: SamplingLimits, as_logits: bool) -> Tensor:
+    """logits [rows, vocab] behind penalties and masks, temperature [rows] -> values [rows, vocab].
+
+    Tokens outside of min-p, then top-k, then top-p of the remaining probability have LEAST, as in `sample_limited`.
+    as_logits: the values are scaled logits in place of log-probabilities.
+    """
+    scaled = logits / temperature[:, None]
+    ordered, order = scaled.log_softmax(-1).sort(-1, descending=True)
+    kth = ordered.gather(1, limits.top_k.clamp(max=ordered.shape[1])[:, None] - 1)
+    kept = (ordered >= ordered[:, :1] + limits.min_p.log()[:, None]) & (ordered >= kth)
+    shares = ordered.exp().masked_fill_(~kept, 0.0)
+    top_p = limits.top_p[:, None]
+    kept &= (shares.cumsum(-1) - shares < top_p * shares.sum(-1, keepdim=True)) | (top_p >= 1)
+    kept[:, 0] = True
+    inside = torch.zeros_like(kept).scatter_(1, order, kept)
+    values = scaled.masked_fill(~inside, float("-inf"))
+    return (values if as_logits else values.log_softmax(-1)).clamp_(min=LEAST)
 
 
 def _within(values: Tensor, limits: SamplingLimits, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from blockyard.services.gpu_worker.compilation.compile_processes import CompileP
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution import device_loop
-from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
@@ -38,7 +37,7 @@ from blockyard.services.gpu_worker.warm_up import warm_up
 from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockStore, JoinedStore
 from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
-from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig
+from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
 from blockyard.shared.errors import LoadError
 
 

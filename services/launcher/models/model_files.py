@@ -43,8 +43,11 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         tokenizer_path = path
     else:
         tokenizer_path = _folder(tokenizer or name, tokenizer_revision or revision, values, weights=False)
+    config_folder, config_name = path, values.maybe("hf-config-path", str)
+    if config_name is not None:
+        config_folder = _folder(config_name, None, values, weights=False)
     generation = path / "generation_config.json"
-    config = _config(path, values, needed=weights)
+    config = _config(config_folder, values, needed=weights)
     checkpoint = Checkpoint(
         name=name,
         path=path,
@@ -53,8 +56,9 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         quantization=read_quantization(path, config),
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
+        config_path=None if config_name is None else config_folder,
     )
-    check_numbers(checkpoint.config | config_overrides(values), path / "config.json")
+    check_numbers(checkpoint.config | config_overrides(values), config_folder / "config.json")
     if weights and values["worker-cls"] != "mock":
         check_architecture(checkpoint, config_overrides(values), str(values["model-impl"]))
         quantized_overrides(values, checkpoint)
@@ -66,7 +70,8 @@ def check_architecture(checkpoint: Checkpoint, overrides: dict[str, Any], model_
     config = checkpoint.config | overrides
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
-        raise ConfigError(f"{checkpoint.path / 'config.json'} names no architecture: it needs `architectures`")
+        path = (checkpoint.config_path or checkpoint.path) / "config.json"
+        raise ConfigError(f"{path} names no architecture: it needs `architectures`")
     if find_architecture(names) is None and model_impl != "transformers" and not may_be_in_transformers(config):
         raise ConfigError(f"{checkpoint.name}: {describe_refusal(config)}")
 

@@ -57,6 +57,10 @@ class Ring:
         """Ends `run` after running requests were drained."""
         self._stop.set()
 
+    def reload_keys(self) -> None:
+        """Has the gateways read their key files again."""
+        self.supervisor.signal_gateways(signal.SIGHUP)
+
     def kill(self) -> None:
         """Kills all processes instead of draining."""
         self._kill.set()

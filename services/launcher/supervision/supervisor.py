@@ -64,6 +64,11 @@ class Supervisor:
                 child.stop(signal.SIGTERM)
             await _wait_gone(children, (gateways_s if wave == 0 else 0.0) + GRACE_S)
 
+    def signal_gateways(self, number: signal.Signals) -> None:
+        for child in self.children:
+            if child.spec.service == "api_gateway":
+                child.send(number)
+
     def kill(self) -> None:
         for child in self.children:
             child.stop(signal.SIGKILL)

@@ -30,6 +30,7 @@ class BatchLimits:
     max_num_batched_tokens: int
     depth: int | None  # plans ahead of the running one; None: by the worker's step time
     late: bool = False  # with `depth` None: plans are sent no earlier than needed
+    watermark: float | None = None  # fraction of KV blocks that a sequence leaves free when it starts; None: 0.01
 
     @property
     def num_slots(self) -> int:
@@ -57,7 +58,9 @@ class WorkerGroup:
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
         self.plan_clock = PlanClock()
-        self.kv_cache = KVCacheManager(geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats)
+        self.kv_cache = KVCacheManager(
+            geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats, limits.watermark
+        )
         self.slots = IdPool(replace(limits, max_num_seqs=self.max_num_seqs).num_slots, self.plan_clock)
         longest = max_len(geometry.window, geometry.block_size, geometry.num_blocks)
         self.max_model_len = min(geometry.max_model_len, longest)

@@ -18,7 +18,15 @@ class BlockPool:
     Blocks without a holder are free, or pending while a plan in flight may still use them. Evicted ones go to `host`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, plan_clock: PlanClock, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        plan_clock: PlanClock,
+        num_host_blocks: int = 0,
+        watermark: float | None = None,
+    ) -> None:
+        """watermark: fraction of blocks that stay free when a sequence starts beside others; None: a hundredth."""
         self.num_ids = num_blocks
         self.block_size = block_size  # tokens
         self.uncached = IdPool(num_blocks, plan_clock)
@@ -28,7 +36,7 @@ class BlockPool:
         self._has_host = num_host_blocks > 0
         self.has_pending = self._has_host  # `free_pending` may have something to do
         self._holders = [0] * num_blocks
-        self._watermark = max(1, num_blocks // 100)
+        self._watermark = max(1, num_blocks // 100) if watermark is None else int(num_blocks * watermark)
 
     @property
     def num_free(self) -> int:

@@ -45,9 +45,13 @@ class KVCacheManager:
         plan_clock: PlanClock,
         hasher: BlockHasher,
         stats: CacheStats,
+        watermark: float | None = None,
     ) -> None:
+        """watermark: see `BlockPool`."""
         self.block_size = geometry.block_size
-        self.blocks = BlockPool(geometry.num_blocks, geometry.block_size, plan_clock, geometry.num_host_blocks)
+        self.blocks = BlockPool(
+            geometry.num_blocks, geometry.block_size, plan_clock, geometry.num_host_blocks, watermark
+        )
         self.window: SlidingWindow | None = None  # without one, every block is kept
         if geometry.window is not None:
             self.window = SlidingWindow(geometry.window, geometry.block_size, max_num_batched_tokens)

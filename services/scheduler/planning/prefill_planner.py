@@ -30,6 +30,7 @@ class PrefillLimits:
     fair: FairStepLimiter | None
     partial: PartialPrefills | None
     whole_prompts: bool  # no chunked prefill: a prompt waits for a step that takes all of it
+    reserve_whole_prompts: bool = True  # a prompt starts with blocks for all of its tokens, else for its first chunk
 
 
 class PrefillPlanner:
@@ -53,6 +54,7 @@ class PrefillPlanner:
         self._router, self._quarantine, self._controls = router, quarantine, controls
         self._delay, self._fair, self._partial = limits.delay, limits.fair, limits.partial
         self._whole_prompts = limits.whole_prompts
+        self._reserve_whole_prompts = limits.reserve_whole_prompts or limits.whole_prompts
 
     def next(self, group: WorkerGroup, now: float) -> Sequence | None:
         """The next waiting sequence of a group; None if no sequence may start in it now."""
@@ -170,7 +172,10 @@ class PrefillPlanner:
                 self._lifecycle.drop_handover(sequence)  # others may take the room that it reserved
                 continue
             alone = not group.running
-            num_blocks = kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)
+            num_reserved = sequence.num_tokens
+            if not self._reserve_whole_prompts and sequence.handover is None:
+                num_reserved = min(num_reserved, found.num_tokens + most)
+            num_blocks = kv_cache.num_blocks_to_take(num_reserved, found, alone)
             if not kv_cache.blocks.admits(num_blocks, found.blocks, alone):
                 return
             if num_tokens > most and not self._may_split(group, longs, num_tokens, most):

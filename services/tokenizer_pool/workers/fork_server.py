@@ -70,7 +70,7 @@ def run(kind: str, load: Callable[[ServerSettings, socket.socket], Workload]) ->
     if given.gives_way:
         settings.give_way()
     name = f"{given.config.process.name}: {kind}"
-    logs.setup(name, given.config.process.log_level)
+    logs.setup(name, given.config.process.log_level, given.config.process.log_config_file)
     setproctitle(f"blockyard: {name} fork server")
     ForkServer(control, name, lambda: load(given, control)).run()
 

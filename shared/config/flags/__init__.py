@@ -1,6 +1,6 @@
 """All flags by group: one declaration per flag."""
 
-from blockyard.shared.config.flags import engine, execution, features, model, ring, roles, server
+from blockyard.shared.config.flags import engine, execution, features, model, ring, roles, server, vllm_only
 from blockyard.shared.config.flags.flag import Flag
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "Structured output and tools": features.STRUCTURED,
 }
 
-FLAGS: dict[str, Flag] = {flag.name: flag for group in GROUPS.values() for flag in group}
+FLAGS: dict[str, Flag] = {flag.name: flag for group in (*GROUPS.values(), *vllm_only.GROUPS.values()) for flag in group}
 
 # By name and other names: keys of YAML files, Python keywords and environment variables.
 NAMES: dict[str, Flag] = FLAGS | {name: flag for flag in FLAGS.values() for name in flag.other_names}

@@ -1,20 +1,24 @@
 """Documents the flags: help text for the terminal, and the table in shared/config/FLAGS.md."""
 
 import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from blockyard.shared.config.flags import FLAGS, GROUPS
+from blockyard.shared.config.flags import GROUPS, vllm_only
 from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.errors import ConfigError
 
 BEGIN = "<!-- flags: written by `blockyard flags --write shared/config/FLAGS.md` -->"
 END = "<!-- end of flags -->"
+BEGIN_OF_VLLM = "<!-- flags of vLLM alone: written by the same command -->"
+END_OF_VLLM = "<!-- end of the flags of vLLM alone -->"
 _SAID_AS = {"honoured": "", "mapped": "mapped: ", "refused": "refused: "}
 
 
 def help_text(show_refused: bool = False) -> str:
     """Returns the help of all flags by group; without `show_refused` only of flags that have an effect."""
     lines: list[str] = []
-    for group, flags in GROUPS.items():
+    for group, flags in (GROUPS | vllm_only.GROUPS).items():
         shown = [flag for flag in flags if show_refused or not flag.refused]
         if not shown:
             continue
@@ -25,20 +29,22 @@ def help_text(show_refused: bool = False) -> str:
     return "\n".join(lines[1:])
 
 
-def markdown() -> str:
+def markdown(groups: Mapping[str, tuple[Flag, ...]] = GROUPS) -> str:
     """Returns the table with one row per flag."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for group, flags in GROUPS.items():
+    for group, flags in groups.items():
         rows.append(f"| **{group}** | | |")
         rows += [f"| {_names(flag)} | {_default(flag)} | {_cell(flag)} |" for flag in flags]
-    counts = {status: sum(flag.status == status for flag in FLAGS.values()) for status in _SAID_AS}
-    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-    return f"{len(FLAGS)} flags: {summary}.\n\n" + "\n".join(rows)
+    every = [flag for flags in groups.values() for flag in flags]
+    counts = {status: sum(flag.status == status for flag in every) for status in _SAID_AS}
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
+    return f"{len(every)} flags: {summary}.\n\n" + "\n".join(rows)
 
 
 def with_table(document: str) -> str:
-    """Returns the document with the current table between its marker comments. Raises ConfigError without them."""
-    return with_section(document, BEGIN, END, markdown())
+    """Returns the document with the current tables between their marker comments. Raises ConfigError without them."""
+    document = with_section(document, BEGIN, END, markdown())
+    return with_section(document, BEGIN_OF_VLLM, END_OF_VLLM, markdown(vllm_only.GROUPS))
 
 
 def with_section(document: str, begin: str, end: str, text: str) -> str:
@@ -48,6 +54,14 @@ def with_section(document: str, begin: str, end: str, text: str) -> str:
     if not has_begin or not has_end:
         raise ConfigError(f"the document has no lines {begin!r} and {end!r}")
     return f"{head}{begin}\n\n{text}\n\n{end}{tail}"
+
+
+def rewrite(path: Path, change: Callable[[str], str]) -> None:
+    """Changes the text of a document. Raises ConfigError if it cannot be read or written."""
+    try:
+        path.write_text(change(path.read_text("utf-8")), "utf-8")
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
 
 
 def spelling(flag: Flag) -> str:

@@ -27,10 +27,39 @@ EXECUTION = (
         FlagKind.TEXT,
         None,
         "Level 0 to 3, or a JSON object with `level`, `use_cudagraph`, `cudagraph_capture_sizes`.",
-        short_names=("O",),
+        short_names=("O", "cc"),
         takes_json=True,
         mapped="level 0 is --enforce-eager; 1 is kernels written by hand, in CUDA graphs; 2, the default,"
         " and 3 also fuse kernels of a layer where a step has few rows; no torch.compile",
+    ),
+    Flag(
+        "optimization-level",
+        FlagKind.TEXT,
+        None,
+        "0 to 3 or O0 to O3: the level of --compilation-config.",
+        choices=("0", "1", "2", "3", "O0", "O1", "O2", "O3"),
+    ),
+    Flag(
+        "cudagraph-capture-sizes",
+        FlagKind.INTS,
+        [],
+        "Batch sizes captured in CUDA graphs; unset: those of --compilation-config, or a usual list.",
+        ge=1,
+    ),
+    Flag(
+        "max-cudagraph-capture-size",
+        FlagKind.INT,
+        None,
+        "Largest batch size captured in CUDA graphs; unset: --max-num-seqs.",
+        ge=1,
+    ),
+    Flag(
+        "performance-mode",
+        FlagKind.TEXT,
+        "balanced",
+        "throughput: twice the usual --max-num-seqs and --max-num-batched-tokens, where they are not given; "
+        "interactivity: a CUDA graph for each batch size up to 32.",
+        choices=("balanced", "interactivity", "throughput"),
     ),
     Flag(
         "enable-sleep-mode",

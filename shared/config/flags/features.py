@@ -150,15 +150,42 @@ OBSERVABILITY = (
         "enable-log-requests",
         FlagKind.BOOL,
         False,
-        "Log a line when a generation request arrives: its id, tokens and sampling fields, never its text.",
+        "Log a line when a request arrives: its id, tokens and sampling fields; with --max-log-len its text.",
+    ),
+    Flag(
+        "enable-log-outputs",
+        FlagKind.BOOL,
+        False,
+        "Log the text of each answer at its end, and of streamed ones each event (--enable-log-deltas).",
+        ("gateway.log_outputs",),
+    ),
+    Flag(
+        "enable-log-deltas",
+        FlagKind.BOOL,
+        True,
+        "With --enable-log-outputs, log the text of each event of a stream.",
+        ("gateway.log_deltas",),
     ),
     Flag(
         "max-log-len",
         FlagKind.INT,
         None,
-        "Prompt characters printed in logs.",
+        "Most characters of a text in a log line, or ids of a prompt of ids. Beside --enable-log-requests it shows "
+        "prompts, which are not shown without it; unset: answers of --enable-log-outputs are whole.",
+        ("gateway.max_log_len",),
         ge=0,
-        mapped="always 0: logs contain ids and lengths of prompts, never their text",
+    ),
+    Flag(
+        "log-config-file",
+        FlagKind.TEXT,
+        None,
+        "JSON file of Python's `logging.config.dictConfig` for all processes, whose name is `processName` in formats.",
+    ),
+    Flag(
+        "logging-config",
+        FlagKind.JSON,
+        {},
+        "`pylogging_config_file`, the same as --log-config-file, and `level`, the same as --log-level.",
     ),
 )
 
@@ -233,6 +260,14 @@ STRUCTURED = (
         None,
         "Format in which the model writes its reasoning, one of shared/tool_parsers/FAMILIES.md or of a plugin; auto: "
         "by the chat template.",
+    ),
+    Flag(
+        "reasoning-config",
+        FlagKind.JSON,
+        {},
+        "`reasoning_start_str` and `reasoning_end_str`: the texts that begin and end reasoning, for "
+        "`thinking_token_budget` and for grammars that begin behind reasoning; unset: those of --reasoning-parser. "
+        "`reasoning_parser`: the same as --reasoning-parser.",
     ),
     Flag(
         "reasoning-parser-plugin",

@@ -15,6 +15,7 @@ class FlagKind(enum.StrEnum):
     BOOL = "switch"
     JSON = "JSON object"
     LIST = "list"
+    INTS = "list of integers"
 
 
 @dataclass(frozen=True, slots=True)

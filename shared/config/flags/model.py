@@ -40,6 +40,12 @@ MODEL = (
         'RoPE scaling, e.g. {"rope_type": "dynamic", "factor": 2.0}; where layers differ, of full attention.',
     ),
     Flag("rope-theta", FlagKind.FLOAT, None, "RoPE base; where layers differ, of full attention."),
+    Flag(
+        "hf-config-path",
+        FlagKind.TEXT,
+        None,
+        "Folder or hub name with the config.json to use in place of the model's.",
+    ),
     Flag("hf-overrides", FlagKind.JSON, None, "Values that override the model's config.json."),
     Flag(
         "model-impl",
@@ -69,6 +75,15 @@ MODEL = (
         "Most log-probabilities per position that a request may ask for; -1: the whole vocabulary.",
         ("scheduler.model.max_logprobs",),
         ge=-1,
+    ),
+    Flag(
+        "logprobs-mode",
+        FlagKind.TEXT,
+        "raw_logprobs",
+        "What log-probabilities of output tokens are: raw_: before penalties, masks and temperature, processed_: after "
+        "them, top_k, top_p and min_p; _logits: logits in their place. Others than raw_logprobs are slower on a GPU.",
+        ("worker.logprobs_mode",),
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     ),
     Flag(
         "seed",
@@ -108,6 +123,39 @@ LOADING = (
             "mistral": not_built("Mistral's consolidated files; use the folder with config.json"),
             "runai_streamer": not_built("streamed loading; safetensors load by mmap"),
         },
+    ),
+    Flag(
+        "safetensors-load-strategy",
+        FlagKind.TEXT,
+        "lazy",
+        "How weight files are read. lazy: each weight when it is copied; eager: all files into the page cache first; "
+        "prefetch: into the page cache while weights are copied.",
+        ("worker.load_strategy",),
+        choices=("lazy", "eager", "prefetch"),
+        refused_values={"torchao": not_built("weights that torchao wrote")},
+    ),
+    Flag(
+        "safetensors-prefetch-num-threads",
+        FlagKind.INT,
+        8,
+        "Threads that read files into the page cache.",
+        ("worker.prefetch_threads",),
+        ge=1,
+        le=256,
+    ),
+    Flag(
+        "safetensors-prefetch-block-size",
+        FlagKind.SIZE,
+        16 * 2**20,
+        "Bytes that such a thread reads at a time.",
+        ("worker.prefetch_block_bytes",),
+        ge=4096,
+    ),
+    Flag(
+        "use-tqdm-on-load",
+        FlagKind.BOOL,
+        True,
+        "`serve` on a terminal: show progress bars while it starts; off: lines.",
     ),
     Flag(
         "model-loader-extra-config",
@@ -187,6 +235,15 @@ TOKENIZER = (
         refused=not_built("serving without a tokenizer; prompts may be given as token ids all the same"),
     ),
     Flag("tokenizers", FlagKind.INT, 1, "Tokenizer processes.", ge=1, le=256),
+    Flag(
+        "renderer-num-workers",
+        FlagKind.INT,
+        1,
+        "Threads that render and tokenize prompts.",
+        ge=1,
+        le=256,
+        mapped="the same as --tokenizers",
+    ),
     Flag(
         "tokenizer-pool-size",
         FlagKind.INT,

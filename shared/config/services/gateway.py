@@ -23,6 +23,8 @@ class TlsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     keyfile: str = ""  # empty: the key is in the certificate's file
     ca_certs: str = ""
     cert_reqs: int = 0  # a constant of the ssl module: 0 none, 1 optional, 2 required
+    ciphers: str = ""  # of TLS 1.2 and older; empty: Python's choice
+    refresh: bool = False  # read the files again when they change
 
 
 class ParserPlugins(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,7 +53,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     metrics_port: int = 0  # this replica's own /metrics; 0: none
     metrics_names: MetricsNames = MetricsNames.BOTH
     root_path: str = ""  # prefix under which a proxy shows this server
-    api_keys: list[str] = []  # empty: no key is required
+    api_keys: list[str] = []  # besides those of the file; without any no key is required
     admin_keys: list[
         str
     ] = []  # for operators' endpoints; empty: the API keys, and without keys only this machine has access
@@ -73,4 +75,17 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_unread_mib: int = 512  # of unread answers; above it the slowest client is cancelled
     stall_timeout_s: float = 60.0  # a request without output for this long is sent again
     shutdown_timeout_s: float = 30.0  # time for running requests to end after SIGTERM
-    keepalive_s: float = 15.0  # a comment line this often while nothing is sent
+    keepalive_s: float = 15.0  # a comment line this often while nothing is sent; 0: never
+    api_key_file: str = ""  # read at the start and on SIGHUP
+    admin_key_file: str = ""
+    serve_docs: bool = True  # /openapi.json, /docs and /redoc
+    max_headers: int = 128  # of a request
+    max_header_bytes: int = 8190  # of the request line and of each header
+    stream_interval: int = 1  # tokens of an event of a streamed answer
+    force_include_usage: bool = False  # in every streamed answer
+    unlogged_paths: list[str] = []  # without a line of access_log
+    log_outputs: bool = False  # the text of answers
+    log_deltas: bool = True  # with log_outputs, of each event of a stream
+    max_log_len: int | None = None  # characters of a text in a log line; beside log_requests it shows prompts
+    max_num_queued_reqs: int | None = None  # generation requests that wait or run; a further one is a 429
+    max_num_queued_tokens: int | None = None  # prompt tokens of requests without output, from which on one is a 429

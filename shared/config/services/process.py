@@ -35,3 +35,4 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     log_level: LogLevel = "info"
     parent_pid: int = 0  # the launcher: this process ends with it; 0: none
     liveness_fd: int | None = None  # of a pipe to the launcher
+    log_config_file: str = ""  # JSON file of `logging.config.dictConfig`

@@ -36,6 +36,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enable_sleep_mode: bool = False
     log_stats: bool = True
     stats_interval_s: float = 10.0
+    reserve_whole_prompts: bool = True  # a prompt starts with KV blocks for all of its tokens
+    watermark: float | None = None  # fraction of KV blocks that a sequence leaves free when it starts; None: 0.01
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue_len", "max_queue_tokens"):

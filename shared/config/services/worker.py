@@ -1,5 +1,6 @@
 """Settings of a worker."""
 
+import enum
 from typing import Literal
 
 import msgspec
@@ -8,9 +9,26 @@ from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.messages import GrammarEngine, KVRole
 
 DUMMY_FORMATS = ("dummy", "dummy-skewed")  # load formats of random weights
+
+
+class LogprobsMode(enum.StrEnum):
+    """What is reported as the log-probability of an output token."""
+
+    RAW_LOGPROBS = "raw_logprobs"  # before penalties, masks and temperature
+    PROCESSED_LOGPROBS = "processed_logprobs"  # behind them, top_k, top_p and min_p
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGITS = "processed_logits"
+
+
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
 USUAL_SEQS = 256  # sequences at a time of a worker without --max-num-seqs; on a GPU the fewest
+
+
+def capture_sizes(most: int) -> list[int]:
+    """Batch sizes that steps are padded to: powers of two, then multiples of 16, 32 and 64, and `most`."""
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, most + 64, 64)]
+    return [*(n for n in sizes if n < most), most]
 
 
 class MockConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,6 +107,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     fused_steps: bool = True  # on a GPU, fuse kernels of small steps
     kv_transfer: KVTransferConfig | None = None  # None: this worker neither sends nor receives KV blocks
     kernel_cache: str | None = None  # folder of compiled kernels and measured plans; None: in the user's cache
+    config_path: str = ""  # folder of config.json, if it is not model_path
+    load_strategy: Literal["lazy", "eager", "prefetch"] = "lazy"  # of weight files
+    prefetch_threads: int = 8  # that read files into the page cache
+    prefetch_block_bytes: int = 16 * 2**20  # that such a thread reads at a time
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

@@ -12,7 +12,7 @@ import pytest
 from blockyard.services.cli import main as cli
 from blockyard.services.launcher import serve
 from blockyard.shared.bus.curve import PUBLIC_NAME, SECRET_NAME
-from blockyard.shared.config.flags import documents
+from blockyard.shared.config.flags import documents, vllm_only
 
 SRC = Path(__file__).parents[3] / ".src"
 
@@ -167,7 +167,7 @@ def test_a_flag_with_another_effect_prints_a_note(
 
     monkeypatch.setattr(serve, "_serve", end)
     monkeypatch.setattr(serve, "setproctitle", lambda title: None)
-    monkeypatch.setattr(serve.logs, "setup", lambda name, level: None)
+    monkeypatch.setattr(serve.logs, "setup", lambda *_: None)
     monkeypatch.setattr(serve.ports, "check", lambda gateways: None)
     flags = ["--num-scheduler-steps", "4", "--swap-space", "0.5", "--preemption-mode", "recompute"]
     assert serve.main(["demo", "--worker-cls", "mock", "--run-dir", str(tmp_path / "r"), *flags]) == 0
@@ -186,12 +186,15 @@ def test_help_version_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flags"]) == 0
     assert "--enable-lora" in capsys.readouterr().out
     assert cli.main(["flags", "--markdown"]) == 0
-    assert capsys.readouterr().out.strip() == documents.markdown()
+    assert capsys.readouterr().out.strip() == f"{documents.markdown()}\n\n{documents.markdown(vllm_only.GROUPS)}"
+    assert cli.main(["api"]) == 0
+    assert "| `POST /v1/chat/completions` | `--api-key` |" in capsys.readouterr().out
 
 
 def test_the_table_is_written_into_a_document(tmp_path: Path) -> None:
     path = tmp_path / "README.md"
-    path.write_text(f"before\n{documents.BEGIN}\nbygone\n{documents.END}\nafter\n")
+    of_vllm = f"{documents.BEGIN_OF_VLLM}\nold\n{documents.END_OF_VLLM}"
+    path.write_text(f"before\n{documents.BEGIN}\nbygone\n{documents.END}\n{of_vllm}\nafter\n")
     assert cli.main(["flags", "--write", str(path)]) == 0
     assert path.read_text() == documents.with_table(path.read_text())
     assert "bygone" not in path.read_text()

@@ -68,6 +68,7 @@ def test_metrics_ports_are_checked_too(tmp_path: Path, taken: int) -> None:
     [
         (["--port", "9"], "http://localhost:9"),
         (["--port", "9", "--host", "0.0.0.0", "--root-path", "/llm"], "http://localhost:9/llm"),
+        (["--port", "9", "--root-path", "llm/v2/"], "http://localhost:9/llm/v2"),
         (["--port", "9", "--host", "::1"], "http://[::1]:9"),
         (["--port", "9", "--host", "10.0.0.1"], "http://10.0.0.1:9"),
     ],

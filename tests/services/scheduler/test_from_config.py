@@ -31,6 +31,8 @@ SETTINGS = [
     ("enable_sleep_mode", True, "may_sleep"),
     ("decode_prefill_tokens", 9, "decode_prefill_tokens"),
     ("kv_lease_s", 9.0, "kv_lease_s"),
+    ("reserve_whole_prompts", False, "reserve_whole_prompts"),
+    ("watermark", 0.3, "batch.watermark"),
     ("kv_load_failure_policy", "fail", "load_failure_policy"),
 ]
 ELSEWHERE = {"process", "enable_chunked_prefill", "log_stats", "stats_interval_s"}

@@ -31,6 +31,7 @@ SCHEDULING = """
     --max-num-partial-prefills 4 --max-long-partial-prefills 2 --long-prefill-token-threshold 50
     --no-enable-prefix-caching --run-ahead 3 --max-queue-len 5 --max-queue-tokens 99 --max-queue-delay 9
     --enable-sleep-mode --disable-log-stats --decode-prefill-tokens 9
+    --no-scheduler-reserve-full-isl --watermark 0.2
     --kv-transfer-config.kv_load_failure_policy fail --kv-transfer-config.kv_connector_extra_config.kv_lease_duration 9
 """
 NUMBERS = [flag for flag in FLAGS.values() if flag.ge is not None and "-1" not in flag.named_values]

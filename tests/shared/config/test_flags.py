@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 
 from blockyard.shared.config import parsed_flags
-from blockyard.shared.config.flags import FLAGS, GROUPS, SPELLINGS, documents
+from blockyard.shared.config.flags import FLAGS, GROUPS, NAMES, SPELLINGS, documents, vllm_only
 from blockyard.shared.config.flags.flag import Flag, FlagKind
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 
-FIELD_FLAGS = (Path(__file__).parent / "data/field_flags.txt").read_text().split()
+DATA = Path(__file__).parent / "data"
+FIELD_FLAGS = (DATA / "field_flags.txt").read_text().split()
+NEWER_FLAGS = (DATA / "newer_field_flags.txt").read_text().split()
 RESOLVE = Path(__file__).parents[3] / "shared/config"
 SERVICES = Path(__file__).parents[3] / "services"
 
@@ -21,6 +23,8 @@ def example(flag: Flag) -> list[str]:
         return ["false"] if flag.default else []
     if flag.kind is FlagKind.JSON:
         return ['{"a": 1}']
+    if flag.kind is FlagKind.INTS:
+        return ["1", "2"]
     if flag.kind in (FlagKind.INT, FlagKind.SIZE, FlagKind.FLOAT) and not flag.choices:
         value = (flag.default or 0) + 2 if isinstance(flag.default, int | float | None) else 2
         return [str(min(value, 1.0) if flag.le == 1 else value)]
@@ -28,9 +32,9 @@ def example(flag: Flag) -> list[str]:
     return [different[-1] if different else "/some/text"]
 
 
-@pytest.mark.parametrize("spelled", FIELD_FLAGS)
+@pytest.mark.parametrize("spelled", [*FIELD_FLAGS, *NEWER_FLAGS])
 def test_every_flag_of_the_field_has_an_effect_a_note_or_a_refusal(spelled: str) -> None:
-    flag = FLAGS[spelled[2:]]
+    flag = NAMES[spelled[2:]]
     values, rest = parsed_flags.from_command_line([spelled, *example(flag)])
     assert not rest
     assert list(values) == [flag.name]
@@ -48,21 +52,31 @@ def test_every_flag_of_the_field_has_an_effect_a_note_or_a_refusal(spelled: str)
 
 def test_the_list_of_the_field_is_whole() -> None:
     assert len(set(FIELD_FLAGS)) == 141
+    assert len({*NEWER_FLAGS} - {*FIELD_FLAGS}) == 218
+
+
+@pytest.mark.parametrize("spelled", NEWER_FLAGS)
+def test_a_refusal_says_what_to_use_or_what_is_missing(spelled: str) -> None:
+    flag = NAMES[spelled[2:]]
+    for reason in filter(None, (flag.refused, *flag.refused_values.values())):
+        assert any(word in reason for word in ("not built yet: ", "use ", "leave it out")), reason
 
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS.values() if flag.status == "honoured"], ids=lambda f: f.name)
 def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
-    if flag.to or flag.name == "task":  # of task, the only values that are not refused are the one there is
+    if flag.to or flag.name in ("task", "runner"):  # the only values that are not refused are the one there is
         return
     if "." in flag.name:  # read as the flag after the point, of workers of a role
         return
-    sources = [*RESOLVE.glob("*.py"), *(SERVICES / "launcher").rglob("*.py"), *(SERVICES / "offline").glob("*.py")]
+    folders = [RESOLVE, RESOLVE / "server", SERVICES / "offline"]
+    sources = [*(file for folder in folders for file in folder.glob("*.py")), *(SERVICES / "launcher").rglob("*.py")]
     fixed = flag.choices and {*flag.choices} <= {str(flag.default), "auto", "hf"}  # one value, the others are refused
     assert fixed or any(f'"{flag.name}"' in path.read_text() for path in sources), flag.name
 
 
 def test_no_name_is_declared_twice() -> None:
-    names = [flag.name for group in GROUPS.values() for flag in group]
+    groups = (*GROUPS.values(), *vllm_only.GROUPS.values())
+    names = [flag.name for group in groups for flag in group]
     aliases = [alias for flag in FLAGS.values() for alias in (*flag.short_names, *flag.other_names)]
     assert len(names + aliases) == len(set(names + aliases)) == len(SPELLINGS)
 
@@ -112,7 +126,8 @@ def test_help_names_every_flag_that_works() -> None:
 
 
 def test_the_table_has_a_row_for_every_flag() -> None:
-    rows = [line for line in documents.markdown().splitlines() if line.startswith("| `--")]
+    tables = documents.markdown() + documents.markdown(vllm_only.GROUPS)
+    rows = [line for line in tables.splitlines() if line.startswith("| `--")]
     assert len(rows) == len(FLAGS)
     assert all(row.replace("\\|", "").count("|") == 4 for row in rows)
 

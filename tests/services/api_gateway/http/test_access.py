@@ -12,12 +12,14 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from blockyard.services.api_gateway.http.access import _is_loopback
+from blockyard.services.api_gateway.http.access import Guard, _is_loopback
 from blockyard.services.api_gateway.http.connections import BoundedRunner
 from blockyard.services.api_gateway.server import build_app
+from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Control, Generate
 
 OPEN = {"/health", "/ping", "/load", "/live", "/ready", "/metrics", "/version", "/", "/page/{name}"}
+OPEN |= {"/openapi.json", "/docs", "/redoc"}
 PREFIXES = ["", "/", "/v1", "/v1/", "v1", "/v", "/llm", "/v1/models", "/health", "/ring", "/page", "/tokenize/"]
 OPERATIONS = ("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up")
 ASKS = {"prompt": "x", "max_tokens": 1}
@@ -28,7 +30,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def routes(r: Any) -> list[tuple[str, str]]:
-    app = build_app(r.gateway_config, r.gateway)
+    app = build_app(r.gateway_config, r.gateway, Guard([], []))
     return [(route.method, route.resource.canonical) for route in app.router.routes() if route.resource]
 
 
@@ -109,6 +111,39 @@ async def test_operations_ask_for_the_admin_key(rig) -> None:
         assert (await r.post("/pause", {}))[0] == 401
 
 
+async def test_a_key_file_names_tenants_and_is_read_again(rig, tmp_path: Path, caplog: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann 1111\n2222\n")
+    async with rig(api_keys=["0000"], api_key_file=str(file)) as r:
+
+        async def tenant(key: str) -> str | None:
+            """None: the key is refused."""
+            r.ring.sent.clear()
+            status, _ = await r.post("/v1/completions", ASKS, headers=bearer(key))
+            assert status in (200, 401)
+            return r.ring.frames(Generate)[0].tenant if status == 200 else None
+
+        assert [await tenant(key) for key in ("0000", "1111", "2222", "3333")] == ["key-0", "ann", "key-2", None]
+        file.write_text("bob 3333\nann 1111\n")
+        r.server.reload_keys()
+        assert [await tenant(key) for key in ("0000", "1111", "2222", "3333")] == ["key-0", "ann", None, "bob"]
+        for broken in ("", "a b c", None):
+            caplog.clear()
+            file.unlink() if broken is None else file.write_text(broken)
+            r.server.reload_keys()
+            assert [await tenant(key) for key in ("1111", "2222", "")] == ["ann", None, None]
+            assert [f"--api-key-file {file}" in each.getMessage() for each in caplog.records] == [True]
+
+
+async def test_a_key_file_that_cannot_be_used_ends_the_start(rig, tmp_path: Path) -> None:
+    """Otherwise a gateway that starts again would need no key."""
+    with pytest.raises(ConfigError, match="holds no key"):
+        file = tmp_path / "keys"
+        file.write_text("")
+        async with rig(api_key_file=str(file)):
+            pass
+
+
 def outer_address() -> str:
     """An address of this machine other than the loopback one, or an empty string."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -141,7 +176,7 @@ async def test_without_any_key_only_this_machine_may_use_operations(rig) -> None
 
 async def test_a_unix_socket_is_this_machine(rig, tmp_path: Path) -> None:
     async with rig() as r, contextlib.AsyncExitStack() as stack:
-        runner = BoundedRunner(build_app(r.gateway_config, r.gateway), 10, handler_cancellation=True)
+        runner = BoundedRunner(build_app(r.gateway_config, r.gateway, Guard([], [])), 10, handler_cancellation=True)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
         await web.UnixSite(runner, tmp_path / "s").start()

@@ -291,6 +291,16 @@ async def test_a_silent_stream_gets_keep_alive_comments(rig) -> None:
         writer.close()
 
 
+async def test_without_an_interval_a_silent_stream_stays_silent(rig) -> None:
+    async with rig(keepalive_s=0) as r:
+        r.ring.silent = {Role.DETOKENIZER}
+        reader, writer = await raw(r.port, completion())
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 8)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readuntil(b"keep-alive"), 0.3)
+        writer.close()
+
+
 async def test_a_failure_after_the_first_byte_is_one_event_and_the_close(rig) -> None:
     async with rig() as r:
         r.ring.fail_at = 2

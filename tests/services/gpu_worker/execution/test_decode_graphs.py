@@ -26,7 +26,6 @@ from blockyard.services.gpu_worker.execution.decode_graphs import (
     DecodeSize,
     DecodeSteps,
     capture_order,
-    capture_sizes,
     num_mask_slots,
 )
 from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
@@ -37,6 +36,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output import matcher_client
+from blockyard.shared.config.services.worker import capture_sizes
 from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Sampling
 

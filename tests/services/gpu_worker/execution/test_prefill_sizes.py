@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes
 from blockyard.services.gpu_worker.execution.prefill_sizes import (
     LAUNCH_MARGIN,
     MOST_BYTES,
@@ -15,6 +14,7 @@ from blockyard.services.gpu_worker.execution.prefill_sizes import (
     descriptors,
 )
 from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.shared.config.services.worker import capture_sizes
 
 LAUNCH_S = 0.015
 

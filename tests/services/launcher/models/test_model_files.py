@@ -31,6 +31,17 @@ def test_the_shipped_model_needs_no_folder() -> None:
     assert demo.generation
 
 
+def test_the_config_of_another_folder(tmp_path: Path) -> None:
+    name, other = folder(tmp_path / "m"), folder(tmp_path / "other", LLAMA | {"vocab_size": 99})
+    found = find("--model", name, "--hf-config-path", other)
+    assert (found.path, found.config_path, found.config["vocab_size"]) == (tmp_path / "m", tmp_path / "other", 99)
+    assert find("--model", name).config_path is None
+    (tmp_path / "m" / "config.json").unlink()  # not needed then
+    assert find("--model", name, "--hf-config-path", other).config["vocab_size"] == 99
+    with pytest.raises(ConfigError, match="model /none: no such folder"):
+        find("--model", name, "--hf-config-path", "/none")
+
+
 def test_a_local_folder_and_another_ones_tokenizer(tmp_path: Path) -> None:
     name = folder(tmp_path / "m")
     found = find("--model", name, "--tokenizer", "demo", "--revision", "r1")

@@ -31,6 +31,8 @@ SHAPES: dict[str, list[object]] = {
     ],
     "delay_factor": [0.0, 0.5],
     "whole_prompts": [False, True],
+    "reserve_whole_prompts": [False, True],
+    "watermark": [None, 0.0, 0.3],
     "late_masks": [False, True],
     "host_waits": [0, 0, 1, 3],
     "policy": ["fcfs", "priority", "fair"],

@@ -34,6 +34,8 @@ class Shape:
     kv_lease_s: float = 5.0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     vector_size: int = 0  # of vectors that the workers make
+    reserve_whole_prompts: bool = True
+    watermark: float | None = None
     failing: bool = False  # sometimes a fetch from host memory fails
 
     @property

@@ -64,7 +64,14 @@ class World:
             SchedulerSettings(
                 names=["m"],
                 root="",
-                batch=BatchLimits(shape.max_num_seqs, shape.max_num_batched_tokens, shape.depth, late=True),
+                batch=BatchLimits(
+                    shape.max_num_seqs,
+                    shape.max_num_batched_tokens,
+                    shape.depth,
+                    late=True,
+                    watermark=shape.watermark,
+                ),
+                reserve_whole_prompts=shape.reserve_whole_prompts,
                 max_queue_len=shape.max_queue_len,
                 max_queue_tokens=shape.max_queue_tokens,
                 max_queue_delay_s=shape.max_queue_delay_s,

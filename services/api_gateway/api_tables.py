@@ -1,0 +1,94 @@
+"""The tables of this package's README: routes, and the fields of bodies. `blockyard api --write FILE` writes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
+from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
+from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
+from blockyard.services.api_gateway.http.access import Access, Route
+from blockyard.services.api_gateway.requests.schemas import NOT_BUILT
+from blockyard.shared.config.flags.documents import rewrite, with_section
+from blockyard.shared.errors import ConfigError
+
+BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
+END = "<!-- end of routes and fields -->"
+KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
+ENDPOINTS = (GenerationEndpoints, StatusEndpoints, OperatorEndpoints)
+
+
+def main(args: Sequence[str]) -> int:
+    """`blockyard api`: prints the tables; `--write FILE` updates them in a document. Raises ConfigError."""
+    match list(args):
+        case []:
+            print(markdown())
+        case ["--write", name]:
+            rewrite(Path(name), with_tables)
+        case _:
+            raise ConfigError("expected nothing, or --write FILE")
+    return 0
+
+
+def markdown() -> str:
+    """Returns the tables."""
+    rows = ["| route | key | what it does |", "|---|---|---|"]
+    rows += [
+        f"| `{each.method} {_path(each)}` | {KEYS[each.access]} | {_cell(summary_of(each))} |" for each in _routes()
+    ]
+    names = [f"`{path}`" for api in APIS.values() for path in api.paths]
+    fields = [f"| field | type | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    by_name = _fields()
+    for name, types in by_name.items():
+        here = [" | ".join(_mark(name, path in types) for api in APIS.values() for path in api.paths)]
+        fields.append(f"| `{name}` | {_cell(next(iter(types.values())))} | {here[0]} |")
+    return "\n".join([*rows, "", *fields])
+
+
+def with_tables(document: str) -> str:
+    """Returns the document with the current tables between its marker comments. Raises ConfigError without them."""
+    return with_section(document, BEGIN, END, markdown())
+
+
+def _routes() -> list[Route]:
+    """All routes. Their handlers belong to no gateway, and are there for their docstrings."""
+    return [route for kind in ENDPOINTS for route in kind.routes(cast(Any, kind))]
+
+
+def _fields() -> dict[str, dict[str, str]]:
+    """The fields of all bodies -> their type, by path."""
+    components, found = Components(), dict[str, dict[str, str]]()
+    for api in APIS.values():
+        components.reference(api.schema)
+        for name, schema in components.schemas[api.schema.__name__]["properties"].items():
+            found.setdefault(name, {}).update(dict.fromkeys(api.paths, _type(schema)))
+    return dict(sorted(found.items()))
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """The type in words; null is a value of nearly all fields and is left out."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(each) for each in schema["anyOf"] if each != {"type": "null"}))
+    if "$ref" in schema:
+        return "object"
+    if "enum" in schema:
+        return ", ".join(str(value) for value in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema['items'])}"
+    return str(schema.get("type", "any"))
+
+
+def _mark(name: str, is_known: bool) -> str:
+    if not is_known:
+        return ""
+    return "refused" if name in NOT_BUILT else "yes"
+
+
+def _path(route: Route) -> str:
+    return route.path.replace(":.+}", "}")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,122 @@
+"""Flags of several GPUs and hosts, and of kernels, that only vLLM has.
+
+A worker is one GPU here, and a ring may have many on many hosts. Kernels are this project's own, chosen by measurement.
+"""
+
+from functools import partial
+
+from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
+
+_HOSTS = not_built(
+    "vLLM's protocol between hosts; use `blockyard run gpu-worker` on each host, with one --message-bus for all"
+)
+_BALANCE = "the scheduler divides requests among all workers; use --data-parallel-size or more `blockyard run` workers"
+_SUPERVISOR = "`serve` restarts processes that end, and those that stand still after --hung-timeout"
+_CONTEXT = not_built("context parallelism; use 1")
+_EXPERTS = not_built("expert parallelism")
+_ALONE = "a worker is one device: nothing is sent between devices in a step"
+_NUMA = not_built("binding to NUMA nodes; start `blockyard run gpu-worker` under numactl")
+_OVERLAP = not_built("steps in two overlapping halves")
+_FAULTS = "workers that fail are restarted and their requests go on elsewhere; leave it out"
+_PRODUCTS = "kernels of linear layers and experts are measured on this GPU, and the fastest are taken"
+_OWN = "there is one implementation, chosen by device and shapes"
+
+_hosts = partial(Flag, refused=_HOSTS)
+_balance = partial(Flag, refused=_BALANCE)
+_supervisor = partial(Flag, mapped=_SUPERVISOR)
+_experts = partial(Flag, refused=_EXPERTS)
+_alone = partial(Flag, mapped=_ALONE)
+_numa = partial(Flag, refused=_NUMA)
+_overlap = partial(Flag, refused=_OVERLAP)
+_products = partial(Flag, mapped=_PRODUCTS)
+_own = partial(Flag, mapped=_OWN)
+
+PARALLEL = (
+    _hosts("nnodes", FlagKind.INT, 1, "Hosts.", short_names=("n",), ge=1),
+    _hosts("node-rank", FlagKind.INT, 0, "This host's number.", short_names=("r",), ge=0),
+    _hosts("master-addr", FlagKind.TEXT, "127.0.0.1", "Address of the first host."),
+    _hosts("master-port", FlagKind.INT, 29501, "Port of the first host.", ge=1, le=65535),
+    _hosts("headless", FlagKind.BOOL, False, "Start no API server."),
+    _hosts("data-parallel-address", FlagKind.TEXT, None, "Address of the first replica.", short_names=("dpa",)),
+    _hosts("data-parallel-rpc-port", FlagKind.INT, None, "Port of replicas.", short_names=("dpp",), ge=1, le=65535),
+    _hosts("data-parallel-size-local", FlagKind.INT, None, "Replicas of a host.", short_names=("dpl",), ge=0),
+    _hosts("data-parallel-start-rank", FlagKind.INT, None, "First replica of a host.", short_names=("dpr",), ge=0),
+    Flag(
+        "data-parallel-backend",
+        FlagKind.TEXT,
+        "mp",
+        "How replicas are started.",
+        short_names=("dpb",),
+        choices=("mp",),
+        refused_values={"ray": not_built("Ray; use mp")},
+    ),
+    _balance("data-parallel-rank", FlagKind.INT, None, "This replica's number.", short_names=("dpn",), ge=0),
+    _balance("data-parallel-external-lb", FlagKind.BOOL, False, "Balance outside.", short_names=("dpe",)),
+    _balance("data-parallel-hybrid-lb", FlagKind.BOOL, False, "Balance hosts outside.", short_names=("dph",)),
+    _balance("data-parallel-multi-port-external-lb", FlagKind.BOOL, False, "Ports by replica.", short_names=("dpm",)),
+    _supervisor("data-parallel-supervisor-port", FlagKind.INT, None, "Port of the supervisor.", ge=1, le=65535),
+    _supervisor("dp-supervisor-probe-failure-threshold", FlagKind.INT, 3, "Failed probes of a dead replica.", ge=1),
+    _supervisor("dp-supervisor-probe-interval-s", FlagKind.FLOAT, 5.0, "Seconds between two probes.", ge=0),
+    _supervisor("dp-supervisor-probe-timeout-s", FlagKind.FLOAT, 5.0, "Seconds of a probe.", ge=0),
+    _alone("dp-sync-interval", FlagKind.INT, 16, "Steps between two agreements of replicas.", ge=1),
+    _alone("disable-nccl-for-dp-synchronization", FlagKind.BOOL, False, "Let replicas agree by Gloo."),
+    _alone("distributed-timeout-seconds", FlagKind.INT, None, "Seconds for a group to form.", ge=1),
+    _alone("cpu-distributed-timeout-seconds", FlagKind.INT, None, "Seconds for a group on CPU to form.", ge=1),
+    _alone("enable-shm-tensor-arena", FlagKind.BOOL, False, "Shared memory for tensors between processes."),
+    _alone("enable-batch-sharded-sampling", FlagKind.BOOL, False, "Sample a part of the batch on each GPU."),
+    _alone("enable-hc-sp", FlagKind.BOOL, False, "Divide the tokens of hyper-connections."),
+    Flag(
+        "decode-context-parallel-size", FlagKind.INT, 1, "GPUs that share KV.", short_names=("dcp",), refused=_CONTEXT
+    ),
+    Flag(
+        "prefill-context-parallel-size",
+        FlagKind.INT,
+        1,
+        "GPUs that share a prompt.",
+        short_names=("pcp",),
+        refused=_CONTEXT,
+    ),
+    _alone("dcp-comm-backend", FlagKind.TEXT, None, "How GPUs that share KV combine results."),
+    _alone("dcp-q-replicate", FlagKind.BOOL, False, "Compute queries on each GPU that shares KV."),
+    _alone("dcp-kv-cache-interleave-size", FlagKind.INT, 1, "Tokens in a row on one GPU.", ge=1),
+    _alone("cp-kv-cache-interleave-size", FlagKind.INT, None, "Tokens in a row on one GPU.", ge=1),
+    _alone("all2all-backend", FlagKind.TEXT, None, "How tokens get to experts on other GPUs."),
+    _experts("elastic-ep-max-dp-size", FlagKind.INT, None, "Most replicas.", ge=1),
+    _experts("enable-elastic-ep", FlagKind.BOOL, False, "Change the number of GPUs while serving."),
+    _experts("enable-ep-weight-filter", FlagKind.BOOL, False, "Read only a GPU's own experts."),
+    _experts("enable-eplb", FlagKind.BOOL, False, "Move experts by their load."),
+    _experts("eplb-config", FlagKind.JSON, None, "How experts are moved.", harmless=({},)),
+    _experts("expert-placement-strategy", FlagKind.TEXT, "linear", "Which experts a GPU has."),
+    _overlap("enable-dbo", FlagKind.BOOL, False, "Divide steps in two halves."),
+    _overlap("ubatch-size", FlagKind.INT, 0, "Parts of a step.", ge=0),
+    _overlap("dbo-decode-token-threshold", FlagKind.INT, 32, "Fewest tokens of a divided decode step.", ge=0),
+    _overlap("dbo-prefill-token-threshold", FlagKind.INT, 512, "Fewest tokens of a divided step with prompts.", ge=0),
+    Flag("enable-fault-tolerance", FlagKind.BOOL, False, "Go on without a failed replica.", mapped=_FAULTS),
+    Flag("fault-tolerance-config", FlagKind.JSON, None, "How to go on.", refused=_FAULTS, harmless=({},)),
+    Flag(
+        "device-ids",
+        FlagKind.LIST,
+        [],
+        "GPUs to use.",
+        refused=not_built("a choice of GPUs by a flag; set CUDA_VISIBLE_DEVICES"),
+    ),
+    _numa("numa-bind", FlagKind.BOOL, False, "Bind workers to the NUMA nodes of their GPUs."),
+    _numa("numa-bind-cpus", FlagKind.LIST, [], "CPUs of each worker."),
+    _numa("numa-bind-nodes", FlagKind.LIST, [], "NUMA node of each worker."),
+)
+
+KERNELS = (
+    _own("attention-backend", FlagKind.TEXT, None, "Kernels of attention."),
+    _own("attention-config", FlagKind.JSON, None, "Settings of attention.", short_names=("ac",)),
+    _own("disable-cascade-attn", FlagKind.BOOL, True, "Read shared prefixes once for each sequence."),
+    _products("linear-backend", FlagKind.TEXT, "auto", "Kernels of linear layers."),
+    _products("moe-backend", FlagKind.TEXT, "auto", "Kernels of experts."),
+    _products("enable-flashinfer-autotune", FlagKind.BOOL, False, "Measure FlashInfer's kernels at the start."),
+    _products("kernel-config", FlagKind.JSON, None, "Settings of kernels."),
+    _own("ir-op-priority", FlagKind.JSON, None, "Which implementations of operations come first."),
+    _own("monokernel", FlagKind.BOOL, False, "Run a whole decode step as one kernel."),
+    _own("sparse-indexer-topk-backend", FlagKind.TEXT, "auto", "Kernels that choose tokens of sparse attention."),
+    _own("gdn-prefill-backend", FlagKind.TEXT, None, "Kernels of gated delta networks."),
+    _own("kda-prefill-backend", FlagKind.TEXT, None, "Kernels of delta attention in prompts."),
+    _own("kda-decode-backend", FlagKind.TEXT, None, "Kernels of delta attention in decodes."),
+)
