@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from openai.types import chat
 
-from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.completions import COMPLETIONS
 from blockyard.services.api_gateway.endpoints.documents import Components, document
 from blockyard.services.api_gateway.http.access import Access, Guard, Route
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
@@ -142,7 +142,7 @@ def test_errors_are_shown_as_the_api_of_the_route_writes_them() -> None:
     async def handler(request: web.Request) -> web.Response:
         raise NotImplementedError
 
-    own = replace(CHAT, error_body=lambda error: b'{"own": "%s"}' % error.field.encode())
+    own = replace(COMPLETIONS, error_body=lambda error: b'{"own": "%s"}' % error.field.encode())
     route = Route("GET", "/v1/{one:.+}/x", handler, Access.KEY, own)
     operation = document([route], "", "1")["paths"]["/v1/{one}/x"]["get"]
     assert operation["responses"]["default"]["content"]["application/json"]["example"] == {"own": "field"}
