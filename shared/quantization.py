@@ -14,10 +14,11 @@ from blockyard.shared.errors import ConfigError
 NOT_BUILT = "not built yet"
 FOREIGN = "needs hardware that this project does not support"
 KEY = "quantization_config"
+VENDOR = "intel/"  # in front of auto-round in older files
 
 
 class QuantizationName(msgspec.Struct, frozen=True):
-    """One name. Exactly one of `module`, `alias_of` and `refused` is set."""
+    """One name. It is refused, or has a module, or is an alias of names that have one; marlin is both."""
 
     name: str
     module: str = ""  # of its format in `gpu_worker.quantization.formats`
@@ -33,9 +34,9 @@ def _fp8(**more: Any) -> dict[str, Any]:
 
 TABLE = (
     QuantizationName("aqlm", refused=NOT_BUILT),
-    QuantizationName("auto-round", refused=NOT_BUILT),
-    QuantizationName("awq", refused=NOT_BUILT),
-    QuantizationName("awq_marlin", refused=NOT_BUILT),
+    QuantizationName("auto-round", module="auto_round"),
+    QuantizationName("awq", module="awq"),
+    QuantizationName("awq_marlin", alias_of=("awq",)),
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
     QuantizationName("bitsandbytes", refused=NOT_BUILT),
     QuantizationName("compressed-tensors", refused=NOT_BUILT),
@@ -46,15 +47,15 @@ TABLE = (
     QuantizationName("fp8_per_block", alias_of=("fp8",), of_16_bits=_fp8(weight_block_size=[128, 128])),
     QuantizationName("fp8_per_tensor", alias_of=("fp8",), of_16_bits=_fp8(), note="scales are of rows"),
     QuantizationName("gguf", refused=NOT_BUILT),
-    QuantizationName("gptq", refused=NOT_BUILT),
-    QuantizationName("gptq_marlin", refused=NOT_BUILT),
+    QuantizationName("gptq", module="gptq"),
+    QuantizationName("gptq_marlin", alias_of=("gptq",)),
     QuantizationName("gptq_marlin_24", refused="needs the sparse kernels of Marlin; gptq reads weights without gaps"),
     QuantizationName("hqq", refused=NOT_BUILT),
     QuantizationName("ipex", refused=NOT_BUILT),
-    QuantizationName("marlin", refused=NOT_BUILT),
+    QuantizationName("marlin", module="gptq", alias_of=("gptq",)),
     QuantizationName("modelopt", refused=NOT_BUILT),
     QuantizationName("modelopt_fp4", refused=NOT_BUILT),
-    QuantizationName("moe_wna16", refused=NOT_BUILT),
+    QuantizationName("moe_wna16", alias_of=("gptq", "awq")),
     QuantizationName("mxfp4", module="mxfp4"),
     QuantizationName("neuron_quant", refused=FOREIGN),
     QuantizationName("ptpc_fp8", alias_of=("fp8",), of_16_bits=_fp8()),
@@ -82,7 +83,7 @@ def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
     if not said:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    found = NAMES.get(method.lower()) if isinstance(method, str) else None
+    found = NAMES.get(method.lower().removeprefix(VENDOR)) if isinstance(method, str) else None
     if found is not None and found.module:
         return found
     if method is None:

@@ -33,7 +33,7 @@ def quantized(method: str, **fields: Any) -> dict[str, Any]:
 def test_each_name_is_read_or_an_alias_or_refused() -> None:
     assert [one.name for one in TABLE] == sorted(one.name for one in TABLE)
     for one in TABLE:
-        assert bool(one.module) + bool(one.alias_of) + bool(one.refused) == 1, one.name
+        assert bool(one.module or one.alias_of) != bool(one.refused), one.name
         assert all(NAMES[other].module for other in one.alias_of)
 
 
@@ -61,10 +61,20 @@ def test_an_unknown_name() -> None:
         values("--quantization", "fp9")
 
 
-@pytest.mark.parametrize(("asked", "stored"), [("fp8", "fp8"), ("ptpc_fp8", "fp8"), ("mxfp4", "mxfp4")])
+@pytest.mark.parametrize(
+    ("asked", "stored"),
+    [
+        *(("fp8", "fp8"), ("ptpc_fp8", "fp8"), ("mxfp4", "mxfp4"), ("awq_marlin", "awq"), ("gptq_marlin", "gptq")),
+        *(("marlin", "gptq"), ("marlin", "marlin"), ("moe_wna16", "awq"), ("moe_wna16", "gptq")),
+    ],
+)
 def test_the_name_of_the_file_or_an_alias(asked: str, stored: str) -> None:
     assert overrides(quantized(stored), "-q", asked) == {}
     assert quantization_method(quantized(stored.upper())) == NAMES[stored]
+
+
+def test_a_name_with_its_vendor() -> None:
+    assert quantization_method(quantized("intel/auto-round")) == NAMES["auto-round"]
 
 
 def test_another_name_than_the_files() -> None:

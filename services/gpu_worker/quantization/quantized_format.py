@@ -3,7 +3,8 @@
 - Parts of a product with equal forms share memory, others are cut into products of their own, with a line.
 - Each tensor of a form has the rows of its matrix, so `arrange` reorders codes and scales alike, and a rank takes the
   same rows of all, or the inputs that elements stand for.
-- A matrix that is needed as numbers is dequantized while it is loaded, with a line.
+- A matrix that is needed as numbers is dequantized while it is loaded, with a line. So is one whose columns are in an
+  order of their own, where matrices share memory (experts) or ranks divide the inputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,8 @@ class QuantizedFormat:
 
     def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
         stored = [self._scheme.stored(_matrix(one, spec)) for one in spec.parts]
+        if spec.split is Split.INPUTS and table.shard.size > 1:
+            stored = [_without_order(one, spec.in_features, table.dtype) for one in stored]
         runs = [
             (form, [i for i, _ in some])
             for form, some in groupby(enumerate(stored), key=lambda pair: None if pair[1] is None else pair[1].form)
@@ -82,7 +85,7 @@ class QuantizedFormat:
 
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
         matrix, name = spec.matrix, spec.matrix.parts[0].name
-        stored = [self._of_expert(spec, i) for i in range(1 if spec.stacked else spec.num_experts)]
+        stored = [self._of_expert(spec, i, table.dtype) for i in range(1 if spec.stacked else spec.num_experts)]
         flat = [one for some in stored for one in some]
         known = [one for one in flat if one is not None]
         if not known:
@@ -106,7 +109,7 @@ class QuantizedFormat:
         _note_host(table, form, name)
         return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
 
-    def _of_expert(self, spec: ExpertSpec, number: int) -> list[StoredMatrix | None]:
+    def _of_expert(self, spec: ExpertSpec, number: int, dtype: torch.dtype) -> list[StoredMatrix | None]:
         """How the parts of an expert are stored, or those of all if they are stacked."""
         found = []
         for one in spec.matrix.parts:
@@ -115,7 +118,7 @@ class QuantizedFormat:
                 matrix = replace(matrix, experts=spec.num_experts, suffix=spec.suffixes[0])
             else:
                 matrix = replace(matrix, name=one.name.format(number))
-            found.append(self._scheme.stored(matrix))
+            found.append(_without_order(self._scheme.stored(matrix), matrix.inputs, dtype))
         return found
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
@@ -124,15 +127,14 @@ class QuantizedFormat:
         if stored is None:
             return self._others.plain(table, spec, dtype)
         weight = table.empty(spec.num_outputs(table.shard), spec.num_inputs(table.shard), dtype=dtype)
-        form = Dequantized(dtype)
+        numbers = _as_numbers(stored, spec.in_features, dtype)
 
         def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             if len(tensors) > 1:  # a format may take what is not quantized, too
                 table.note("dequantized at load", one.name)
-            return {WEIGHT: stored.form.dequantize(stored.to_kept(tensors), spec.in_features, dtype)}
+            return numbers.to_kept(tensors)
 
-        placed = replace(stored, form=form, to_kept=to_kept)
-        _Placement(table, spec, form, {WEIGHT: weight}).place([placed])
+        _Placement(table, spec, numbers.form, {WEIGHT: weight}).place([replace(numbers, to_kept=to_kept)])
         return weight
 
     def _name_unused(self, table: WeightTable) -> None:
@@ -161,6 +163,8 @@ class _Placement:
         for one, how in zip(self._spec.parts, stored, strict=True):
             rows = self._spec.rows(one, self._table.shard)
             convert = partial(self._convert, one, how, start, expert, stacked)
+            for name in how.unused:
+                self._table.ignore(name)
             self._table.place_group(how.tensors, convert, self._fill_once)
             start += sum(map(len, rows))
 
@@ -207,6 +211,22 @@ def _matrix(one: MatrixPart, spec: LinearSpec) -> Matrix:
         inputs=spec.in_features,
         transposed=spec.transposed,
     )
+
+
+def _as_numbers(stored: StoredMatrix, inputs: int, dtype: torch.dtype) -> StoredMatrix:
+    """The same matrix, dequantized while it is loaded."""
+
+    def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {WEIGHT: stored.form.dequantize(stored.to_kept(tensors), inputs, dtype)}
+
+    return replace(stored, form=Dequantized(dtype), to_kept=to_kept)
+
+
+def _without_order(stored: StoredMatrix | None, inputs: int, dtype: torch.dtype) -> StoredMatrix | None:
+    """The same matrix as numbers, if its columns are in an order of their own."""
+    if stored is None or not any(one.is_order for one in stored.form.tensors().values()):
+        return stored
+    return _as_numbers(stored, inputs, dtype)
 
 
 def _in_order(one: MatrixPart, rows: Tensor) -> Tensor:

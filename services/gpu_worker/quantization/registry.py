@@ -5,7 +5,10 @@ from typing import Any
 
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat
+from blockyard.services.gpu_worker.quantization.formats.auto_round import AutoRoundScheme
+from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
+from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Format
 from blockyard.services.gpu_worker.quantization.method import Format
 from blockyard.services.gpu_worker.quantization.quantized_format import QuantizedFormat
@@ -14,7 +17,10 @@ from blockyard.shared.quantization import quantization_method
 # module in `formats/` -> what makes the format of quantization_config
 FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = {
     None: lambda said, table: UnquantizedFormat(),
+    "auto_round": lambda said, table: QuantizedFormat(AutoRoundScheme(said, table.dtype), table),
+    "awq": lambda said, table: QuantizedFormat(AwqScheme(said, table.dtype), table),
     "fp8": lambda said, table: QuantizedFormat(Fp8Scheme(said, table.device), table),
+    "gptq": lambda said, table: QuantizedFormat(GptqScheme(said, table.dtype), table),
     "mxfp4": lambda said, table: Mxfp4Format(),
 }
 

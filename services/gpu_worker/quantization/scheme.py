@@ -66,6 +66,7 @@ class StoredMatrix:
     form: KeptForm
     tensors: Mapping[str, StoredTensor]  # by key
     to_kept: ToKept  # of stacked experts it is called for each expert
+    unused: tuple[str, ...] = ()  # names of tensors that files have without a use, if the model does not know them
 
 
 class Scheme(Protocol):

@@ -30,10 +30,10 @@ def names_in(*lists: Any) -> list[str]:
     return [name for some in lists for name in some or ()]
 
 
-def check_scales(name: str, scales: Tensor) -> Tensor:
-    """Returns scales in float32. Raises LoadError if one is not finite, or is negative."""
+def check_scales(name: str, scales: Tensor, *, signed: bool = False) -> Tensor:
+    """Returns scales in float32. Raises LoadError if one is not finite, or is negative and not `signed`."""
     scales = scales.float()
-    wrong = ~(scales.isfinite() & (scales >= 0))
+    wrong = ~(scales.isfinite() & (scales >= 0)) if not signed else ~scales.isfinite()
     if bool(wrong.any()):
         raise LoadError(f"{name}: the checkpoint has a scale of {float(scales[wrong].flatten()[0])}")
     return scales

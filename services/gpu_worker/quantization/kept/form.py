@@ -31,6 +31,11 @@ class KeptTensor(NamedTuple):
     def is_one_number(self) -> bool:
         return not self.rows and self.inputs is None
 
+    @property
+    def is_order(self) -> bool:
+        """It says which inputs the columns of a matrix are: matrices do not share it, and ranks do not cut it."""
+        return not self.rows and self.inputs is not None
+
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         columns = () if self.inputs is None else (-(-inputs // self.inputs),)
         return (*((outputs,) if self.rows else ()), *columns)

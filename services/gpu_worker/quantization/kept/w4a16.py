@@ -9,7 +9,7 @@ A weight [outputs, inputs] is (code - zero) * scale, with codes from 0 to 15. It
 - `zeros`, as many as scales, if `zeros` is a dtype: uint8 for whole ones, one to a byte, so that 16 fits as well as 0;
   a float dtype for others. Without them every zero is 8. A weight of code * scale + offset has the zero
   -offset / scale; where its scale is 0, it is code 0 with the scale -offset and the zero 1.
-- `order` int32 [inputs], if `order` is a name: columns of codes are those of these inputs (act order). The name is the
+- `order` int32 [inputs], if `order` is a name: which input each column of the codes is (act order). The name is the
   matrix's, so that no two matrices fuse.
 
 Groups are of `group` columns side by side, of which the last may be incomplete. Kernels know groups of 32, 64, 128 and
@@ -23,10 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
 from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
 
-CODES, SCALES, ZEROS, ORDER = "codes", "scales", "zeros", "order"
+CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 MIDDLE = 8  # the zero of weights without zeros
 
 
@@ -46,17 +47,14 @@ class W4A16:
         if self.zeros is not None:
             made[ZEROS] = KeptTensor(self.zeros, inputs=self.group)
         if self.order:
-            made[ORDER] = KeptTensor(torch.int32, rows=False, inputs=1)
+            made[act_order.ORDER] = act_order.TENSOR
         return made
 
     def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
         values = unpack(kept[CODES], inputs).float()
         values -= MIDDLE if self.zeros is None else expand(kept[ZEROS].float(), self.group, inputs)
         values *= expand(kept[SCALES].float(), self.group, inputs)
-        if self.order:
-            columns = kept[ORDER].argsort(-1)  # of each input
-            values = values.gather(-1, columns[..., None, :].expand_as(values))
-        return values.to(dtype)
+        return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
 
     def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         return x
@@ -70,8 +68,7 @@ class W4A16:
         if self.zeros is not None:
             kept[ZEROS].fill_(MIDDLE)
         if self.order:
-            order = kept[ORDER]
-            order.copy_(torch.arange(order.shape[-1], device=order.device).expand_as(order))
+            act_order.fill(kept[act_order.ORDER])
 
 
 def pack(codes: Tensor) -> Tensor:

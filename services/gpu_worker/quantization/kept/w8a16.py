@@ -1,4 +1,7 @@
-"""`W8A16`: integers of 8 bits or e4m3 with scales and zeros; inputs stay as they are."""
+"""`W8A16`: integers of 8 bits or e4m3 with scales and zeros; inputs stay as they are.
+
+With `order` it has a tensor of that name, as `W4A16`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
 from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, uniform_scale
 
@@ -22,19 +26,22 @@ class W8A16:
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: bool = False  # each scale has a zero, in its dtype
     scales: torch.dtype = torch.float32  # as the file has them
+    order: str = ""  # the name of a matrix whose columns are in another order than inputs
     name = "W8A16"
     multiplies_on_host = False
 
     def tensors(self) -> Mapping[str, KeptTensor]:
         scales = KeptTensor(self.scales, inputs=self.group)
         made = {CODES: KeptTensor(self.codes, inputs=1), SCALES: scales}
-        return made | ({ZEROS: scales} if self.zeros else {})
+        made |= {ZEROS: scales} if self.zeros else {}
+        return made | ({act_order.ORDER: act_order.TENSOR} if self.order else {})
 
     def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
         values = kept[CODES].float()
         if self.zeros:
             values -= expand(kept[ZEROS].float(), self.group, inputs)
-        return values.mul_(expand(kept[SCALES].float(), self.group, inputs)).to(dtype)
+        values *= expand(kept[SCALES].float(), self.group, inputs)
+        return (act_order.of_inputs(values, kept) if self.order else values).to(dtype)
 
     def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         return x
@@ -51,3 +58,5 @@ class W8A16:
             kept[SCALES].fill_(uniform_scale(0, 255))
         if self.zeros:
             kept[ZEROS].fill_(MIDDLE if self.codes == torch.uint8 else 0)
+        if self.order:
+            act_order.fill(kept[act_order.ORDER])

@@ -1,0 +1,99 @@
+"""AutoRound: `quant_method` auto-round, whose files are GPTQ's (its first version) or AWQ's (gemm).
+
+`packing_format` (in older files `backend`) names one of them. `extra_config` has other settings of some matrices, by
+name or by a regular expression; 16 bits are none. `block_name_to_quantize`, or `to_quant_block_names`, has prefixes of
+the names that are quantized; others are if `extra_config` has them. Documented in AutoRound (docs/step_by_step.md,
+auto_round/export) and in transformers (`AutoRoundConfig`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
+from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
+from blockyard.services.gpu_worker.quantization.formats.integers import group_of, is_outside
+from blockyard.services.gpu_worker.quantization.formats.settings import read
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, compile_regex, variants
+from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
+
+NOT_QUANTIZED = 16  # bits
+AWQ = "awq"
+_MARKS = frozenset("*+?[(|^$\\")  # of a regular expression
+
+Names = str | list[str | list[str]]
+
+
+class AutoRoundSettings(msgspec.Struct, frozen=True):
+    """The fields of quantization_config that count."""
+
+    bits: int = 4
+    group_size: int = 128
+    sym: bool = True
+    data_type: str = "int"
+    packing_format: str = ""
+    backend: str = ""
+    extra_config: dict[str, dict[str, Any]] = {}
+    block_name_to_quantize: Names = []
+    to_quant_block_names: Names = []
+
+    def __post_init__(self) -> None:
+        if self.bits >= NOT_QUANTIZED:
+            return
+        group_of(self.group_size, self.bits)
+        if self.data_type != "int":
+            raise ValueError(f"data_type {self.data_type!r}: only int is supported")
+
+
+class AutoRoundScheme:
+    """Implements `Scheme`."""
+
+    def __init__(self, said: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """dtype: of the model. Raises ConfigError for settings that it does not know."""
+        self._said, self._dtype = dict(said), dtype
+        self._settings = own = read(said, AutoRoundSettings)
+        self._blocks = NamePatterns([*_flat(own.block_name_to_quantize), *_flat(own.to_quant_block_names)])
+        self._has_blocks = bool(own.block_name_to_quantize or own.to_quant_block_names)
+        self._rules = {key: compile_regex(key, key) for key in own.extra_config if not _MARKS.isdisjoint(key)}
+        self._schemes: dict[tuple[int, int, bool], Scheme] = {}
+
+    def patterns(self) -> list[NamePatterns]:
+        return [self._blocks]
+
+    def stored(self, matrix: Matrix) -> StoredMatrix | None:
+        rule = self._find_rule(matrix.name)
+        if rule is None:
+            if is_outside(matrix.name) or (self._has_blocks and not self._blocks.match(matrix.name)):
+                return None
+            rule = {}
+        own = read(self._said | dict(rule), AutoRoundSettings)
+        if own.bits >= NOT_QUANTIZED:
+            return None
+        return self._scheme(own).stored(matrix)
+
+    def _find_rule(self, name: str) -> Mapping[str, Any] | None:
+        names, rules = variants(name), self._settings.extra_config
+        for one in names:
+            if one in rules:
+                return rules[one]
+        for key, pattern in self._rules.items():
+            if any(pattern.fullmatch(one) for one in names):
+                return rules[key]
+        return None
+
+    def _scheme(self, own: AutoRoundSettings) -> Scheme:
+        key = own.bits, own.group_size, own.sym
+        if key not in self._schemes:
+            said = {"bits": own.bits, "group_size": own.group_size, "sym": own.sym, "zero_point": not own.sym}
+            make = AwqScheme if AWQ in f"{own.packing_format} {own.backend}" else GptqScheme
+            self._schemes[key] = make(said | {"lm_head": True}, self._dtype)
+        return self._schemes[key]
+
+
+def _flat(names: Names) -> list[str]:
+    """Names of a list, of lists, or with commas between them."""
+    if isinstance(names, str):
+        return [one.strip() for one in names.split(",")]
+    return [one for some in names for one in ([some] if isinstance(some, str) else some)]
