@@ -32,6 +32,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptForm,
     KeptLinear,
     KeptTensor,
+    fits_host,
     is_dequantized_on,
     kinds,
 )
@@ -80,7 +81,7 @@ class QuantizedFormat:
         if isinstance(form, Dequantized):
             table.note("dequantized at load", name)
             return UnquantizedLinear(memory[WEIGHT], bias)
-        _note_host(table, form, name)
+        _note_host(table, form, name, (inputs, outputs))
         return KeptLinear(form, memory, (inputs, outputs), table.dtype, bias)
 
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
@@ -106,7 +107,7 @@ class QuantizedFormat:
         if isinstance(form, Dequantized):
             table.note("dequantized at load", name)
             return UnquantizedExperts(memory[WEIGHT], bias)
-        _note_host(table, form, name)
+        _note_host(table, form, name, (inputs, outputs))
         return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
 
     def _of_expert(self, spec: ExpertSpec, number: int, dtype: torch.dtype) -> list[StoredMatrix | None]:
@@ -256,6 +257,6 @@ def _as_bytes(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return target, value
 
 
-def _note_host(table: WeightTable, form: KeptForm, name: str) -> None:
-    if is_dequantized_on(table.device, form):
+def _note_host(table: WeightTable, form: KeptForm, name: str, shape: tuple[int, int]) -> None:
+    if is_dequantized_on(table.device, form) and not fits_host(form, shape, table.dtype):
         table.note(f"{form.name} weights, dequantized because the CPU has no product of them", name)

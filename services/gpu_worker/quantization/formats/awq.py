@@ -88,7 +88,7 @@ class AwqScheme:
             check_sizes(matrix, inputs=group)
             group = None if group == matrix.inputs else group
         if version == MARLIN:
-            return marlin.stored(matrix, group, self._dtype, marlin.Keys(CODES, SCALES))
+            return marlin.stored(matrix, group, self._dtype, marlin.MarlinKeys(CODES, SCALES))
         own = Integers(bits=BITS, group=group, zeros=said.zero_point)
         return _PACKINGS[version](matrix, own, self._dtype)
 

@@ -36,17 +36,17 @@ RUN = 64  # outputs of four tiles
 CODES_OF_WORD = 8
 
 
-class Keys(NamedTuple):
+class MarlinKeys(NamedTuple):
     """What the tensors of a matrix are called."""
 
     codes: str = "B"
     scales: str = "s"
 
 
-KEYS = Keys()
+KEYS = MarlinKeys()
 
 
-def stored(matrix: Matrix, group: int | None, dtype: torch.dtype, keys: Keys) -> StoredMatrix:
+def stored(matrix: Matrix, group: int | None, dtype: torch.dtype, keys: MarlinKeys) -> StoredMatrix:
     """group: see `Integers`. dtype: of the model."""
     check_sizes(matrix, inputs=TILE if group is None else math.lcm(TILE, group), outputs=RUN)
     own = Integers(bits=4, group=group, zeros=False)
@@ -58,7 +58,7 @@ def stored(matrix: Matrix, group: int | None, dtype: torch.dtype, keys: Keys) ->
     return stored_matrix(matrix, own, dtype, tensors, partial(_to_kept, matrix, own, keys))
 
 
-def _to_kept(matrix: Matrix, own: Integers, keys: Keys, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _to_kept(matrix: Matrix, own: Integers, keys: MarlinKeys, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     scales = check_scales(matrix.tensor(keys.scales), tensors[keys.scales], signed=True)
     codes = unpack(as_bytes(tensors[keys.codes]), own.bits)
     # of four tiles: a lane's output and pair of inputs, the tile, an input of the pair, halves of outputs and of inputs

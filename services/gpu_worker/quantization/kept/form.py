@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +68,20 @@ class KeptForm(Protocol):
         """Writes dummy weights: what they stand for has a standard deviation of DUMMY_SCALE."""
 
 
+@runtime_checkable
+class HostForm(Protocol):
+    """A form of which the CPU multiplies some weights without making numbers of them all."""
+
+    def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
+        """Whether it multiplies those of this shape, inputs and outputs, in a model of this dtype."""
+
+    def for_host(self, kept: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """The tensors that it multiplies, made once."""
+
+    def host_product(self, x: Tensor, packed: Mapping[str, Tensor]) -> Tensor | None:
+        """As `product`, of these tensors. None: for so many rows it is quicker to dequantize."""
+
+
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
     """Shapes and dtypes of the tensors by name, of experts with their number in `lead`."""
     return {
@@ -94,6 +108,7 @@ class KeptLinear:
         self._kept = dict(kept)
         self.size_bytes = sum(one.nbytes for one in kept.values())
         self._dense: UnquantizedLinear | None = None  # on the CPU, if the form is not multiplied as it is
+        self._packed: dict[str, Tensor] = {}  # on the CPU, see `HostForm`
 
     @property
     def form(self) -> str | None:
@@ -104,7 +119,14 @@ class KeptLinear:
         return self.kept_form.dequantize(self._kept, self.shape[0], self._dtype)
 
     def prepare(self) -> None:
-        if self._dense is None and is_dequantized_on(next(iter(self._kept.values())).device, self.kept_form):
+        if self._dense is not None or self._packed:
+            return
+        form, device = self.kept_form, next(iter(self._kept.values())).device
+        if device.type == "cpu" and fits_host(form, self.shape, self._dtype):
+            assert isinstance(form, HostForm)
+            self._packed = form.for_host(self._kept, self.shape)
+            self.size_bytes = sum(one.nbytes for one in self._packed.values())
+        elif is_dequantized_on(device, form):
             self._dense = UnquantizedLinear(self.dequantized(), self._bias)
             self._dense.prepare()
             self.size_bytes = self._dense.size_bytes
@@ -114,16 +136,29 @@ class KeptLinear:
     def apply(self, x: Tensor) -> Tensor:
         if self._dense is not None:
             return self._dense.apply(self.kept_form.round_inputs(x, self._kept))
-        out = self.kept_form.product(x, self._kept)
+        out = self._product(x)
         if out is None:
             return F.linear(self.kept_form.round_inputs(x, self._kept), self.dequantized(), self._bias)
         return out if self._bias is None else out.add_(self._bias)
 
+    def _product(self, x: Tensor) -> Tensor | None:
+        if self._packed:
+            assert isinstance(self.kept_form, HostForm)
+            return self.kept_form.host_product(x, self._packed)
+        return self.kept_form.product(x, self._kept)
+
     def tensors(self) -> dict[str, Tensor]:
-        return self._kept | ({} if self._dense is None else self._dense.tensors())
+        packed = {f"packed.{name}": one for name, one in self._packed.items()}
+        return self._kept | packed | ({} if self._dense is None else self._dense.tensors())
 
     def replace(self, name: str, tensor: Tensor) -> None:
         self._kept[name] = tensor
+
+
+def fits_host(form: KeptForm, shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether the CPU multiplies weights of this form, shape (inputs and outputs) and model without making numbers of
+    them all."""
+    return isinstance(form, HostForm) and form.fits_host(shape, dtype)
 
 
 def is_dequantized_on(device: torch.device, form: KeptForm) -> bool:

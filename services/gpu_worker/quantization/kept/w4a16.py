@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.kept import act_order
+from blockyard.services.gpu_worker.quantization.kept import act_order, host_w4
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
 from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
 
@@ -33,7 +33,7 @@ MIDDLE = 8  # the zero of weights without zeros
 
 @dataclass(frozen=True, slots=True)
 class W4A16:
-    """Implements `KeptForm`. The module says what its tensors hold."""
+    """Implements `KeptForm` and `HostForm`. The module says what its tensors hold."""
 
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: torch.dtype | None = None  # uint8, or a float dtype; None: every zero is 8
@@ -61,6 +61,22 @@ class W4A16:
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         return None
+
+    def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
+        return host_w4.fits(self.group, shape, dtype)
+
+    def for_host(self, kept: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+        scales, zeros = kept[SCALES].float(), kept[ZEROS].float() if self.zeros is not None else None
+        if self.group is None:
+            scales, zeros = scales[:, None], None if zeros is None else zeros[:, None]
+        zeros = torch.full_like(scales, MIDDLE) if zeros is None else zeros
+        made = host_w4.pack(unpack(kept[CODES], shape[0]), scales, zeros)
+        return made | ({act_order.ORDER: kept[act_order.ORDER]} if self.order else {})
+
+    def host_product(self, x: Tensor, packed: Mapping[str, Tensor]) -> Tensor | None:
+        if len(x) > host_w4.MOST_ROWS:
+            return None
+        return host_w4.product(x[:, packed[act_order.ORDER]] if self.order else x, packed)
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_codes(kept[CODES], generator)

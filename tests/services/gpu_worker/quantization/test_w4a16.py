@@ -1,5 +1,7 @@
 """Weights kept in 4 bits against their definition, number by number."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,3 +86,42 @@ def test_packing(inputs: int) -> None:
     packed = pack(codes)
     assert packed.shape == (2, 3, (inputs + 1) // 2)
     assert torch.equal(unpack(packed, inputs), codes.to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "form", [W4A16(scales=torch.float32), *(W4A16(one, zeros=torch.uint8) for one in (32, 64, 128, 256))]
+)
+@pytest.mark.parametrize("order", ["", "a"])
+@pytest.mark.parametrize("rows", [1, 3, 64, 65])
+def test_products_of_the_cpu(form: W4A16, order: str, rows: int) -> None:
+    """Against float64: scales, offsets and results are rounded to bfloat16."""
+    form, inputs = replace(form, order=order), 512
+    assert form.fits_host((inputs, 48), torch.bfloat16)
+    kept = draw(form, (), 48, inputs)
+    linear = KeptLinear(form, kept, (inputs, 48), torch.bfloat16, bias := torch.randn(48).bfloat16())
+    linear.prepare()
+    assert linear.size_bytes < 48 * inputs
+    x = torch.randn(rows, inputs).bfloat16()
+    numbers, got = form.dequantize(kept, inputs, torch.float64), linear.apply(x)
+    assert got.dtype == torch.bfloat16
+    want = x.double() @ numbers.t() + bias
+    most = 2**-8 * (x.double().abs() @ numbers.abs().t() + bias.abs())
+    assert ((got.double() - want).abs() < most).all()
+    assert float((got.double() - want).std() / want.std()) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "dtype"),
+    [
+        (W4A16(16), (64, 16), torch.bfloat16),
+        (W4A16(32), (48, 16), torch.bfloat16),
+        (W4A16(32), (64, 24), torch.bfloat16),
+        (W4A16(), (48, 16), torch.bfloat16),
+        (W4A16(32), (64, 16), torch.float32),
+    ],
+)
+def test_what_the_cpu_does_not_multiply_is_dequantized(form: W4A16, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    assert not form.fits_host(shape, dtype)
+    linear = KeptLinear(form, draw(form, (), *shape[::-1]), shape, dtype)
+    linear.prepare()
+    assert linear.size_bytes == shape[0] * shape[1] * dtype.itemsize
