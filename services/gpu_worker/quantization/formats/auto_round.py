@@ -1,9 +1,10 @@
-"""AutoRound: `quant_method` auto-round, whose files are GPTQ's (its first version) or AWQ's (gemm).
+"""AutoRound: `quant_method` auto-round, whose files are GPTQ's or AWQ's (gemm).
 
-`packing_format` (in older files `backend`) names one of them. `extra_config` has other settings of some matrices, by
-name or by a regular expression; 16 bits are none. `block_name_to_quantize`, or `to_quant_block_names`, has prefixes of
-the names that are quantized; others are if `extra_config` has them. Documented in AutoRound (docs/step_by_step.md,
-auto_round/export) and in transformers (`AutoRoundConfig`).
+`packing_format` (in older files `backend`) names one of them: with "awq" in it AWQ's, with "gptq" the first version of
+GPTQ's, as without any, and otherwise (auto_round, auto_round:gptqmodel) the second one. `extra_config` has other
+settings of some matrices, by name or by a regular expression; 16 bits are none. `block_name_to_quantize`, or
+`to_quant_block_names`, has prefixes of the names that are quantized; others are if `extra_config` has them. Documented
+in AutoRound (docs/step_by_step.md, auto_round/export) and in transformers (`AutoRoundConfig`).
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,14 @@ import msgspec
 import torch
 
 from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
-from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
+from blockyard.services.gpu_worker.quantization.formats.gptq import FIRST, SECOND, GptqScheme
 from blockyard.services.gpu_worker.quantization.formats.integers import group_of, is_outside
 from blockyard.services.gpu_worker.quantization.formats.settings import read
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, compile_regex, variants
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
 
 NOT_QUANTIZED = 16  # bits
-AWQ = "awq"
+AWQ, GPTQ, GPTQ_MODEL = "awq", "gptq", "gptqmodel"  # in packing_format
 _MARKS = frozenset("*+?[(|^$\\")  # of a regular expression
 
 Names = str | list[str | list[str]]
@@ -86,9 +87,13 @@ class AutoRoundScheme:
     def _scheme(self, own: AutoRoundSettings) -> Scheme:
         key = own.bits, own.group_size, own.sym
         if key not in self._schemes:
-            said = {"bits": own.bits, "group_size": own.group_size, "sym": own.sym, "zero_point": not own.sym}
-            make = AwqScheme if AWQ in f"{own.packing_format} {own.backend}" else GptqScheme
-            self._schemes[key] = make(said | {"lm_head": True}, self._dtype)
+            packing = own.packing_format or own.backend or GPTQ
+            said = {"bits": own.bits, "group_size": own.group_size, "lm_head": True}
+            if AWQ in packing:
+                self._schemes[key] = AwqScheme(said | {"zero_point": not own.sym}, self._dtype)
+            else:
+                version = FIRST if GPTQ in packing and GPTQ_MODEL not in packing else SECOND
+                self._schemes[key] = GptqScheme(said | {"sym": own.sym, "checkpoint_format": version}, self._dtype)
         return self._schemes[key]
 
 

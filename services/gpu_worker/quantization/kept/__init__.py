@@ -10,4 +10,6 @@ A form is one file with one frozen dataclass that has the methods of `form.KeptF
 4. `round_inputs` rounds what it multiplies, where inputs are quantized, too: each row by itself.
 5. `product` is a faster product than that of dequantized weights, or None. For tuned kernels of a GPU, add a class by
    the form's name to `FORMS` in linear_tuning/products.py.
+6. The CPU dequantizes weights once, unless the form has the methods of `form.HostForm`, too.
+7. Columns may be in an order of their own (`act_order`). The matrix's name is then in the form, so that nothing fuses.
 """

@@ -2,16 +2,17 @@
 
 A weight is (code - 8) * scale + offset there, with scales and offsets of groups in the dtype of the inputs; offsets are
 (8 - zero) * scale. They are rounded to bfloat16, as the whole weight is where it is dequantized. In float32 torch has
-no quick product. Microseconds of all layers of a Qwen3-0.6B block (1024 x 4096, 2048 x 1024, 1024 x 6144, 3072 x 1024),
-one thread (AMD EPYC, AVX-512, torch 2.13), medians of pairs on a machine that is in use:
+no quick product. Microseconds of the layers of a Qwen3-0.6B block (1024 x 4096, 2048 x 1024, 1024 x 6144, 3072 x 1024)
+together, one thread (AMD EPYC, AVX-512, torch 2.13), medians of runs in turn on a machine that is in use:
 
-    rows   bfloat16   4 bits, groups of 128
-    1        8,700          2,800
-    4        7,500          5,400
-    16      10,100         20,000
-    64      32,800         67,000
+    rows   bfloat16   4 bits, groups of 128   dequantized each time
+    1        6,400          2,500
+    4        5,700          4,200
+    16       9,100         15,300
+    64      25,200         43,700                  101,000
+    256     55,700                               125,000
 
-For more rows weights are dequantized for each product, which takes as long as about as many rows.
+So above MOST_ROWS the weights are dequantized for each product.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ CODES, SCALES = "codes", "scales_and_offsets"
 GROUPS = (256, 128, 64, 32)  # of inputs that torch knows
 OUTPUTS = 16  # a multiple of these
 MIDDLE = 8
-MOST_ROWS = 64
+MOST_ROWS = 128
 
 
 def fits(group: int | None, shape: tuple[int, int], dtype: torch.dtype) -> bool:

@@ -63,10 +63,15 @@ def test_wrong_settings_are_refused(fields: dict[str, Any], error: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "packing", [{}, {"backend": "auto_round:gptq:exllamav2"}, {"packing_format": "auto_round:auto_awq"}]
+    "packing",
+    [
+        *({}, {"backend": "auto_round:gptq:exllamav2"}, {"packing_format": "auto_round:auto_awq"}),
+        *({"packing_format": "auto_round"}, {"packing_format": "auto_round:gptqmodel"}),
+    ],
 )
 def test_logits(tmp_path: Path, packing: dict[str, str]) -> None:
-    is_awq = "awq" in str(packing)
+    name = packing.get("packing_format", "auto_round:auto_gptq")
+    is_awq, less = "awq" in name, int(name == "auto_round:auto_gptq")
 
     def store(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         if not is_projection(name) or name.endswith("k_proj"):
@@ -79,7 +84,7 @@ def test_logits(tmp_path: Path, packing: dict[str, str]) -> None:
             turn = [0, 2, 4, 6, 1, 3, 5, 7]
             words = [pack_words(one.t().unflatten(1, (-1, 8))[..., turn].flatten(1), 4) for one in (codes, zeros)]
         else:
-            words = [pack_words(codes, 4).t(), pack_words(zeros.t() - 1, 4)]
+            words = [pack_words(codes, 4).t(), pack_words(zeros.t() - less, 4)]
         own = {"qweight": words[0], "qzeros": words[1], "scales": scales.t()}
         return {f"{name}.{key}": value for key, value in own.items()}, numbers
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear, kinds
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16, pack, unpack
+from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 
 FORMS = [
     W4A16(),
@@ -92,7 +93,7 @@ def test_packing(inputs: int) -> None:
     "form", [W4A16(scales=torch.float32), *(W4A16(one, zeros=torch.uint8) for one in (32, 64, 128, 256))]
 )
 @pytest.mark.parametrize("order", ["", "a"])
-@pytest.mark.parametrize("rows", [1, 3, 64, 65])
+@pytest.mark.parametrize("rows", [1, 3, 128, 129])
 def test_products_of_the_cpu(form: W4A16, order: str, rows: int) -> None:
     """Against float64: scales, offsets and results are rounded to bfloat16."""
     form, inputs = replace(form, order=order), 512
@@ -108,6 +109,27 @@ def test_products_of_the_cpu(form: W4A16, order: str, rows: int) -> None:
     most = 2**-8 * (x.double().abs() @ numbers.abs().t() + bias.abs())
     assert ((got.double() - want).abs() < most).all()
     assert float((got.double() - want).std() / want.std()) < 0.01
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+def test_products_of_8_bits_of_the_cpu(rows: int) -> None:
+    codes, scales = torch.randint(-128, 128, (40, 192), dtype=torch.int8), (torch.rand(40) * 0.01).half()
+    form, kept = W8A16(torch.int8, scales=torch.float16), {"codes": codes, "scales": scales}
+    linear = KeptLinear(form, kept, (192, 40), torch.bfloat16)
+    linear.prepare()
+    assert linear.size_bytes == 40 * 192 + 2 * 40
+    x = torch.randn(rows, 192).bfloat16()
+    numbers, got = codes.double() * scales.double()[:, None], linear.apply(x)
+    assert got.dtype == torch.bfloat16
+    assert ((got.double() - x.double() @ numbers.t()).abs() < 2**-7 * (x.double().abs() @ numbers.abs().t())).all()
+    for other in (
+        W8A16(torch.uint8),
+        W8A16(torch.int8, 8),
+        W8A16(torch.int8, zeros=True),
+        W8A16(torch.int8, order="a"),
+    ):
+        assert not other.fits_host((192, 40), torch.bfloat16)
+    assert not form.fits_host((72, 40), torch.bfloat16)
 
 
 @pytest.mark.parametrize(
