@@ -53,6 +53,7 @@ class ResponsesEvents:
         self._pieces: list[str] = []  # of the open item
         self._has_message = False  # a message is open
         self._held: list[TextLogprobs] = []  # of tokens whose text has not come yet
+        self._call_ended = False  # by the event before
         self._is_cut = False
 
     def choice(self, index: int, prompt_ids: list[int] | None) -> "ResponsesEvents":
@@ -71,8 +72,9 @@ class ResponsesEvents:
         return self._event(b"response.created", shown) + self._event(b"response.in_progress", shown)
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
-        data = b""
-        if fields.logprobs:
+        data, behind_call = b"", self._call_ended
+        self._call_ended = part is not None and part.kind is PartKind.CALL_END
+        if fields.logprobs and not (behind_call and part is None):  # those are of the call's end
             self._held += fields.logprobs
         if part is not None and (part.text or part.kind is not PartKind.CONTENT):
             data = self._part(part)
@@ -96,17 +98,16 @@ class ResponsesEvents:
 
     def _part(self, part: Part) -> bytes:
         items, data = self._items, b""
+        held, self._held = self._held, []  # they are of this part, and not of an item before it
         if not items.goes_on(part):
             if items.open is not None:
                 data = self._close(items.open, COMPLETED)
             data += self._open(items.begin(part))
         assert items.open is not None
         logprobs: list[ContentToken] | None = None
-        if self._held:
-            if items.open.kind is MessageItem:
-                logprobs = content_tokens(self._held, self._options)
-                items.open.logprobs += logprobs
-            self._held = []
+        if held and items.open.kind is MessageItem:
+            logprobs = content_tokens(held, self._options)
+            items.open.logprobs += logprobs
         if part.kind is PartKind.CALL_END:
             return data + self._close(items.open, COMPLETED)
         if part.kind is PartKind.CALL:

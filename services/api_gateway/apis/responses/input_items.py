@@ -65,10 +65,7 @@ def read_input(
     else:
         for i, item in enumerate(given):
             reader.read(item, i)
-    try:
-        return msgspec.json.encode(reader.finish())
-    except RecursionError as e:
-        raise RequestError("the arguments of a call are nested too deeply", "input") from e
+    return msgspec.json.encode(reader.finish())
 
 
 class _InputReader:

@@ -176,7 +176,7 @@ async def test_logprobs_are_of_the_text(rig) -> None:
     async with rig() as r, client(r.url) as c:
         whole = await c.responses.create(**asked(**fields))
         events = await events_of(c, **fields)
-    [item] = items_of(events)
+    assert len(items_of(events)) == 1
     shown = whole.output[0].to_dict()["content"][0]["logprobs"]
     assert [(one["token"], one["logprob"], len(one["top_logprobs"])) for one in shown] == [
         ("a", -1.5, 2),
