@@ -287,7 +287,8 @@ def test_what_clients_send_and_what_has_no_effect(parse) -> None:
     parsed = parse(
         store=True, service_tier="auto", background=False, previous_response_id=None, stream_options={}, stream=True,
         context_management=[], prompt_cache_retention="24h", client_metadata={"a": "b"},
-        include=["file_search_call.results"], prompt_cache_options={"mode": "implicit"}, access_programs={}, image={}, new_field=1,
+        include=["file_search_call.results"], prompt_cache_options={"mode": "implicit"},
+        access_programs={}, image={}, new_field=1,
     )  # fmt: skip
     assert parsed.ignored == ["new_field"]
 
