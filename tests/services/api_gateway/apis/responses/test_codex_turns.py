@@ -1,6 +1,7 @@
-"""Turns of a coding agent: each sends the whole history, and its prompt begins with the whole prompt of the turn before."""
+"""Turns of a coding agent: each sends the whole history, and its prompt begins with that of the turn before."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,17 @@ TOOLS: list[dict[str, Any]] = [
         "tools": [{"type": "function", "name": "read", "description": "Reads.", "parameters": {"type": "object"}}],
     },
 ]
+
+
+def call(name: str, arguments: dict[str, Any]) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
 ANSWERS = [
-    '<think>Look first.</think>I look.\n<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>',
-    '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin Patch\\n+x\\n*** End Patch\\n"}}\n</tool_call>'
-    '\n<tool_call>\n{"name": "read", "arguments": {"page": 1}}\n</tool_call>',
-    '<tool_call>\n{"name": "tool_search", "arguments": {"query": "lint"}}\n</tool_call>',
-    '<think>All found.</think><tool_call>\n{"name": "lint", "arguments": {}}\n</tool_call>',
+    "<think>Look first.</think>I look.\n" + call("exec_command", {"cmd": "ls"}),
+    call("apply_patch", {"input": "*** Begin Patch\n+x\n*** End Patch\n"}) + "\n" + call("read", {"page": 1}),
+    call("tool_search", {"query": "lint"}),
+    "<think>All found.</think>" + call("lint", {}),
     "<think>So.</think>Done.",
     "Welcome.",
 ]
@@ -144,7 +150,7 @@ async def test_each_prompt_begins_with_the_one_before(rig, keeps_content: bool) 
                 items.append(message("user", "Thanks."))
         prompts = [rendered(frame) for frame in r.ring.frames(Tokenize)]
     assert len(prompts) == len(ANSWERS)
-    for before, after in zip(prompts, prompts[1:], strict=False):
+    for before, after in pairwise(prompts):
         assert after.startswith(before.removesuffix("<|im_start|>assistant\n")) and len(after) > len(before)
     assert "ran exec_command" in prompts[-1] and '"lint"' in prompts[-1] and '"lint"' not in prompts[2]
     reasoning = [json.loads(f.messages)[3].get("reasoning_content") for f in r.ring.frames(Tokenize)[1:]]
