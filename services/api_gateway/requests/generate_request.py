@@ -80,6 +80,7 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
+    drops_turns: bool = False  # the oldest turns of a conversation that does not fit
     ignored: tuple[str, ...] = ()  # what was left out, such as tools that this server does not run; clients are told
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:

@@ -59,7 +59,9 @@ def _parse(
         chat_template=request.chat_template,
         add_special_tokens=request.add_special_tokens,
     )
-    fields = generation_fields(request, truncate_prompt_tokens=_kept_tokens(request, asked, card))
+    fields, drops_turns = generation_fields(request), request.truncation == "auto"
+    if drops_turns:
+        prompt = msgspec.structs.replace(prompt, max_tokens=_room(asked, card.max_model_len))
     grammar, options = _grammar(request, fields, card), _options(request, card, config, tools, name)
     output, thinks = read_output_form(tools.use, formats), not says_no_thinking(kwargs)
     options = replace(
@@ -68,7 +70,7 @@ def _parse(
         custom_tools=tuple(one.tool.name for one in tools.offered if one.tool.kind == "custom"),
     )
     parsed = conversation_request(fields, options, card, prompt, asked, tools.use, output, formats, grammar, thinks)
-    return replace(parsed, prompt_field="input", ignored=tuple(tools.ignored))
+    return replace(parsed, prompt_field="input", drops_turns=drops_turns, ignored=tuple(tools.ignored))
 
 
 def _template_fields(request: ResponsesRequest) -> dict[str, Any]:
@@ -78,11 +80,8 @@ def _template_fields(request: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _kept_tokens(request: ResponsesRequest, asked: int | None, card: ModelCard) -> int | None:
-    """How many of the prompt's last ids are kept; None: all."""
-    if request.truncate_prompt_tokens is not None or request.truncation != "auto":
-        return request.truncate_prompt_tokens
-    context = card.max_model_len
+def _room(asked: int | None, context: int) -> int:
+    """How many tokens a prompt may have that can be shortened. `asked` are those of the answer."""
     return max(1, context - min(asked or context // AUTO_SHARE, context // 2))
 
 

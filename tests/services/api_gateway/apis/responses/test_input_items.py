@@ -278,9 +278,14 @@ def test_sampling_is_that_of_chat_completions(parse) -> None:
 
 
 def test_truncation_leaves_room_for_the_answer(parse) -> None:
-    assert parse(truncation="disabled").request.truncate is None
-    assert parse(truncation="auto", max_output_tokens=100).request.truncate == 156  # of 256
-    assert parse(truncation="auto").request.truncate == 224
+    def room(**fields: Any) -> tuple[bool, int]:
+        request = parse(**fields).request
+        return request.drops_turns, request.prompts[0].max_tokens
+
+    assert room(truncation="disabled") == room() == (False, 256)
+    assert room(truncation="auto", max_output_tokens=100) == (True, 156)
+    assert room(truncation="auto", max_output_tokens=1000) == (True, 128)
+    assert room(truncation="auto") == (True, 224)
 
 
 def test_what_clients_send_and_what_has_no_effect(parse) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.messages import Generate, ToolDefaults
+from blockyard.shared.token_ids import unpack
 
 PARSERS = ToolDefaults(auto_choice=True, parser="hermes")
 WEBSOCKET = {
@@ -95,3 +96,30 @@ async def test_keep_alives_are_comments(rig) -> None:
     assert ": keep-alive" in text
     numbers = [msgspec.json.decode(one.partition("data: ")[2])["sequence_number"] for one in events]
     assert numbers == list(range(len(events)))
+
+
+async def test_the_oldest_turns_of_a_conversation_that_does_not_fit_are_dropped(rig) -> None:
+    def turns(count: int) -> list[Any]:
+        return [{"role": role, "content": f"{role} {i}"} for i in range(count) for role in ("user", "assistant")]
+
+    last = {"role": "user", "content": "now"}
+    async with rig() as r:
+        for count in range(12):
+            body = {"instructions": "Rules.", "input": [*turns(count), last], "max_output_tokens": 6}
+            status, answer = await r.post(PATH, body | {"truncation": "auto"})
+            assert status == 200 and answer["truncation"] == "auto"
+        sent = [msgspec.json.decode(bytes(unpack(frame.prompt_ids))) for frame in r.ring.frames(Generate)]
+        status, answer = await r.post(PATH, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        status, answer = await r.post(PATH, body | {"truncation": "auto", "input": "x" * 300})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    for count, messages in enumerate(sent):
+        said = [message["content"] for message in messages]
+        assert said[0] == "Rules." and said[-1] == "now" and messages[1]["role"] == "user"
+        everything = ["Rules.", *(one["content"] for one in turns(count)), "now"]
+        assert all(text in everything for text in said) and len(msgspec.json.encode(messages)) <= 250
+        dropped = len(everything) - len(said)
+        if dropped:  # and no more than it takes
+            assert len(msgspec.json.encode(messages)) > 250 - 2 * 45
+        else:
+            assert said == everything
