@@ -148,8 +148,10 @@ async def test_each_prompt_begins_with_the_one_before(rig, keeps_content: bool) 
             if not results:
                 items.append(message("developer", "Cleared.") if place else message("user", "?"))
                 items.append(message("user", "Thanks."))
+        grammars = {frame.grammar.source for frame in r.ring.frames(Tokenize)}
         prompts = [rendered(frame) for frame in r.ring.frames(Tokenize)]
     assert len(prompts) == len(ANSWERS)
+    assert all("Begin" in source and "pattern" in source for source in grammars)  # of patches, where the model decides
     for before, after in pairwise(prompts):
         assert after.startswith(before.removesuffix("<|im_start|>assistant\n")) and len(after) > len(before)
     assert "ran exec_command" in prompts[-1] and '"lint"' in prompts[-1] and '"lint"' not in prompts[2]
