@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.interface import EventFields, Usage
+from blockyard.services.api_gateway.apis.interface import PLAIN, EventFields, Usage
 from blockyard.services.api_gateway.apis.logprobs import ContentToken
 from blockyard.services.api_gateway.apis.openai_fields import encode
 from blockyard.services.api_gateway.apis.responses.output_items import (
@@ -41,6 +41,8 @@ TEXT_EVENTS: dict[type[OutputItem], tuple[bytes, bytes]] = {
     FunctionCallItem: (b"response.function_call_arguments", b"arguments"),
     CustomCallItem: (b"response.custom_tool_call_input", b"input"),
 }
+PIECES = dict.fromkeys(TEXT_EVENTS, PartKind.ARGUMENTS)
+PIECES |= {MessageItem: PartKind.CONTENT, ReasoningItem: PartKind.REASONING}
 
 
 class ResponsesEvents:
@@ -51,7 +53,7 @@ class ResponsesEvents:
         self._next = 0  # sequence number
         self._head = b""  # of an event with a piece of the open item's text, up to that
         self._pieces: list[str] = []  # of the open item
-        self._has_message = False  # a message is open
+        self._goes_on: PartKind | None = None  # parts of this kind are pieces of the open item's text
         self._held: list[TextLogprobs] = []  # of tokens whose text has not come yet
         self._call_ended = False  # by the event before
         self._is_cut = False
@@ -61,7 +63,7 @@ class ResponsesEvents:
         return self
 
     def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes] | None:
-        if not self._has_message:
+        if self._goes_on is not PartKind.CONTENT:
             return None
         self._pieces.append(text)
         number, self._next = self._next, self._next + 1
@@ -72,6 +74,10 @@ class ResponsesEvents:
         return self._event(b"response.created", shown) + self._event(b"response.in_progress", shown)
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
+        if part is not None and fields is PLAIN and part.kind is self._goes_on and part.text and not self._held:
+            self._pieces.append(part.text)  # nearly every token
+            number, self._next = self._next, self._next + 1
+            return b'%b%b,"sequence_number":%d}\n\n' % (self._head, encode(part.text), number)
         data, behind_call = b"", self._call_ended
         self._call_ended = part is not None and part.kind is PartKind.CALL_END
         if fields.logprobs and not (behind_call and part is None):  # those are of the call's end
@@ -120,8 +126,8 @@ class ResponsesEvents:
         return b'%b%b%b,"sequence_number":%d}\n\n' % (data, head, encode(part.text), number)
 
     def _open(self, item: OpenItem) -> bytes:
-        self._pieces, self._has_message = item.pieces, item.kind is MessageItem
-        self._head = self._text_head(item, [])
+        self._pieces, self._head = item.pieces, self._text_head(item, [])
+        self._goes_on = PIECES[item.kind] if self._head else None
         data = self._event(
             b"response.output_item.added", b'"output_index":%d,"item":%b' % (item.index, encode(item.begun()))
         )
@@ -137,7 +143,7 @@ class ResponsesEvents:
             number, self._next = self._next, self._next + 1
             data = b'%b"","sequence_number":%d}\n\n' % (self._text_head(item, logprobs), number)
         text = item.text
-        self._has_message, self._head = False, b""
+        self._goes_on, self._head = None, b""
         if item.kind in TEXT_EVENTS:
             kind, field = TEXT_EVENTS[item.kind]
             all_of_it = b'%b,"%b":%b' % (_place(item), field, encode(text))
