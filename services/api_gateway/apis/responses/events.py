@@ -112,7 +112,7 @@ class ResponsesEvents:
         assert items.open is not None
         logprobs: list[ContentToken] | None = None
         if held and items.open.kind is MessageItem:
-            logprobs = content_tokens(held, self._options)
+            logprobs = content_tokens(held, self._options, part.text)
             items.open.logprobs += logprobs
         if part.kind is PartKind.CALL_END:
             return data + self._close(items.open, COMPLETED)

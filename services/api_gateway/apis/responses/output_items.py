@@ -165,8 +165,17 @@ def item_kind(part: Part, options: ResponseOptions) -> type[OutputItem]:
     return SearchCallItem if part.text == _own(options).search_tool else FunctionCallItem
 
 
-def content_tokens(logprobs: list[TextLogprobs], options: ResponseOptions) -> list[ContentToken]:
-    return chat_logprobs(logprobs, options.num_top).content
+def content_tokens(logprobs: Sequence[TextLogprobs], options: ResponseOptions, text: str = "") -> list[ContentToken]:
+    """Those of the text, which may come behind tokens of markers that are in no text; without a text, all."""
+    first = len(logprobs)
+    if text and options.has_reader and not options.tokens_as_ids:
+        left = len(text.encode("utf-8", "replace"))
+        while first and left > 0:
+            first -= 1
+            left -= len(logprobs[first].token)
+    else:
+        first = 0
+    return chat_logprobs(list(logprobs[first:]), options.num_top).content
 
 
 def end_status(open_item: OpenItem, cut: bool) -> str:
@@ -199,11 +208,11 @@ def whole_items(
         elif part.kind is not PartKind.CALL:
             items.open.pieces.append(part.text)
             if part.kind is PartKind.CONTENT and options.logprobs:
-                items.open.logprobs += content_tokens(list(logprobs[begin:end]), options)
+                items.open.logprobs += content_tokens(logprobs[begin:end], options, part.text)
         begin = end
     if items.open is not None:
         if items.open.kind is MessageItem and options.logprobs:
-            items.open.logprobs += content_tokens(list(logprobs[begin:]), options)
+            items.open.logprobs += content_tokens(logprobs[begin:], options)
         items.end(end_status(items.open, cut))
     return items.done
 

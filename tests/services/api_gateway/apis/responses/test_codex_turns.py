@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.responses import Response
 
 from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
 from blockyard.shared import demo_model
@@ -129,6 +130,7 @@ async def turn(r: Any, items: list[Any]) -> list[dict[str, Any]]:
         assert response.headers["x-blockyard-ignored"] == "tools.web_search"
     events = [msgspec.json.decode(one.partition("data: ")[2]) for one in text.split("\n\n")[:-1]]
     done: list[dict[str, Any]] = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    Response.model_validate(events[-1]["response"])  # with tools of every kind
     assert events[-1]["type"] == "response.completed" and events[-1]["response"]["output"] == done
     return done
 

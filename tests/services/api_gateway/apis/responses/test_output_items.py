@@ -83,10 +83,11 @@ def options(reads: bool, logprobs: bool = False) -> ResponseOptions:
 
 
 def deltas(pieces: Sequence[str], finish: FinishReason, logprobs: bool = False) -> list[TextDelta]:
-    """A token each piece, and one without text at the end."""
+    """A token each piece, and one without text at the end. Log-probabilities tell the tokens apart."""
     made = []
     for i, piece in enumerate([*pieces, ""]):
-        shown = [TextLogprobs(i, b"t%d" % i, -float(i), 1, [i], [b"t"], [-float(i)])] if logprobs else []
+        token = piece.encode() or b"<eos>"
+        shown = [TextLogprobs(i, token, -float(i), 1, [i], [b"t"], [-float(i)])] if logprobs else []
         made.append(TextDelta("r", 0, 0, i, [i], piece, finish if i == len(pieces) else None, logprobs=shown))
     return made
 
@@ -248,10 +249,14 @@ def test_log_probabilities_are_those_of_the_text(name: str, reads: bool) -> None
     text, shown = TEXTS[name], options(reads, logprobs=True)
     for pieces in ([text], list(text), pieces_of(text, random.Random(1))):
         items = check(deltas(pieces, FinishReason.STOP, logprobs=True), shown)
-        tokens = [one["token"] for item in items if item["type"] == "message" for one in item["content"][0]["logprobs"]]
-        assert len(tokens) == len(set(tokens))
+        shown_tokens = [one for i in items if i["type"] == "message" for one in i["content"][0]["logprobs"]]
+        places = [one["logprob"] for one in shown_tokens]
+        assert len(set(places)) == len(places) and places == sorted(places, reverse=True)
+        tokens = [one["token"] for one in shown_tokens]
         if not reads and text:
-            assert tokens == [f"t{i}" for i in range(len(pieces) + 1)]
+            assert tokens == [*pieces, "<eos>"]
+        elif name == "all" and pieces == list(text):
+            assert "".join(tokens) == "Look:Bye<eos>"
 
 
 def test_a_failure_ends_no_item() -> None:
