@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api, Echo
-from blockyard.services.api_gateway.requests.dropped_turns import Conversation
+from blockyard.services.api_gateway.requests.dropped_turns import TOO_LONG, longest_fitting
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
@@ -26,7 +26,6 @@ from blockyard.shared.token_ids import num_ids, unpack
 ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
 
-TOO_LONG = "context_length_exceeded"
 MAX_LOGGED = 8  # prompt lengths in one log line
 # sampling fields in the log line of a request: the temperature, and others that differ from their default
 LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
@@ -113,27 +112,14 @@ class RequestPipeline:
                 e.field = request.prompt_field
             if e.code != TOO_LONG or not request.drops_turns:
                 raise
-            return await self._without_oldest_turns(request, name, tenant, e)
-
-    async def _without_oldest_turns(
-        self, request: GenerateRequest, name: str, tenant: str, too_long: RequestError
-    ) -> list[Tokenized]:
-        """The prompt without as few of its oldest turns as it takes to fit. Raises `too_long` if that does not help."""
+            too_long = e
         [prompt] = request.prompts
-        conversation = Conversation(prompt.messages or b"[]")
-        found, low, high = None, 1, conversation.most_dropped
-        while low <= high:
-            count = (low + high) // 2
-            shorter = msgspec.structs.replace(prompt, messages=conversation.without(count))
-            try:
-                found = await self.tokenizer_client.tokenize(
-                    [shorter], f"{name}-{count}", None, False, request.grammar_field, tenant
-                )
-                high = count - 1
-            except RequestError as e:
-                if e.code != TOO_LONG:
-                    raise
-                low = count + 1
+
+        def shorter(messages: bytes, count: int) -> Awaitable[list[Tokenized]]:
+            asked = msgspec.structs.replace(prompt, messages=messages)
+            return self.tokenizer_client.tokenize([asked], f"{name}-{count}", None, False, grammar_field, tenant)
+
+        found = await longest_fitting(prompt.messages or b"[]", shorter)
         if found is None:
             raise too_long
         return found

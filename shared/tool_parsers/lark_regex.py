@@ -4,7 +4,7 @@ Where a call's arguments are JSON, the text of a custom tool is a string in it, 
 not match: its line breaks are `\\n` there. The `pattern` of a JSON schema is about the text that the string stands for.
 """
 
-import re
+import string
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -13,11 +13,6 @@ import msgspec
 MAX_CHARS = 50_000  # of the expression: rules that are used in many places are written out in each
 MAX_DEPTH = 50  # of rules and brackets in each other
 
-_TOKEN = re.compile(
-    r"""(?P<newline>\n)|(?P<space>[ \t\r\f]+|//[^\n]*)|(?P<string>"(?:\\.|[^"\\\n])*"i?)"""
-    r"""|(?P<regex>/(?:\\.|[^/\\\n])+/[a-z]*)"""
-    r"""|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<number>[0-9]+)|(?P<sign>->|\.\.|[:|()\[\]?*+~.,{}!%])"""
-)
 # rules of Lark's own `common` in frequent use
 _COMMON = {
     "CR": "\\r",
@@ -35,8 +30,11 @@ _COMMON = {
     "WORD": "[a-zA-Z]+",
     "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*",
 }
-# what depends on the text around, or is written in other ways in other languages
-_ASSERTION = re.compile(r"(?<!\[)\^|\$|\\[bBAZzGk1-9pP]|\(\?[=!<P]")
+_LETTERS, _DIGITS, _SIGNS = string.ascii_lowercase, string.digits, ":|()[]?*+~.,{}!%"
+_WORD = string.ascii_letters + string.digits + "_"
+_ESCAPES = frozenset(
+    "nrtfvdswDSWxu0" + string.punctuation
+)  # others are assertions, references, or not in all languages
 _NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
 
 
@@ -51,23 +49,50 @@ Token = tuple[str, str]  # kind and text
 def lark_regex(grammar: str) -> str | None:
     """What the whole of a text must match to be of this grammar; None where no expression says so."""
     try:
-        found = _Rules(_tokens(grammar)).expression("start", ())
-        re.compile(found)
-    except (_NoRegex, re.error, OverflowError):
+        return _Rules(_tokens(grammar)).expression("start", ())
+    except _NoRegex:
         return None
-    return found
 
 
 def _tokens(grammar: str) -> list[Token]:
+    """Raises _NoRegex."""
     found, at = [("newline", "\n")], 0
     while at < len(grammar):
-        match = _TOKEN.match(grammar, at)
-        if match is None or match.lastgroup is None:
+        char, begin = grammar[at], at
+        if char in " \t\r\f":
+            at += 1
+        elif grammar.startswith("//", at):
+            end = grammar.find("\n", at)
+            at = len(grammar) if end < 0 else end
+        elif char in ('"', "/"):
+            at = _closed(grammar, at)
+            while at < len(grammar) and grammar[at] in ("i" if char == '"' else _LETTERS):
+                at += 1
+            found.append(("string" if char == '"' else "regex", grammar[begin:at]))
+        elif char in _WORD:
+            kind, more = ("number", _DIGITS) if char in _DIGITS else ("name", _WORD)
+            while at < len(grammar) and grammar[at] in more:
+                at += 1
+            found.append((kind, grammar[begin:at]))
+        elif grammar[at : at + 2] in ("->", ".."):
+            found.append(("sign", grammar[at : at + 2]))
+            at += 2
+        elif char == "\n" or char in _SIGNS:
+            found.append(("newline" if char == "\n" else "sign", char))
+            at += 1
+        else:
             raise _NoRegex
-        at = match.end()
-        if match.lastgroup != "space":
-            found.append((match.lastgroup, match.group()))
     return found
+
+
+def _closed(grammar: str, at: int) -> int:
+    """The place behind what begins with this quote or slash, and ends with the next one in its line."""
+    sign, at = grammar[at], at + 1
+    while at < len(grammar) and grammar[at] != "\n":
+        if grammar[at] == sign:
+            return at + 1
+        at += 2 if grammar[at] == "\\" else 1
+    raise _NoRegex
 
 
 class _Rules:
@@ -108,7 +133,7 @@ class _Rules:
             return self._written[name]
         if name in inside or name not in self._bodies:
             raise _NoRegex
-        reader = _Body(self, self._bodies[name], (*inside, name))
+        reader = _RuleBody(self, self._bodies[name], (*inside, name))
         found = self._written[name] = self.deeper(reader.whole)
         return found
 
@@ -130,7 +155,7 @@ class _Rules:
         self._imported[texts[-1]] = _COMMON[texts[4]]
 
 
-class _Body:
+class _RuleBody:
     """Reads what stands behind a rule's colon."""
 
     def __init__(self, rules: _Rules, tokens: list[Token], inside: tuple[str, ...]) -> None:
@@ -219,8 +244,28 @@ def _string(text: str) -> str:
 
 
 def _regex(text: str) -> str:
+    """The expression between slashes, if it is one and does not depend on the text around. Raises _NoRegex."""
     body, _, flags = text[1:].rpartition("/")
-    if not set(flags) <= set("is") or _ASSERTION.search(body):
+    if not set(flags) <= set("is"):
+        raise _NoRegex
+    at, depth, in_class = 0, 0, False
+    while at < len(body):
+        char, rest = body[at], body[at + 1 : at + 3]
+        if char == "\\" and rest[:1] not in _ESCAPES:
+            raise _NoRegex
+        if in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+            at += len(rest[:2]) if rest in ("^]", "^[") else int(rest[:1] in ("]", "^"))
+        elif char in "^$" or (char == "(" and rest[:1] == "?" and rest != "?:"):
+            raise _NoRegex
+        else:
+            depth += {"(": 1, ")": -1}.get(char, 0)
+            if depth < 0:
+                raise _NoRegex
+        at += 2 if char == "\\" else 1
+    if depth or in_class or at > len(body):
         raise _NoRegex
     return f"(?{flags}:{body.replace(chr(92) + '/', '/')})"
 

@@ -56,7 +56,7 @@ class GenerationEndpoints:
             for path in api.paths:
                 yield Route("POST", path, partial(self._generate, api.name), Access.KEY, api)
                 if api.tries_websocket:
-                    yield Route("GET", path, _refuse_websocket, Access.OPEN, api)
+                    yield Route("GET", path, _refuse_websocket, Access.KEY, api)
         # SageMaker's route: the body's fields tell chat from completions
         yield Route("POST", "/invocations", partial(self._generate, INVOCATION), Access.KEY)
         yield Route("POST", "/tokenize", self.tokenize, Access.KEY)

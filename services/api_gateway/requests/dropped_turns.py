@@ -1,8 +1,14 @@
 """A conversation without its oldest turns, for requests that would rather lose those than be refused."""
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
+
+from blockyard.shared.errors import RequestError
+
+TOO_LONG = "context_length_exceeded"
+T = TypeVar("T")
 
 
 class Conversation:
@@ -37,3 +43,22 @@ class Conversation:
             asked = [unit[0] for unit in self._units[:count] if unit[0]["role"] == "user"]
             kept = asked[-1:] + kept
         return msgspec.json.encode(self._head + kept)
+
+
+async def longest_fitting(messages: bytes, tokenize: Callable[[bytes, int], Awaitable[T]]) -> T | None:
+    """What `tokenize` returns for the messages without as few of the oldest units as it takes to fit.
+
+    It is called with messages and the number of dropped units, and raises RequestError for a prompt that is too long.
+    None if the last unit alone does not fit. Raises its other errors.
+    """
+    conversation = Conversation(messages)
+    found, low, high = None, 1, conversation.most_dropped
+    while low <= high:
+        count = (low + high) // 2
+        try:
+            found, high = await tokenize(conversation.without(count), count), count - 1
+        except RequestError as e:
+            if e.code != TOO_LONG:
+                raise
+            low = count + 1
+    return found

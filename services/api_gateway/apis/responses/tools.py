@@ -74,7 +74,7 @@ class ResponseTools:
         return self.names.get(ToolKey(namespace or "", name), name)
 
 
-class _TextFormat(msgspec.Struct):
+class _CustomFormat(msgspec.Struct):
     type: Literal["text", "grammar"]
     syntax: TextSyntax | None = None
     definition: str | None = None
@@ -242,7 +242,7 @@ def _text_grammar(value: object, where: str) -> TextGrammar | None:
     if value is None:
         return None
     try:
-        asked = msgspec.convert(value, _TextFormat)
+        asked = msgspec.convert(value, _CustomFormat)
     except msgspec.ValidationError as e:
         raise RequestError(f"{where}: {e}", where) from e
     if asked.type == "text":

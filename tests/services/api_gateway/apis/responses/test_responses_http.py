@@ -15,19 +15,21 @@ WEBSOCKET = {
     "Sec-WebSocket-Version": "13",
     "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
 }
+KEY = {"Authorization": "Bearer k"}
 PATH = "/v1/responses"
 
 
 async def test_a_websocket_is_refused_and_the_connection_goes_on(rig) -> None:
     async with rig(api_keys=["k"]) as r:
         for _ in range(2):
-            async with r.http.get(PATH, headers=WEBSOCKET) as response:
+            async with r.http.get(PATH, headers=WEBSOCKET | KEY) as response:
                 body = msgspec.json.decode(await response.read())
                 assert (response.status, response.headers["Upgrade"]) == (426, "HTTP/1.1")
                 assert body["error"]["code"] == "upgrade_required"
-        async with r.http.get(PATH) as response:
-            assert response.status == 405
-        status, _ = await r.post(PATH, {"input": "hi", "max_output_tokens": 1}, headers={"Authorization": "Bearer k"})
+        for headers, expected in ((KEY, 405), (WEBSOCKET, 401)):
+            async with r.http.get(PATH, headers=headers) as response:
+                assert response.status == expected
+        status, _ = await r.post(PATH, {"input": "hi", "max_output_tokens": 1}, headers=KEY)
     assert status == 200
 
 
