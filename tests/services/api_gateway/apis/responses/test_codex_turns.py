@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from openai.types.responses import Response
 
-from blockyard.services.tokenizer_pool.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.shared import demo_model
 from blockyard.shared.messages import Tokenize, ToolDefaults
 
