@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager
 from typing import cast
 
 import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api, Echo
+from blockyard.services.api_gateway.requests.dropped_turns import TOO_LONG, longest_fitting
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
@@ -119,7 +121,19 @@ class RequestPipeline:
         except RequestError as e:
             if e.field == "messages":
                 e.field = request.prompt_field
-            raise
+            if e.code != TOO_LONG or not request.drops_turns:
+                raise
+            too_long = e
+        [prompt] = asked
+
+        def shorter(messages: bytes, count: int) -> Awaitable[list[Tokenized]]:
+            kept = msgspec.structs.replace(prompt, messages=messages)
+            return self.tokenizer_client.tokenize([kept], f"{name}-{count}", None, False, grammar_field, tenant)
+
+        found = await longest_fitting(prompt.messages or b"[]", shorter)
+        if found is None:
+            raise too_long
+        return found
 
     async def detokenize(self, work: Detokenize) -> Detokenized:
         answer = await self.tokenizer_client.submit(work)

@@ -21,18 +21,23 @@ def calls_source(
     parallel: bool,
     forced: bool,
     write_content: Callable[[GrammarRules], str] | None = None,
+    only_texts: bool = False,
 ) -> CallsSource | None:
     """The grammar of answers that call these tools, or one of them once if they are not `parallel`.
 
     `forced`: calls and nothing else. Otherwise the answer is text that ends, or is followed by calls: once the text
     that opens a call was written, a call has to follow. With `write_content` the answer is either what that writes, or
-    calls. None if the format does not say which text opens calls.
+    calls. `only_texts`: of the arguments only the texts of custom tools are limited. None if the format does not say
+    which text opens calls, or if nothing would be limited.
     """
-    rules = GrammarRules()
+    rules = GrammarRules(only_texts)
     if tool_format.write_answer is not None and not forced:
         content = "" if write_content is None else write_content(rules)
-        return CallsSource(rules.source(tool_format.write_answer(rules, tools, content)), rules.markers)
+        answer = tool_format.write_answer(rules, tools, content)
+        return CallsSource(rules.source(answer), rules.markers) if rules.has_texts or not only_texts else None
     calls = tool_format.write_grammar(rules, tools, parallel)
+    if only_texts and not rules.has_texts:
+        return None
     if forced:
         return CallsSource(rules.source(calls), rules.markers)
     if write_content is not None:

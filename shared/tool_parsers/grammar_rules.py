@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.shared.tool_parsers.lark_regex import lark_regex
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextSyntax, Tool, ToolKind
 
 MAX_CALLS = 32  # in one answer; without a bound some models never end
@@ -14,7 +15,10 @@ _REGEX_SIGNS = r"\.+*?()|[]{}^$#&-~"
 class GrammarRules:
     """The rules of one grammar. Methods return what stands for a rule in expressions of other rules."""
 
-    def __init__(self) -> None:
+    def __init__(self, only_texts: bool = False) -> None:
+        """`only_texts`: no more than the texts of custom tools is limited, and functions take any object."""
+        self._only_texts = only_texts
+        self.has_texts = False  # some text of a custom tool is limited
         self.markers: list[str] = []  # the texts of marker_0, marker_1, ...: `Grammar.markers`
         self._names: dict[tuple[str, str], str] = {}  # of rules, by kind and body
 
@@ -60,6 +64,9 @@ class GrammarRules:
 
     def arguments(self, tool: Tool) -> str:
         """The JSON object of a call's arguments."""
+        if self._only_texts and text_pattern(tool) is None:
+            return self.json({"type": "object"})
+        self.has_texts |= text_pattern(tool) is not None
         return self.json(arguments_schema(tool))
 
     def repeated(self, call: str, parallel: bool, separator: str = "") -> str:
@@ -115,8 +122,16 @@ def any_of(expressions: Sequence[str]) -> str:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of a call's arguments. A custom tool's text is one argument; Lark grammars of it do not hold."""
-    if tool.kind == ToolKind.FUNCTION or tool.grammar is None or tool.grammar.syntax != TextSyntax.REGEX:
+    """The JSON schema of a call's arguments. A custom tool's text is one argument, which `text_pattern` limits."""
+    pattern = text_pattern(tool)
+    if pattern is None:
         return {"type": "object", **tool.parameters}
-    text = {"type": "string", "pattern": f"^(?:{tool.grammar.definition})$"}
-    return {**tool.parameters, "properties": {CUSTOM_INPUT: text}}
+    return {**tool.parameters, "properties": {CUSTOM_INPUT: {"type": "string", "pattern": f"^(?:{pattern})$"}}}
+
+
+def text_pattern(tool: Tool) -> str | None:
+    """The regular expression of a custom tool's text; None for any text, and for a grammar that is none."""
+    if tool.kind == ToolKind.FUNCTION or tool.grammar is None:
+        return None
+    definition = tool.grammar.definition
+    return definition if tool.grammar.syntax == TextSyntax.REGEX else lark_regex(definition)

@@ -112,3 +112,5 @@ class Api:
     error_body: Callable[[RequestError], bytes]
     error_statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has in place of others
     keep_alive: bytes = b": keep-alive\n\n"  # sent while a stream has nothing to say
+    streamed_codes: tuple[str, ...] = ()  # errors by which a request for a stream gets one: clients look there alone
+    tries_websocket: bool = False  # clients ask for one first, and go on with POST behind a 426

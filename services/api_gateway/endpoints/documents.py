@@ -29,7 +29,11 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/invocations": tuple(APIS[name].schema for name in ("chat", "completions")),
 }
 QUERIES = {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}
-SUMMARIES = {"/invocations": "SageMaker's route: a conversation or a prompt, by the body's fields."}
+SUMMARIES = {
+    "/v1/messages": "Answers a conversation in the form of the Messages API.",
+    "/v1/messages/count_tokens": "The number of tokens of such a conversation.",
+    "/invocations": "SageMaker's route: a conversation or a prompt, by the body's fields.",
+}
 PAGES = ("/", "/page/{name}")  # are not part of the API
 BODIES |= {path: (api.schema,) for api in APIS.values() for path in api.paths}
 NUMBERS = {types.IntType: "integer", types.FloatType: "number"}

@@ -26,8 +26,9 @@ from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
 from blockyard.services.api_gateway.responses.full_response import encode_full_response
-from blockyard.services.api_gateway.responses.json_response import JSON, json_response
-from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
+from blockyard.services.api_gateway.responses.json_response import JSON, error_response, json_response
+from blockyard.services.api_gateway.responses.streamed_responses import HEADERS, StreamedResponses
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Tokenize
 from blockyard.shared.token_ids import num_ids, unpack
 
@@ -54,6 +55,8 @@ class GenerationEndpoints:
         for api in APIS.values():
             for path in api.paths:
                 yield Route("POST", path, partial(self._generate, api.name), Access.KEY, api)
+                if api.tries_websocket:
+                    yield Route("GET", path, _refuse_websocket, Access.KEY, api)
         # SageMaker's route: the body's fields tell chat from completions
         yield Route("POST", "/invocations", partial(self._generate, INVOCATION), Access.KEY)
         yield Route("POST", "/tokenize", self.tokenize, Access.KEY)
@@ -96,7 +99,14 @@ class GenerationEndpoints:
 
     async def _respond(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
         writer = self._streams.writer() if request.options.stream else None
-        generation = await self._pipeline.open(api, request, secrets.token_hex(10), TENANT.get(), writer)
+        try:
+            generation = await self._pipeline.open(api, request, secrets.token_hex(10), TENANT.get(), writer)
+        except RequestError as e:
+            if writer is None or e.code not in api.streamed_codes:
+                raise
+            events = api.events(request.options)
+            data = events.choice(0, None).opening(None) + events.failed(e)
+            return web.Response(body=data, headers=HEADERS)
         try:
             if writer is not None:
                 return await self._streams.run(http_request, generation, writer)
@@ -106,3 +116,13 @@ class GenerationEndpoints:
             return web.Response(body=encode_full_response(generation), content_type=JSON)
         finally:
             self._pipeline.close(generation)
+
+
+async def _refuse_websocket(http_request: web.Request) -> web.Response:
+    """A 426 for a client that asks for a WebSocket: it is to use POST. Any other GET is a 405."""
+    if http_request.headers.get("Upgrade", "").lower() != "websocket":
+        raise web.HTTPMethodNotAllowed(http_request.method, ["POST"])
+    error = RequestError("This server has no WebSocket here: send a POST.", status=426, code="upgrade_required")
+    response = error_response(error)
+    response.headers["Upgrade"] = "HTTP/1.1"
+    return response

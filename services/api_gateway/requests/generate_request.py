@@ -21,6 +21,16 @@ class MessagesOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponsesOptions:
+    """What the answers of /v1/responses need besides."""
+
+    repeated: bytes  # the fields of the request that its answer repeats: JSON without braces
+    tool_names: dict[str, tuple[str, str]]  # of tools in a namespace, by the model's name: the namespace and their own
+    search_tool: str = ""  # the function by which the client searches for tools; empty: there is none
+    seals_reasoning: bool = False  # reasoning also comes as `encrypted_content`
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseOptions:
     """How the HTTP answer looks; nothing here reaches a scheduler."""
 
@@ -46,6 +56,7 @@ class ResponseOptions:
     custom_tools: tuple[str, ...] = ()  # names of tools whose calls have a text in place of arguments
     function_call: bool = False  # a call is shown as OpenAI's older function_call
     messages: MessagesOptions | None = None  # set for /v1/messages
+    responses: ResponsesOptions | None = None  # set for /v1/responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
+    drops_turns: bool = False  # the oldest turns of a conversation that does not fit
     ignored: tuple[str, ...] = ()  # what was left out, such as tools that this server does not run; clients are told
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:

@@ -17,9 +17,9 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import Field
 from blockyard.shared.ring_client.request_fields.tool_schemas import moved
 from blockyard.shared.ring_client.request_fields.tools import ToolMode, ToolUse
 from blockyard.shared.tool_parsers.call_grammar import calls_source
-from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of
+from blockyard.shared.tool_parsers.grammar_rules import GrammarRules, any_of, arguments_schema, text_pattern
 from blockyard.shared.tool_parsers.interface import ToolFormat
-from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, TextSyntax, Tool, ToolKind
+from blockyard.shared.tool_parsers.tools import TextGrammar, TextSyntax, Tool, ToolKind
 
 MAX_CALLS = 32  # in one answer; without a bound some models never end the list
 
@@ -40,7 +40,8 @@ def calls_grammar(
         other = None
     if form is None or form.calls != CallForm.FAMILY or formats.tools is None:
         return other or forced_grammar(use, defaults)
-    if not use.is_forced and other is None and not any(tool.strict for tool in use.tools):
+    only_texts = not use.is_forced and other is None and not any(tool.strict for tool in use.tools)
+    if only_texts and all(text_pattern(tool) is None for tool in use.tools):
         return None
     field = "functions" if use.older else "tools"
     content = None if other is None else _content_rule(other, use, formats.tools, field)
@@ -49,8 +50,10 @@ def calls_grammar(
             _arguments(tool, field)  # refuses what the grammar would not enforce
     parallel = use.parallel and not use.older and use.mode != ToolMode.NAMED
     try:
-        found = calls_source(formats.tools, use.tools, parallel, use.is_forced, content)
+        found = calls_source(formats.tools, use.tools, parallel, use.is_forced, content, only_texts)
     except RequestError:  # the format cannot enforce these tools
+        if only_texts:  # nobody asked for more than the texts
+            return None
         raise
     except Exception as e:  # a format may be a user's: it ends this request and no other
         reason = f"--tool-call-parser {formats.tools.name} failed at these tools: {type(e).__name__}: {e}"
@@ -138,14 +141,13 @@ def _calls(use: ToolUse, field: str) -> dict[str, Any]:
 
 
 def _arguments(tool: Tool, field: str) -> dict[str, Any]:
-    if tool.kind == ToolKind.FUNCTION or tool.grammar is None:
-        return {"type": "object", **tool.parameters}
-    if tool.grammar.syntax != TextSyntax.REGEX:
+    if tool.grammar is not None and text_pattern(tool) is None:
         raise RequestError(
-            f"the Lark grammar of {tool.name} is enforced with a choice that names the tool alone", field
+            f"the Lark grammar of {tool.name} is recursive, or too large for a text within a call: it is enforced with "
+            "a choice that names the tool alone",
+            field,
         )
-    text = {"type": "string", "pattern": f"^(?:{tool.grammar.definition})$"}
-    return {**tool.parameters, "properties": {CUSTOM_INPUT: text}}
+    return arguments_schema(tool)
 
 
 def _of_text(text: TextGrammar, defaults: GrammarDefaults, field: str) -> Grammar:

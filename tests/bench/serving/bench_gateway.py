@@ -76,6 +76,7 @@ def loads() -> list[Load]:
     calls = ToolDefaults(auto_choice=True, parser="hermes")
     message = {"max_tokens": 200, "stream": True, "ignore_eos": True, "messages": chat["messages"]}
     tools = [{"name": "search", "input_schema": {"type": "object"}}]
+    response = {"max_output_tokens": 200, "stream": True, "ignore_eos": True, "input": "hello there"}
     no_tools = ToolDefaults()
     both = ToolDefaults(auto_choice=True, parser="hermes", reasoning_parser="qwen3", reasoning_end="</think>")
     thought = ["<think>", *WORDS[: part - 2], "</think>"]
@@ -92,12 +93,21 @@ def loads() -> list[Load]:
         ),
         Load("plain chat", "none", "/v1/chat/completions", chat | {"tools": None}, WORDS, no_tools),
         Load("plain messages", "0.85 of chat", "/v1/messages", message, WORDS, no_tools),
+        Load("plain responses", "0.75 of chat", "/v1/responses", response, WORDS, no_tools),
         Load("arguments of a call, chat", "none", "/v1/chat/completions", chat, _call(TOKENS), calls),
         Load(
             "arguments of a call, messages",
             "0.75 of chat",
             "/v1/messages",
             message | {"tools": tools},
+            _call(TOKENS),
+            calls,
+        ),
+        Load(
+            "arguments of a call, responses",
+            "0.75 of chat",
+            "/v1/responses",
+            response | {"tools": [{"type": "function", "name": "search"}]},
             _call(TOKENS),
             calls,
         ),

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 import uvloop
-from fake_ring import FakeRing
+from fake_ring import CARD, FakeRing
 from tcp_addresses import free_port
 
 from blockyard.services.api_gateway.server import HttpServer, listening
@@ -63,10 +63,10 @@ async def _silence() -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def _rig(join: bool = True, **fields: Any) -> AsyncIterator[Rig]:
+async def _rig(join: bool = True, max_model_len: int = CARD.max_model_len, **fields: Any) -> AsyncIterator[Rig]:
     settings = {name: fields.pop(name) for name in ModelSettings.__struct_fields__ if name in fields}
     config = GatewayConfig(process=PROCESS, **{"host": "127.0.0.1", "port": 0, "reuse_port": False} | fields)
-    ring = FakeRing(ModelSettings(**settings))
+    ring = FakeRing(ModelSettings(**settings), max_model_len)
     gateway = Gateway(config, ring)
     ring.receive = gateway.handle
     async with listening(config, gateway) as server:
@@ -81,7 +81,7 @@ async def _rig(join: bool = True, **fields: Any) -> AsyncIterator[Rig]:
 
 @pytest.fixture
 def rig() -> Callable[..., AbstractAsyncContextManager[Rig]]:
-    """`async with rig(**fields of GatewayConfig and ModelSettings) as r`."""
+    """`async with rig(**fields of GatewayConfig and ModelSettings) as r`, also with the model's `max_model_len`."""
     return _rig
 
 

@@ -29,6 +29,7 @@ NONE = OutputFormats()
 FAMILY = OutputFormats.load(ToolDefaults(parser="hermes"))
 REASONS = OutputFormats.load(ToolDefaults(parser="hermes", reasoning_parser="qwen3"))
 LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
+RECURSIVE = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "(" start? ")"'}}
 
 
 def use(choice: Any, *tools: dict[str, Any], **fields: Any) -> ToolUse:
@@ -80,13 +81,14 @@ def test_how_an_answer_writes_calls(choice: Any, without: CallForm | None, with_
 
 
 def test_a_named_tool_with_a_grammar_of_its_own_is_answered_by_that_text() -> None:
-    tool = custom("run", format=LARK)
+    tool, recursive = custom("run", format=LARK), custom("run", format=RECURSIVE)
     assert form(named("run", "custom"), FAMILY, tool) == CallForm.ARGUMENTS
     found = grammar(named("run", "custom"), FAMILY, tool)
     assert found is not None and (found.kind, found.source) == (GrammarKind.LARK, 'start: "a"')
     with pytest.raises(RequestError, match="Lark grammar of run") as e:
-        grammar("required", FAMILY, tool)
+        grammar("required", FAMILY, recursive)
     assert e.value.field == "tools"
+    assert grammar("required", FAMILY, tool) is not None and grammar("auto", FAMILY, recursive) is None
 
 
 def test_forced_calls_have_the_grammar_of_the_family() -> None:

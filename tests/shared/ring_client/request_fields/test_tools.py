@@ -165,11 +165,13 @@ def test_a_named_function_is_its_arguments() -> None:
 
 
 def test_a_named_custom_tool_is_its_text() -> None:
-    format_ = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
+    format_: dict[str, Any] = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
     tools = [custom("c", format=format_), custom("free")]
     found = grammar_of(tools=tools, tool_choice=pick("c", "custom"))
     assert (found.grammar.kind, found.grammar.source) == (GrammarKind.LARK, 'start: "a"')
     assert grammar_of(tools=tools, tool_choice=pick("free", "custom")) is None
+    assert '"^(?:(?:a))$"' in grammar_of(tools=tools, tool_choice="required").grammar.source
+    format_["grammar"]["definition"] = 'start: "(" start? ")"'
     with pytest.raises(RequestError, match="Lark"):  # cannot be enforced inside of a JSON string
         grammar_of(tools=tools, tool_choice="required")
 

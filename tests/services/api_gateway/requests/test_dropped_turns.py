@@ -1,0 +1,30 @@
+"""Conversations that are shortened keep their system prompt, whole calls, and a message of the user in front."""
+
+from typing import Any
+
+import msgspec
+
+from blockyard.services.api_gateway.requests.dropped_turns import Conversation
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d", "tool_calls": []},
+    {"role": "tool", "content": "e"},
+    {"role": "tool", "content": "f"},
+    {"role": "assistant", "content": "g"},
+]
+
+
+def test_what_is_left() -> None:
+    conversation = Conversation(msgspec.json.encode(MESSAGES))
+    left = [msgspec.json.decode(conversation.without(count)) for count in range(conversation.most_dropped + 1)]
+    texts = ["".join(message["content"] for message in messages) for messages in left]
+    assert texts == ["sabcdefg", "sabcdefg", "scdefg", "scdefg", "scg"]
+
+
+def test_a_conversation_of_one_message_cannot_be_shorter() -> None:
+    for messages in (MESSAGES[:1], MESSAGES[:2], MESSAGES[1:2], []):
+        assert Conversation(msgspec.json.encode(messages)).most_dropped == 0
