@@ -31,13 +31,15 @@ def _fp8(**more: Any) -> dict[str, Any]:
     return {"quant_method": "fp8", "from_16_bits": True, **more}
 
 
+NF4 = {"quant_method": "bitsandbytes", "from_16_bits": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
 TABLE = (
     QuantizationName("aqlm", refused=NOT_BUILT),
     QuantizationName("auto-round", refused=NOT_BUILT),
     QuantizationName("awq", refused=NOT_BUILT),
     QuantizationName("awq_marlin", refused=NOT_BUILT),
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
-    QuantizationName("bitsandbytes", refused=NOT_BUILT),
+    QuantizationName("bitsandbytes", module="bitsandbytes", of_16_bits=NF4),
     QuantizationName("compressed-tensors", refused=NOT_BUILT),
     QuantizationName("deepspeedfp", alias_of=("fp8",), of_16_bits=_fp8(), note="8 bits"),
     QuantizationName("experts_int8", refused=NOT_BUILT),

@@ -66,6 +66,8 @@ class StoredMatrix:
     form: KeptForm
     tensors: Mapping[str, StoredTensor]  # by key
     to_kept: ToKept  # of stacked experts it is called for each expert
+    note: str = ""  # what the start's report says of all matrices that are so
+    is_certain: bool = True  # False: the tensors that the checkpoint has say whether the matrix is quantized
 
 
 class Scheme(Protocol):
