@@ -7,6 +7,7 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat
 from blockyard.services.gpu_worker.quantization.formats.bitsandbytes import BitsAndBytesScheme
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
+from blockyard.services.gpu_worker.quantization.formats.hqq import HqqScheme
 from blockyard.services.gpu_worker.quantization.formats.modelopt import ModelOptScheme
 from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Format
 from blockyard.services.gpu_worker.quantization.method import Format
@@ -18,6 +19,7 @@ FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = 
     None: lambda said, table: UnquantizedFormat(),
     "bitsandbytes": lambda said, table: QuantizedFormat(BitsAndBytesScheme(said, table.dtype), table),
     "fp8": lambda said, table: QuantizedFormat(Fp8Scheme(said, table.device), table),
+    "hqq": lambda said, table: QuantizedFormat(HqqScheme(said, table.dtype), table),
     "modelopt": lambda said, table: QuantizedFormat(ModelOptScheme(said, table.device), table),
     "mxfp4": lambda said, table: Mxfp4Format(),
 }
