@@ -21,7 +21,7 @@ FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = 
     "fp8": lambda said, table: QuantizedFormat(Fp8Scheme(said, table.device), table),
     "hqq": lambda said, table: QuantizedFormat(HqqScheme(said, table.dtype), table),
     "modelopt": lambda said, table: QuantizedFormat(ModelOptScheme(said, table.device), table),
-    "mxfp4": lambda said, table: Mxfp4Format(),
+    "mxfp4": lambda said, table: Mxfp4Format(table),
 }
 
 
