@@ -18,6 +18,7 @@ from tiny_models import settings, start
 from torch import Tensor
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.kv.scales import place_scales
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
@@ -137,6 +138,23 @@ def test_fp8(tmp_path: Path, model: str) -> None:
 @pytest.mark.parametrize("model", ["llama", "mixtral", "deepseek-v3"])
 def test_blocks_of_weights_alone(tmp_path: Path, model: str) -> None:
     check(write_modelopt(tmp_path, model, {"": "FP8_PB_WO"}))
+
+
+def test_scales_of_the_kv_cache_are_not_those_of_weights(tmp_path: Path) -> None:
+    made = write_modelopt(tmp_path, "llama", {"": "NVFP4"}, kv_cache_quant_algo="FP8")
+    file = made.packed / "model.safetensors"
+    scales = {
+        f"model.layers.{i}.self_attn.{name}_proj.{name}_scale": torch.tensor(0.5) for i in range(3) for name in "kv"
+    }
+    save_file(load_file(file) | scales, file)
+    runner = check(made)
+    [line] = [one for one in runner.model.table.describe_unused() if one.startswith("not used: ")]
+    assert "k_proj.k_scale" in line
+    table = WeightTable(torch.float32, torch.device("cpu"))
+    placed = place_scales(table, 3, is_wanted=True)
+    for name, value in scales.items():
+        table.put(name, value)
+    assert placed.tolist() == [[0.5, 0.5]] * 3
 
 
 def test_globs_of_what_is_left_out(tmp_path: Path) -> None:
