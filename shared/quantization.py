@@ -32,13 +32,15 @@ def _fp8(**more: Any) -> dict[str, Any]:
     return {"quant_method": "fp8", "from_16_bits": True, **more}
 
 
+NF4 = {"quant_method": "bitsandbytes", "from_16_bits": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
 TABLE = (
     QuantizationName("aqlm", refused=NOT_BUILT),
     QuantizationName("auto-round", module="auto_round"),
     QuantizationName("awq", module="awq"),
     QuantizationName("awq_marlin", alias_of=("awq",)),
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
-    QuantizationName("bitsandbytes", refused=NOT_BUILT),
+    QuantizationName("bitsandbytes", module="bitsandbytes", of_16_bits=NF4),
     QuantizationName("compressed-tensors", refused=NOT_BUILT),
     QuantizationName("deepspeedfp", alias_of=("fp8",), of_16_bits=_fp8(), note="8 bits"),
     QuantizationName("experts_int8", refused=NOT_BUILT),
@@ -50,11 +52,11 @@ TABLE = (
     QuantizationName("gptq", module="gptq"),
     QuantizationName("gptq_marlin", alias_of=("gptq",)),
     QuantizationName("gptq_marlin_24", refused="needs the sparse kernels of Marlin; gptq reads weights without gaps"),
-    QuantizationName("hqq", refused=NOT_BUILT),
+    QuantizationName("hqq", module="hqq"),
     QuantizationName("ipex", refused=NOT_BUILT),
     QuantizationName("marlin", module="gptq", alias_of=("gptq",)),
-    QuantizationName("modelopt", refused=NOT_BUILT),
-    QuantizationName("modelopt_fp4", refused=NOT_BUILT),
+    QuantizationName("modelopt", module="modelopt"),
+    QuantizationName("modelopt_fp4", alias_of=("modelopt",)),
     QuantizationName("moe_wna16", alias_of=("gptq", "awq")),
     QuantizationName("mxfp4", module="mxfp4"),
     QuantizationName("neuron_quant", refused=FOREIGN),

@@ -22,6 +22,7 @@ UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "MistralForCausalLM": 4096,
     "Olmo3ForCausalLM": 4096,
 }
+BITSANDBYTES = "bitsandbytes"  # the value of --load-format that means --quantization
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 _EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K_KEYS = ("num_experts_per_tok", "top_k_experts")
@@ -112,11 +113,29 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
         given = overrides.get(KEY, {})
         overrides[KEY] = None if given is None else merge_patch(checkpoint.quantization, given)
     merged = merge_patch(checkpoint.config, overrides)
-    asked = values.maybe("quantization", str)
+    asked = asked_quantization(values)
     if asked is None:
         quantization_method(merged)
         return overrides
-    return overrides | settle_quantization(asked, merged, values.where("quantization"))
+    flag = "quantization" if values["quantization"] is not None else "load-format"
+    return overrides | settle_quantization(asked, merged, values.where(flag))
+
+
+def asked_quantization(values: Values) -> str | None:
+    """Returns the name of --quantization, or of --load-format, where it is one. Raises ConfigError for two names."""
+    asked, loaded = values.maybe("quantization", str), values.get("load-format", str)
+    if loaded != BITSANDBYTES:
+        return asked
+    if asked not in (None, loaded):
+        both = f"{values.where('load-format')} {loaded} and {values.where('quantization')} {asked}"
+        raise ConfigError(f"{both}: give one of them")
+    return loaded
+
+
+def file_format(values: Values) -> str:
+    """Returns which weight files are loaded: --load-format, unless it is the name of a quantization."""
+    loaded = values.get("load-format", str)
+    return "auto" if loaded == BITSANDBYTES else loaded
 
 
 def asked_length(values: Values) -> int | None:

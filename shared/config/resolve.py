@@ -15,9 +15,11 @@ from blockyard.shared.config import (
 )
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
+    asked_quantization,
     chat_template,
     config_overrides,
     context_limit,
+    file_format,
     model_length,
     quantized_overrides,
     sampling_defaults,
@@ -235,6 +237,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "model_path": str(model.path),
             "config_path": str(model.config_path or ""),
             "tokenizer_path": str(model.tokenizer_path),
+            "load_format": file_format(values),
             "served_model_names": served_names(values),
             "max_num_batched_tokens": step_tokens(values, model),
             "max_model_len": context_limit(values, model.config),
@@ -266,7 +269,7 @@ def block_scope(values: Values, model: Checkpoint) -> str:
     """Returns what KV depends on besides tokens. Tokenizers and scheduler need the same value for equal hashes."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
     words = [model.name, model.revision, worker_fields.kv_scope(values), overrides]
-    more = (values.maybe("quantization", str), values.maybe("hf-config-path", str))
+    more = (asked_quantization(values), values.maybe("hf-config-path", str))
     return "|".join([*words, *(word for word in more if word is not None)])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from blockyard.shared.config import parsed_flags
-from blockyard.shared.config.checkpoint import Checkpoint, quantized_overrides, read_quantization
+from blockyard.shared.config.checkpoint import Checkpoint, file_format, quantized_overrides, read_quantization
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
@@ -77,6 +77,18 @@ def test_a_name_with_its_vendor() -> None:
     assert quantization_method(quantized("intel/auto-round")) == NAMES["auto-round"]
 
 
+def test_a_load_format_that_is_a_quantization() -> None:
+    given = ["--load-format", "bitsandbytes"]
+    assert overrides(LLAMA, *given) == overrides(LLAMA, "-q", "bitsandbytes") != {}
+    assert overrides(LLAMA, *given, "-q", "bitsandbytes") != {}
+    assert file_format(values(*given)) == "auto"
+    assert file_format(values("--load-format", "pt")) == "pt"
+    with pytest.raises(ConfigError, match="--load-format bitsandbytes and -q fp8: give one of them"):
+        overrides(LLAMA, *given, "-q", "fp8")
+    with pytest.raises(ConfigError, match="--load-format bitsandbytes: the checkpoint is quantized by fp8"):
+        overrides(quantized("fp8"), *given)
+
+
 def test_another_name_than_the_files() -> None:
     with pytest.raises(ConfigError, match="-q mxfp4: the checkpoint is quantized by fp8; leave the flag out"):
         overrides(quantized("fp8"), "-q", "mxfp4")
@@ -86,7 +98,7 @@ def test_a_checkpoint_that_is_not_quantized() -> None:
     assert overrides(LLAMA, "-q", "fp8_per_block") == {
         "quantization_config": {"quant_method": "fp8", "from_16_bits": True, "weight_block_size": [128, 128]}
     }
-    with pytest.raises(ConfigError, match=r"-q mxfp4: the checkpoint is not quantized; .* can be by: fp8"):
+    with pytest.raises(ConfigError, match=r"-q mxfp4: the checkpoint is not quantized; .* can be by: .*fp8"):
         overrides(LLAMA, "-q", "mxfp4")
     assert overrides(LLAMA) == {}
 

@@ -21,7 +21,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtypes: frozenset[torch.dtype]
-    other_shapes: tuple[tuple[int, ...], ...] = ()  # that it may have instead
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that it may have instead; -1 stands for any size
     other_names: tuple[str, ...] = ()
     optional: bool = False  # checkpoints may lack it
 

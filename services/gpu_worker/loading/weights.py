@@ -54,7 +54,7 @@ class WeightPlace:
     stored: frozenset[torch.dtype]  # dtypes that the checkpoint may have; they are converted to the target's
     write: Write | None  # writes a stored weight to the target; None: copies it
     fill: Fill | None  # makes dummy weights; None: small random numbers, or by the name
-    other_shapes: tuple[tuple[int, ...], ...] = ()  # that the checkpoint may have instead
+    other_shapes: tuple[tuple[int, ...], ...] = ()  # that the checkpoint may have instead; -1 stands for any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class WeightTable:
                 raise LoadError(f"{name}: the checkpoint has {list(shape)}, expected one number")
             return
         place = self._place(name)
-        if shape != place.shape and shape not in place.other_shapes:
+        if shape != place.shape and not any(_fits(shape, other) for other in place.other_shapes):
             raise LoadError(f"{name}: the checkpoint has {list(shape)}, config.json means {list(place.shape)}")
         if dtype not in place.stored:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in place.stored))
@@ -397,6 +397,10 @@ def after(first: Arrange | None, then: Arrange | None) -> Arrange | None:
     if first is None or then is None:
         return first or then
     return lambda stored: then(first(stored))
+
+
+def _fits(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(shape) == len(other) and all(size in (-1, own) for own, size in zip(shape, other, strict=True))
 
 
 def _put_in_group(group: TensorGroup, key: str, _: Tensor, value: Tensor) -> None:

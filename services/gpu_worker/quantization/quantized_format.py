@@ -79,9 +79,10 @@ class QuantizedFormat:
         if bias is not None:
             place_rows(table, spec, bias)
         if isinstance(form, Dequantized):
-            table.note("dequantized at load", name)
+            if all(one.is_certain for one in known):
+                table.note("dequantized at load", name)
             return UnquantizedLinear(memory[WEIGHT], bias)
-        _note_host(table, form, name, (inputs, outputs))
+        _note(table, form, name, (inputs, outputs), known)
         return KeptLinear(form, memory, (inputs, outputs), table.dtype, bias)
 
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
@@ -107,7 +108,7 @@ class QuantizedFormat:
         if isinstance(form, Dequantized):
             table.note("dequantized at load", name)
             return UnquantizedExperts(memory[WEIGHT], bias)
-        _note_host(table, form, name, (inputs, outputs))
+        _note(table, form, name, (inputs, outputs), known)
         return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
 
     def _of_expert(self, spec: ExpertSpec, number: int, dtype: torch.dtype) -> list[StoredMatrix | None]:
@@ -257,6 +258,10 @@ def _as_bytes(target: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return target, value
 
 
-def _note_host(table: WeightTable, form: KeptForm, name: str, shape: tuple[int, int]) -> None:
+def _note(
+    table: WeightTable, form: KeptForm, name: str, shape: tuple[int, int], stored: Sequence[StoredMatrix]
+) -> None:
+    for note in dict.fromkeys(one.note for one in stored if one.note):
+        table.note(note, name)
     if is_dequantized_on(table.device, form) and not fits_host(form, shape, table.dtype):
         table.note(f"{form.name} weights, dequantized because the CPU has no product of them", name)

@@ -7,8 +7,11 @@ from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat
 from blockyard.services.gpu_worker.quantization.formats.auto_round import AutoRoundScheme
 from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
+from blockyard.services.gpu_worker.quantization.formats.bitsandbytes import BitsAndBytesScheme
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
+from blockyard.services.gpu_worker.quantization.formats.hqq import HqqScheme
+from blockyard.services.gpu_worker.quantization.formats.modelopt import ModelOptScheme
 from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Format
 from blockyard.services.gpu_worker.quantization.method import Format
 from blockyard.services.gpu_worker.quantization.quantized_format import QuantizedFormat
@@ -21,7 +24,10 @@ FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = 
     "awq": lambda said, table: QuantizedFormat(AwqScheme(said, table.dtype), table),
     "fp8": lambda said, table: QuantizedFormat(Fp8Scheme(said, table.device), table),
     "gptq": lambda said, table: QuantizedFormat(GptqScheme(said, table.dtype), table),
-    "mxfp4": lambda said, table: Mxfp4Format(),
+    "bitsandbytes": lambda said, table: QuantizedFormat(BitsAndBytesScheme(said, table.dtype), table),
+    "hqq": lambda said, table: QuantizedFormat(HqqScheme(said, table.dtype), table),
+    "modelopt": lambda said, table: QuantizedFormat(ModelOptScheme(said, table.device), table),
+    "mxfp4": lambda said, table: Mxfp4Format(table),
 }
 
 

@@ -67,6 +67,8 @@ class StoredMatrix:
     tensors: Mapping[str, StoredTensor]  # by key
     to_kept: ToKept  # of stacked experts it is called for each expert
     unused: tuple[str, ...] = ()  # names of tensors that files have without a use, if the model does not know them
+    note: str = ""  # what the start's report says of all matrices that are so
+    is_certain: bool = True  # False: the tensors that the checkpoint has say whether the matrix is quantized
 
 
 class Scheme(Protocol):

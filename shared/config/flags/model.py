@@ -111,15 +111,14 @@ LOADING = (
         FlagKind.TEXT,
         "auto",
         "Weight files; auto: safetensors, else pt; dummy: random weights, experts are chosen evenly; dummy-skewed: a "
-        "tenth of the experts get half of the tokens.",
+        "tenth of the experts get half of the tokens; bitsandbytes: as --quantization bitsandbytes.",
         ("worker.load_format",),
-        choices=("auto", "pt", "safetensors", "dummy", "dummy-skewed"),
+        choices=("auto", "pt", "safetensors", "dummy", "dummy-skewed", "bitsandbytes"),
         refused_values={
             "npcache": not_built("numpy weight caches; safetensors load by mmap without one"),
             "tensorizer": not_built("tensorizer files"),
             "sharded_state": not_built("per-rank weight files"),
             "gguf": not_built("GGUF weights"),
-            "bitsandbytes": not_built("bitsandbytes weights"),
             "mistral": not_built("Mistral's consolidated files; use the folder with config.json"),
             "runai_streamer": not_built("streamed loading; safetensors load by mmap"),
         },

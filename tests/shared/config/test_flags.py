@@ -94,7 +94,7 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
         (["--load-format", "gguf"], "--load-format gguf: not built yet: GGUF weights"),
         (["-tp", "2"], "-tp 2: not built yet: tensor parallelism; use 1"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
-        (["-q", "HQQ"], "-q hqq: not built yet"),
+        (["-q", "SqueezeLLM"], "-q squeezellm: not built yet"),
         (["--enable_lora"], "--enable_lora: not built yet: LoRA adapters"),
         (
             ["--tokenizer-mode", "slow"],

@@ -1,4 +1,4 @@
-"""Weights stored in mxfp4, which become numbers of the model's dtype while they are loaded.
+"""Weights stored in mxfp4, which become numbers of the model's dtype while they are loaded, or stay as they are.
 
 The format is OCP's Microscaling Formats (MX) v1.0: blocks of 32 values of 4 bits (e2m1: sign, two bits of exponent, one
 of mantissa) have a scale of 8 bits (e8m0: a power of two, its exponent plus 127). As in gpt-oss, a checkpoint has a
@@ -7,8 +7,12 @@ matrix [out, in] as `name`_blocks [out, in / 32, 16] uint8, two values in a byte
 
 Tensors come in any order and from several threads. So values are written as they come, without their scales, and are
 multiplied in place once all are loaded: no weight is in memory twice, and a power of two rounds nothing.
+
+With `KEEPS_CODES` they are kept as `Table4A16`, in a quarter of the memory. Until kernels of experts read that form,
+each step would unpack all experts, so it is off.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -17,20 +21,27 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.linear_spec import Arrange, Cut, ExpertSpec, LinearSpec, Split
 from blockyard.services.gpu_worker.loading.weights import WeightTable, after
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat, allocate_experts, targets
+from blockyard.services.gpu_worker.quantization.kept import table4_a16
+from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, LinearMethod
+from blockyard.services.gpu_worker.quantization.names import NamePatterns
+from blockyard.services.gpu_worker.quantization.quantized_format import QuantizedFormat
+from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import ConfigError
 
 BLOCK = 32  # values of a scale
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; codes 8 to 15 are their negatives
 BIAS = 127  # of exponents
 BYTES = frozenset({torch.uint8})
+KEEPS_CODES = False
+FORM = Table4A16(E2M1, BLOCK, torch.float8_e8m0fnu)
 
 
 class Mxfp4Format:
     """gpt-oss's: stacked experts alone are quantized. Implements `Format`."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: WeightTable) -> None:
         self._others = UnquantizedFormat()
+        self._kept = QuantizedFormat(Mxfp4Scheme(), table) if KEEPS_CODES else None
 
     def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
         return self._others.linear(table, spec)
@@ -38,12 +49,43 @@ class Mxfp4Format:
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
         if not spec.stacked:
             return self._others.experts(table, spec)
+        if self._kept is not None:
+            return self._kept.experts(table, spec)
         made = allocate_experts(table, spec)
         place_blocks(table, spec.matrix, made.weight)
         return made
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         return self._others.plain(table, spec, dtype)
+
+
+class Mxfp4Scheme:
+    """Implements `Scheme`."""
+
+    def patterns(self) -> list[NamePatterns]:
+        return []
+
+    def stored(self, matrix: Matrix) -> StoredMatrix | None:
+        if matrix.experts is None:
+            return None
+        check_inputs(matrix.inputs)
+        scales = (matrix.outputs, matrix.inputs // BLOCK)
+        tensors = {
+            "blocks": matrix.stored("blocks", (*scales, BLOCK // 2), BYTES),
+            "scales": matrix.stored("scales", scales, BYTES),
+        }
+        return StoredMatrix(form=FORM, tensors=tensors, to_kept=_to_kept)
+
+
+def _to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    scales = tensors["scales"].view(torch.float8_e8m0fnu)
+    return {table4_a16.CODES: tensors["blocks"].flatten(-2), table4_a16.SCALES: scales}
+
+
+def check_inputs(size: int) -> None:
+    """Raises ConfigError for inputs that are no whole blocks."""
+    if size % BLOCK:
+        raise ConfigError(f"config.json: mxfp4 weights of {size} inputs; a multiple of {BLOCK} is needed")
 
 
 def place_blocks(table: WeightTable, spec: LinearSpec, weight: Tensor) -> None:
@@ -54,8 +96,7 @@ def place_blocks(table: WeightTable, spec: LinearSpec, weight: Tensor) -> None:
     [one] = spec.parts
     num_experts, size = len(weight), spec.in_features
     cut = spec.cut(one, table.shard)
-    if size % BLOCK:
-        raise ConfigError(f"config.json: mxfp4 weights of {size} inputs; a multiple of {BLOCK} is needed")
+    check_inputs(size)
     scales_cut = _in_blocks(cut) if cut is not None and spec.split is Split.INPUTS else cut
     scales = table.empty(*weight.shape[:-1], weight.shape[-1] // BLOCK, dtype=torch.uint8)
     [(_, target, arrange)] = targets(table, spec, weight, -2)
@@ -88,7 +129,7 @@ def _fill_with_ones(scales: Tensor, _: torch.Generator) -> None:
 
 def decode(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of blocks [..., in / 32, 16] uint8 without their scales: [..., in]."""
-    codes = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype, device=blocks.device)
+    codes = torch.tensor(E2M1, dtype=dtype, device=blocks.device)
     pairs = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), -1)  # of each byte
     return pairs[blocks.int()].flatten(-3)
 

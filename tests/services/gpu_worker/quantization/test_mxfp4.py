@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from plan_driver import Driver
+from quantized_checkpoint import Checkpoints, check_logits
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, settings, start
 from torch import Tensor
@@ -113,6 +114,14 @@ def output(folder: Path, **fields: object) -> list[int]:
 
 def test_the_same_tokens(folders: Quantized) -> None:
     assert output(folders.packed) == output(folders.plain)
+
+
+def test_codes_may_be_kept(folders: Quantized, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mxfp4, "KEEPS_CODES", True)
+    runner = check_logits(Checkpoints(folders.plain, folders.packed))
+    assert any(line.startswith("Table4A16 weights") for line in runner.model.table.describe_unused())
+    with pytest.raises(ConfigError, match="mxfp4 weights of 48 inputs; a multiple of 32"):
+        start(folders.packed, config_overrides='{"intermediate_size": 48}')
 
 
 @pytest.mark.parametrize("overrides", ["{}", NULLED])

@@ -1,0 +1,246 @@
+"""`quant_method` bitsandbytes: codes of the tables nf4 and fp4, or integers of 8 bits, whose inputs stay as they are.
+
+With `load_in_4bit`, a matrix [outputs, inputs] is n codes in the order of rows. It is stored as
+
+- `weight` U8 [n / 2, 1], two codes a byte, the first one in the upper half; other dtypes (`bnb_4bit_quant_storage`)
+  have the same bytes,
+- `weight.absmax` F32 [n / blocksize], the scales of successive codes; blocks go on from one row to the next,
+- `weight.quant_map` F32 [16], the table,
+- `weight.quant_state.bitsandbytes__nf4` or `__fp4` U8, JSON with quant_type, blocksize, shape and nested_offset.
+
+With double quantization `weight.absmax` is U8, and stands for weight.nested_quant_map[absmax] *
+weight.nested_absmax[of 256 scales] + nested_offset. With `load_in_8bit` the tensors are
+
+- `weight` I8 [outputs, inputs] and `SCB` F32 [outputs]: weight * SCB / 127,
+- `weight_format` U8, 0: rows. Other orders are of releases before 0.45.
+
+Documented in bitsandbytes (functional.QuantState.as_dict, nn.Linear8bitLt) and transformers
+(quantizers/quantizer_bnb_4bit.py). A 16-bit checkpoint is rounded while it loads, in blocks of 64 inputs. Outliers of
+inputs, `llm_int8_threshold`, need no second product here: no input is rounded.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
+from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.kept import dequantized, table4_a16, w8a16
+from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
+from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
+from blockyard.services.gpu_worker.quantization.kept.table4_a16 import FP4, NF4, Table4A16, to_table
+from blockyard.services.gpu_worker.quantization.kept.w4a16 import pack
+from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
+from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
+from blockyard.shared.errors import LoadError
+
+TABLES = {"nf4": NF4, "fp4": FP4}
+BLOCK = 64  # codes of a scale, unless the file says another number
+BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+LEAST_GROUP = 16  # inputs; with fewer, scales take more memory than they save
+LARGEST = 127  # of int8
+ABSMAX, TABLE, STATE = "absmax", "quant_map", "quant_state"
+NESTED_ABSMAX, NESTED_TABLE = "nested_absmax", "nested_quant_map"
+SCALE, ORDER = "SCB", "weight_format"
+BYTES, INT8, FLOAT32 = frozenset({torch.uint8}), frozenset({torch.int8}), frozenset({torch.float32})
+STORAGES = {
+    **{"uint8": torch.uint8, "int8": torch.int8},
+    **{"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32},
+}
+INT8_FORM = W8A16(torch.int8)
+
+
+class BitsAndBytesSettings(msgspec.Struct, frozen=True):
+    """The fields of quantization_config that count."""
+
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False  # neither: 4 bits
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_quant_storage: str = "uint8"
+    llm_int8_skip_modules: list[str] = []
+    modules_to_not_convert: list[str] = []
+    from_16_bits: bool = False  # the checkpoint is not quantized: see `shared.quantization`
+
+    def __post_init__(self) -> None:
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("load_in_4bit and load_in_8bit are both true")
+        for name, known in (("bnb_4bit_quant_type", TABLES), ("bnb_4bit_quant_storage", STORAGES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is none of {', '.join(known)}")
+
+
+class _State(msgspec.Struct, frozen=True):
+    """The JSON of one matrix."""
+
+    quant_type: str
+    blocksize: int
+    shape: list[int]
+    nested_blocksize: int = 256
+    nested_offset: float = 0.0
+
+
+class BitsAndBytesScheme:
+    """Implements `Scheme`."""
+
+    def __init__(self, said: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """dtype: of the model. Raises ConfigError for settings that it does not know."""
+        self._settings, self._dtype = read(said, BitsAndBytesSettings), dtype
+        names = names_in(self._settings.llm_int8_skip_modules, self._settings.modules_to_not_convert)
+        self._left_out = NamePatterns(names)
+
+    def patterns(self) -> list[NamePatterns]:
+        return [self._left_out]
+
+    def stored(self, matrix: Matrix) -> StoredMatrix | None:
+        settings, is_router = self._settings, matrix.name.rpartition(".")[2] in ROUTERS
+        if self._left_out.match(matrix.name) or (is_left_out(matrix.name) and not is_router):
+            return None
+        if settings.from_16_bits:
+            return None if matrix.plain or is_router else self._rounded(matrix)
+        if matrix.experts is not None:  # the library quantizes linear layers, and no stacks
+            return None
+        form: KeptForm = INT8_FORM
+        tensors, marker, to_kept = _tensors_of_8_bits(matrix), SCALE, partial(_kept_8_bits, matrix)
+        if not settings.load_in_8bit:
+            form, tensors, marker = self._form_of_file(matrix), self._tensors_of_4_bits(matrix), STATE
+            to_kept = partial(self._kept_4_bits, matrix, math.gcd(matrix.inputs, BLOCK))
+        numbers, to_numbers = (
+            Dequantized(self._dtype),
+            partial(_to_numbers, matrix, form, to_kept, tensors[marker].name),
+        )
+        if matrix.plain or is_router:
+            return _of_either(matrix, numbers, tensors, to_numbers)
+        if isinstance(form, Table4A16) and form.group < LEAST_GROUP:
+            return StoredMatrix(form=numbers, tensors=tensors, to_kept=to_numbers)
+        return StoredMatrix(form=form, tensors=tensors, to_kept=to_kept)
+
+    def _form_of_file(self, matrix: Matrix) -> Table4A16:
+        """Blocks go on from one row to the next: where they do not fit a row, groups are parts of them."""
+        return Table4A16(TABLES[self._settings.bnb_4bit_quant_type], math.gcd(matrix.inputs, BLOCK))
+
+    def _tensors_of_4_bits(self, matrix: Matrix) -> dict[str, StoredTensor]:
+        count, storage = matrix.outputs * matrix.inputs, STORAGES[self._settings.bnb_4bit_quant_storage]
+        numbers, kind = -(-count // (2 * storage.itemsize)), self._settings.bnb_4bit_quant_type
+
+        def of_weight(key: str) -> str:
+            return f"{WEIGHT}.{key}"
+
+        def blocks(size: int) -> tuple[int]:
+            return (-(-count // size),)
+
+        sizes = tuple(blocks(size) for size in BLOCKS)
+        any_size = ((-1,),)
+        return {
+            WEIGHT: matrix.stored(WEIGHT, (numbers, 1), frozenset({storage})),
+            ABSMAX: matrix.stored(of_weight(ABSMAX), blocks(BLOCK), FLOAT32 | BYTES, other_shapes=sizes),
+            TABLE: matrix.stored(of_weight(TABLE), (16,), FLOAT32),
+            STATE: matrix.stored(of_weight(f"{STATE}.bitsandbytes__{kind}"), (1,), BYTES, other_shapes=any_size),
+            NESTED_ABSMAX: matrix.stored(of_weight(NESTED_ABSMAX), (1,), FLOAT32, other_shapes=any_size, optional=True),
+            NESTED_TABLE: matrix.stored(of_weight(NESTED_TABLE), (256,), FLOAT32, optional=True),
+        }
+
+    def _kept_4_bits(self, matrix: Matrix, group: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        name, shape = matrix.tensor(WEIGHT), (matrix.outputs, matrix.inputs)
+        state = _read_state(f"{name}.{STATE}", tensors[STATE])
+        table = torch.tensor(TABLES[self._settings.bnb_4bit_quant_type])
+        if tuple(state.shape) != shape or state.quant_type != self._settings.bnb_4bit_quant_type:
+            raise LoadError(f"{name}: {STATE} says {state.quant_type} of {state.shape}, expected {list(shape)}")
+        if not torch.allclose(tensors[TABLE].cpu(), table, atol=1e-4):  # releases differ in the last digits
+            raise LoadError(f"{name}.{TABLE}: the checkpoint has another table than {state.quant_type}")
+        scales = check_scales(f"{name}.{ABSMAX}", _absmax(name, state, tensors))
+        count = math.prod(shape)
+        if state.blocksize % group or len(scales) != -(-count // state.blocksize):
+            raise LoadError(f"{name}: {len(scales)} scales for blocks of {state.blocksize} of {count} numbers")
+        scales = scales.repeat_interleave(state.blocksize // group)[: count // group].view(matrix.outputs, -1)
+        packed = tensors[WEIGHT].contiguous().view(torch.uint8).flatten()
+        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[:count].view(shape)
+        return {table4_a16.CODES: pack(codes), table4_a16.SCALES: scales}
+
+    def _rounded(self, matrix: Matrix) -> StoredMatrix:
+        shape = (matrix.outputs, matrix.inputs)
+        tensors = {WEIGHT: matrix.stored(WEIGHT, shape[::-1] if matrix.transposed else shape, FLOATS)}
+        if self._settings.load_in_8bit:
+            return StoredMatrix(form=INT8_FORM, tensors=tensors, to_kept=partial(_round_rows, matrix))
+        form = Table4A16(TABLES[self._settings.bnb_4bit_quant_type], BLOCK)
+        return StoredMatrix(form=form, tensors=tensors, to_kept=partial(_round_to_table, matrix, form))
+
+
+def _of_either(
+    matrix: Matrix, form: Dequantized, tensors: Mapping[str, StoredTensor], to_numbers: ToKept
+) -> StoredMatrix:
+    """A matrix of which files do not say whether it is quantized."""
+    shape, weight = (matrix.outputs, matrix.inputs), tensors[WEIGHT]
+    found = {key: replace(one, optional=True) for key, one in tensors.items()}
+    found[WEIGHT] = replace(weight, dtypes=weight.dtypes | FLOATS, other_shapes=(*weight.other_shapes, shape))
+    return StoredMatrix(form=form, tensors=found, to_kept=to_numbers, is_certain=False)
+
+
+def _to_numbers(
+    matrix: Matrix, form: KeptForm, to_kept: ToKept, marker: str, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """marker: the name of a tensor that is there if the matrix is quantized."""
+    weight = tensors[WEIGHT]
+    if len(tensors) == 1:
+        if tuple(weight.shape) == (matrix.outputs, matrix.inputs) and weight.dtype in FLOATS:
+            return {dequantized.WEIGHT: weight}
+        raise LoadError(f"the checkpoint lacks {marker}")
+    return {dequantized.WEIGHT: form.dequantize(to_kept(tensors), matrix.inputs, torch.float32)}
+
+
+def _read_state(name: str, stored: Tensor) -> _State:
+    try:
+        return msgspec.json.decode(bytes(stored.cpu().tolist()), type=_State)
+    except msgspec.DecodeError as e:
+        raise LoadError(f"{name}: {e}") from e
+
+
+def _absmax(name: str, state: _State, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The scales of blocks in float32, also of those that are quantized."""
+    absmax = tensors[ABSMAX]
+    if absmax.dtype != torch.uint8:
+        return absmax
+    for key in (NESTED_ABSMAX, NESTED_TABLE):
+        if key not in tensors:
+            raise LoadError(f"the checkpoint lacks {name}.{key}")
+    outer = tensors[NESTED_ABSMAX].repeat_interleave(state.nested_blocksize)
+    if len(outer) < len(absmax):
+        raise LoadError(f"{name}.{NESTED_ABSMAX}: {len(tensors[NESTED_ABSMAX])} scales for {len(absmax)}")
+    return tensors[NESTED_TABLE][absmax.int()] * outer[: len(absmax)] + state.nested_offset
+
+
+def _tensors_of_8_bits(matrix: Matrix) -> dict[str, StoredTensor]:
+    return {
+        WEIGHT: matrix.stored(WEIGHT, (matrix.outputs, matrix.inputs), INT8),
+        SCALE: matrix.stored(SCALE, (matrix.outputs,), FLOAT32),
+        ORDER: matrix.stored(ORDER, (), BYTES, other_shapes=((1,),), optional=True),
+    }
+
+
+def _kept_8_bits(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if SCALE not in tensors:
+        raise LoadError(f"the checkpoint lacks {matrix.tensor(SCALE)}")
+    if ORDER in tensors and int(tensors[ORDER]):
+        raise LoadError(f"{matrix.tensor(ORDER)}: the checkpoint has {int(tensors[ORDER])}, and only 0 is known: rows")
+    scales = check_scales(matrix.tensor(SCALE), tensors[SCALE])
+    return {w8a16.CODES: tensors[WEIGHT], w8a16.SCALES: scales / LARGEST}
+
+
+def _round_rows(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weight = tensors[WEIGHT].mT if matrix.transposed else tensors[WEIGHT]
+    scales = weight.float().abs().amax(1) / LARGEST
+    codes = (weight / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
+    return {w8a16.CODES: codes.to(torch.int8), w8a16.SCALES: scales}
+
+
+def _round_to_table(matrix: Matrix, form: Table4A16, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    weight = tensors[WEIGHT].mT if matrix.transposed else tensors[WEIGHT]
+    codes, scales = to_table(weight, form.table, form.group)
+    return {table4_a16.CODES: pack(codes), table4_a16.SCALES: scales}

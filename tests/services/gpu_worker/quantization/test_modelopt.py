@@ -1,0 +1,295 @@
+"""Checkpoints of ModelOpt, in the layout that it documents, against the numbers that they stand for.
+
+Layout of nvfp4: modelopt/torch/export/quant_utils.py and quantization/qtensor/nvfp4_tensor.py of NVIDIA's
+Model-Optimizer; of hf_quant_config.json: "Unified HuggingFace checkpoint" in its documentation.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_driver import Driver
+from quantized_checkpoint import Checkpoints, check_logits, is_projection, logits, write
+from safetensors.torch import load_file, save_file
+from tiny_models import settings, start
+from torch import Tensor
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.kv.scales import place_scales
+from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
+from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
+from blockyard.services.gpu_worker.models.interface import tensors_of
+from blockyard.services.gpu_worker.quantization import dense
+from blockyard.services.gpu_worker.quantization.formats import modelopt
+from blockyard.services.gpu_worker.quantization.kept import form
+from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
+from blockyard.services.gpu_worker.startup.cpu import CpuBackend
+from blockyard.shared.config.checkpoint import read_quantization
+from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.messages import Sampling
+
+MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
+E4M3 = torch.float8_e4m3fn
+INPUT_SCALE = 0.03
+
+
+def value_of(code: int) -> float:
+    """e2m1: sign, two bits of exponent, one of mantissa; subnormal where the exponent is 0."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    size = 0.5 * mantissa if exponent == 0 else (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1)
+    return -size if code >> 3 else size
+
+
+VALUES = torch.tensor([value_of(code) for code in range(16)])
+Stored = tuple[dict[str, Tensor], Tensor]
+
+
+def nvfp4(weight: Tensor) -> Stored:
+    rows, columns = weight.shape
+    codes = torch.randint(0, 16, weight.shape)
+    scale = (torch.rand(rows, columns // 16) * 300 + 1).to(E4M3)
+    whole = torch.rand(()) * 1e-4 + 1e-4
+    tensors = {
+        "weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scale,
+        "weight_scale_2": whole,
+        "input_scale": torch.tensor(INPUT_SCALE),
+    }
+    return tensors, VALUES[codes] * scale.float().repeat_interleave(16, 1) * whole
+
+
+def e4m3_codes(weight: Tensor) -> Tensor:
+    made = torch.randint(0, 256, weight.shape, dtype=torch.uint8)
+    return torch.where(made & 127 == 127, made - 1, made).view(E4M3)
+
+
+def fp8(weight: Tensor) -> Stored:
+    codes, scale = e4m3_codes(weight), torch.rand(()) * 0.002 + 0.0005
+    tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(INPUT_SCALE)}
+    return tensors, codes.float() * scale
+
+
+def fp8_blocks(weight: Tensor) -> Stored:
+    codes, (rows, columns) = e4m3_codes(weight), weight.shape
+    scale = torch.rand(-(-rows // 128), 1, -(-columns // 128), 1) * 0.002 + 0.0005
+    whole = scale[:, 0, :, 0].repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return {"weight": codes, "weight_scale": scale}, codes.float() * whole
+
+
+STORES = {"NVFP4": nvfp4, "FP8": fp8, "FP8_PB_WO": fp8_blocks}
+
+
+def store(algorithms: dict[str, str], name: str, weight: Tensor) -> Stored | None:
+    """algorithms: by a part of the name; the first one counts, "" is any."""
+    if not is_projection(name):
+        return None
+    found = next((algorithm for part, algorithm in algorithms.items() if part in name), "")
+    if not found:
+        return None
+    tensors, numbers = STORES[found](weight)
+    return {f"{name}.{key}": value for key, value in tensors.items()}, numbers
+
+
+def write_modelopt(folder: Path, model: str, algorithms: dict[str, str], **fields: Any) -> Checkpoints:
+    inner = {"quant_algo": algorithms[""]} | fields
+    return write(folder, model, partial(store, algorithms), {"hf_quant_config.json": of_file(inner)})
+
+
+def of_file(inner: dict[str, Any]) -> dict[str, Any]:
+    return {"producer": {"name": "modelopt", "version": "0.23"}, "quantization": inner}
+
+
+def check(made: Checkpoints, rounds_inputs: bool = False, **fields: Any) -> Any:
+    said = json.dumps({"quantization_config": read_quantization(made.packed, {})})
+    add_settings(made, said)
+    return check_logits(made, round_statically if rounds_inputs else None, **fields)
+
+
+def add_settings(made: Checkpoints, said: str) -> None:
+    """As the launcher does, which merges the file into config.json."""
+    file = made.packed / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(said)))
+
+
+def round_statically(x: Tensor) -> Tensor:
+    return torch.clamp(x / INPUT_SCALE, -448, 448).to(E4M3).float() * INPUT_SCALE
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_nvfp4(tmp_path: Path, model: str) -> None:
+    uneven = ["q_b_proj", "kv_b_proj", "o_proj"] if model == "deepseek-v3" else []  # no whole groups
+    algorithms = dict.fromkeys(uneven, "") | {"": "NVFP4"}
+    left_out = ["lm_head", *(f"*.{name}" for name in uneven)]
+    runner = check(write_modelopt(tmp_path, model, algorithms, group_size=16, exclude_modules=left_out))
+    assert "Table4A16" in {linear.method.form for linear in runner.model.linears()}
+    notes = runner.model.table.describe_unused()
+    assert any(line.startswith(f"{modelopt.NOTE}: model.layers.0") for line in notes)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral", "deepseek-v3"])
+def test_fp8(tmp_path: Path, model: str) -> None:
+    check(write_modelopt(tmp_path, model, {"": "FP8"}), rounds_inputs=True)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral", "deepseek-v3"])
+def test_blocks_of_weights_alone(tmp_path: Path, model: str) -> None:
+    check(write_modelopt(tmp_path, model, {"": "FP8_PB_WO"}))
+
+
+def test_scales_of_the_kv_cache_are_not_those_of_weights(tmp_path: Path) -> None:
+    made = write_modelopt(tmp_path, "llama", {"": "NVFP4"}, kv_cache_quant_algo="FP8")
+    file = made.packed / "model.safetensors"
+    scales = {
+        f"model.layers.{i}.self_attn.{name}_proj.{name}_scale": torch.tensor(0.5) for i in range(3) for name in "kv"
+    }
+    save_file(load_file(file) | scales, file)
+    runner = check(made)
+    [line] = [one for one in runner.model.table.describe_unused() if one.startswith("not used: ")]
+    assert "k_proj.k_scale" in line
+    table = WeightTable(torch.float32, torch.device("cpu"))
+    placed = place_scales(table, 3, is_wanted=True)
+    for name, value in scales.items():
+        table.put(name, value)
+    assert placed.tolist() == [[0.5, 0.5]] * 3
+
+
+def test_globs_of_what_is_left_out(tmp_path: Path) -> None:
+    algorithms = {"layers.1.self_attn": "", "layers.2.mlp": "", "": "NVFP4"}
+    left_out = ["lm_head", "model.layers.1.self_attn*", "model.layers.*.mlp.router", "*layers.2.mlp.*"]
+    runner = check(write_modelopt(tmp_path, "llama", algorithms, exclude_modules=left_out))
+    notes = runner.model.table.describe_unused()
+    assert "quantization_config names what the model does not have: model.layers.*.mlp.router" in notes
+
+
+def test_algorithms_of_single_matrices(tmp_path: Path) -> None:
+    algorithms = {"layers.1.self_attn": "", "self_attn": "FP8_PB_WO", "": "NVFP4"}
+    made = write(tmp_path, "mixtral", partial(store, algorithms), {})
+    names = {
+        name.rpartition(".")[0] for name in load_file(made.packed / "model.safetensors") if name.endswith("_scale")
+    }
+    by_name = {
+        name: {"quant_algo": "FP8_PB_WO"} if "self_attn" in name else {"quant_algo": "NVFP4", "group_size": 16}
+        for name in names
+        if ".experts." not in name
+    } | {f"model.layers.{i}.block_sparse_moe.experts": {"quant_algo": "NVFP4"} for i in range(3)}
+    inner = {"quant_algo": "MIXED_PRECISION", "quantized_layers": by_name}
+    (made.packed / "hf_quant_config.json").write_text(json.dumps(of_file(inner)))
+    check(made)
+
+
+def test_settings_in_config_json_may_be_as_in_the_other_file(tmp_path: Path) -> None:
+    made = write_modelopt(tmp_path, "llama", {"": "NVFP4"})
+    add_settings(
+        made, json.dumps({"quantization_config": {"quant_method": "modelopt"} | of_file({"quant_algo": "NVFP4"})})
+    )
+    check_logits(made)
+
+
+def test_the_fallback_to_transformers(tmp_path: Path) -> None:
+    runner = check(write_modelopt(tmp_path, "llama", {"": "NVFP4"}), model_impl="transformers")
+    assert sum(linear.method.form == "Table4A16" for linear in runner.model.linears()) > 3
+
+
+@pytest.mark.parametrize("split", Split)
+def test_shares_of_ranks(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts with different second scales, the first one with rows that are rearranged."""
+    monkeypatch.setattr(form, "is_dequantized_on", lambda device, kept: False)
+    parts, stored, numbers = [part("a", 6, 2, lambda rows: rows.flip(0)), part("b", 4, 2)], {}, []
+    for one in parts:
+        tensors, whole = nvfp4(torch.empty(one.size, 32))
+        stored |= {f"{one.name}.{key}": value for key, value in tensors.items()}
+        numbers.append(whole.flip(0) if one.name == "a" else whole)
+    whole = torch.cat(numbers)
+    for rank in range(2):
+        table = WeightTable(torch.float32, torch.device("cpu"), shard=Shard(rank, 2))
+        said = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+        linear = LinearLayers(table, {"quantization_config": said}).make(parts, 32, split=split)
+        for name, value in stored.items():
+            table.put(name, value)
+        table.check_complete()
+        assert isinstance(linear.method, KeptLinear)
+        outputs, inputs = [*range(10)], [*range(32)]
+        if split is Split.OUTPUTS:
+            outputs = [i for i in range(10) if (i // 3 if i < 6 else (i - 6) // 2) == rank]
+        elif split is Split.INPUTS:
+            inputs = inputs[16 * rank : 16 * rank + 16]
+        torch.testing.assert_close(linear.method.dequantized(), whole[outputs][:, inputs])
+
+
+def output(folder: Path, **fields: object) -> list[int]:
+    driver = Driver(start(folder, max_model_len=64, **fields))
+    stream = driver.add([5, 9, 3], Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
+    driver.run()
+    return stream.output
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_memory_moves_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """With weights as on a GPU: in the tensors that sleep moves, in host memory, batch-invariant."""
+    made = write_modelopt(tmp_path, model, {"": "NVFP4"})
+    add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
+    want = output(made.packed)
+    monkeypatch.setattr(form, "is_dequantized_on", lambda device, kept: False)
+    monkeypatch.setattr(dense, "can_pack", lambda weight: False)  # packed matrices are not staged
+    assert output(made.packed) == want
+    assert output(made.packed, batch_invariant=True) == want
+    model_of = start(made.packed, max_model_len=64).model
+    kept = {id(tensor) for tensor in tensors_of(model_of)}
+    assert all(id(one) in kept for linear in model_of.linears() for one in linear.method.tensors().values())
+    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(1.0, 1.0))
+    assert output(made.packed) == want
+    table = start(made.packed, max_model_len=64).model.table
+    kinds = {one.dtype for one in [*table.matrices_on_host, *table.experts_on_host]}
+    assert kinds == {torch.uint8, E4M3, torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ' is none of FP8, "),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size 32: NVFP4 has groups of 16"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT8"}}}, "'INT8' is none of FP8"),
+    ],
+)
+def test_settings_that_it_does_not_know(fields: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        modelopt.ModelOptScheme(fields, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("lacks", ["weight", "weight_scale", "weight_scale_2"])
+def test_what_lacks_is_named(tmp_path: Path, model: str, lacks: str) -> None:
+    made = write_modelopt(tmp_path, model, {"": "NVFP4"})
+    add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
+    layer = "mlp.up_proj" if model == "llama" else "block_sparse_moe.experts.3.w3"
+    file, name = made.packed / "model.safetensors", f"model.layers.1.{layer}.{lacks}"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(LoadError, match=f"the checkpoint lacks {name}$"):
+        start(made.packed)
+
+
+def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
+    made = write_modelopt(tmp_path, "llama", {"": "NVFP4"})
+    add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
+    file, name = made.packed / "model.safetensors", "model.layers.1.mlp.up_proj.weight_scale_2"
+    save_file(load_file(file) | {name: torch.tensor(torch.inf)}, file)
+    with pytest.raises(LoadError, match=f"{name}: the checkpoint has a scale of inf"):
+        start(made.packed)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_dummy_weights(tmp_path: Path, model: str) -> None:
+    made = write_modelopt(tmp_path, model, {"": "NVFP4"})
+    add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
+    runner = engine.start(settings(made.packed, load_format="dummy"), lambda phase, progress, notes: None)
+    assert torch.isfinite(logits(runner)).all()
+    kept = [linear for linear in runner.model.linears() if isinstance(linear.method, KeptLinear)]
+    assert len(kept) > 5
+    for linear in kept:
+        assert 0.015 < float(linear(torch.eye(linear.shape[0])).std()) < 0.025
