@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker.execution.decode_graphs import capture_sizes
-from blockyard.services.gpu_worker.execution.prefill_sizes import (
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import capture_sizes
+from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import (
     LAUNCH_MARGIN,
     MOST_BYTES,
     GraphCost,
@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.execution.prefill_sizes import (
     covers,
     descriptors,
 )
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor
 
 LAUNCH_S = 0.015
 
