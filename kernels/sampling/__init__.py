@@ -12,6 +12,6 @@
 - `philox_gumbel` and `philox_triton`: the same noise in torch and in Triton, a function of seed, choice and index
   alone.
 
-The worker's `execution.device_ops` calls all of these; its host sampler uses `philox_gumbel`. No import of another
-folder.
+The worker's `execution.cuda.device_ops` calls all of these; its sampling on the CPU and on the host uses
+`philox_gumbel`. No import of another folder.
 """

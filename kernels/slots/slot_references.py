@@ -1,5 +1,7 @@
 """The references of the kernels on slots, in numpy: for tensors in host memory. Imports no Triton."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
@@ -8,6 +10,7 @@ from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, Field, SlotOutcome,
 
 Words = npt.NDArray[np.int32]
 Ints = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.integer[Any]]
 
 
 def scatter_words_reference(arena: Tensor, pairs: Tensor, count: int) -> None:
@@ -49,7 +52,7 @@ def advance_slots_reference(
     out[0] = SlotOutcome.NOTHING
     slots, fields, token = all_slots[rows], state.fields.numpy(), tokens.numpy()[rows]
     position = fields[Field.POSITION, slots] + (1 if counts is None else counts.numpy()[rows])
-    outcome = _outcomes(fields[:, slots], position, token, best.numpy()[rows], ready.numpy()[rows], eos.numpy())
+    outcome = slot_outcomes(fields[:, slots], position, token, best.numpy()[rows], ready.numpy()[rows], eos.numpy())
     has_token = (outcome >= SlotOutcome.TOKEN) & (outcome <= SlotOutcome.LENGTH)
     waits = outcome == SlotOutcome.WAITING
     position -= waits
@@ -66,10 +69,13 @@ def advance_slots_reference(
     out[0, rows], out[1, rows], out[2, rows] = outcome, token, position
 
 
-def _outcomes(
-    slots: Words, position: Words, token: Ints, best: npt.NDArray[np.float32], ready: Words, eos: Words
+def slot_outcomes(
+    slots: Words, position: Integers, token: Ints, best: npt.NDArray[np.float32], ready: Words, eos: Words
 ) -> npt.NDArray[np.int64]:
-    """SlotOutcome of each row. slots: [NUM_FIELDS, rows], the rows' fields; position: with the step's tokens."""
+    """SlotOutcome of each row: slots [NUM_FIELDS, rows], the rows' fields, the others [rows] but for eos.
+
+    position: number of computed tokens, with the step's.
+    """
     most = slots[Field.MAX_KNOWN]
     outcome = np.where(position + 1 >= most, SlotOutcome.LENGTH, SlotOutcome.TOKEN)
     if slots[Field.NUM_STOPS].any():

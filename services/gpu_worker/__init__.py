@@ -6,9 +6,9 @@ How a plan is executed:
    scheduler and is in order, and queues it.
 2. `runner.Runner.launch` applies the plan to `batch.Batch`: it ends and starts slots, extends block tables, and copies,
    fetches and saves KV blocks (`kv/`).
-3. The step runs: forward pass, sampling, results. On a GPU `execution.device_loop.DeviceLoop` launches it as CUDA
-   graphs ahead of the host; rows of slots that only the host can sample wait there for their tokens. On the CPU
-   `execution.eager` runs it synchronously.
+3. The step runs: forward pass, sampling, results. `execution.device_loop.DeviceLoop` launches steps and collects them
+   in order. `execution.cuda` launches one as CUDA graphs ahead of the host, `execution.cpu_steps` computes it before
+   its launch returns. Rows of slots that only the host can sample wait for their tokens.
 4. `Runner.collect` returns the completed plans, and `service.Worker` answers each with a `StepResult`.
 
 Folders:
@@ -16,7 +16,7 @@ Folders:
 - `models/`: model families. `layers/`, `attention/`: the parts they are built from.
 - `sampling/`: from logits to tokens.
 - `structured_output/`: masks of structured output, made by matcher processes beside the worker.
-- `execution/`: eager steps, CUDA graphs, the device loop.
+- `execution/`: steps on a GPU and on the CPU, CUDA graphs, the device loop.
 - `startup/`: what differs by device when a worker starts, one `Backend` for each kind of device.
 - `compilation/`: compiles Triton kernels in parallel at startup.
 - `kv/`: KV memory, block hashes, and KV blocks in host memory.

@@ -1,18 +1,16 @@
-"""The host state of the running sequences: slots, sampling state, block hashes and KV transfers."""
+"""The host state of the running sequences: slots, block hashes and KV transfers."""
 
 from collections import deque
-
-import numpy as np
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.host_swap import HostSwap, copy_blocks
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
+from blockyard.services.gpu_worker.sampling.logits_steps import unsupported_reason
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
-from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan
+from blockyard.shared.messages import FinishReason, Geometry, Sampling, SlotResult, StepPlan
 
 
 class Batch:
@@ -32,8 +30,6 @@ class Batch:
         self.block_hashes = BlockHashes(pool.num_blocks)
         self.host_swap = HostSwap(self.block_hashes, geometry.block_size, store)
         self.matchers = matchers
-        self.sampler = Sampler(geometry.vocab_size, geometry.eos_token_ids, pool.device, matchers)
-        self._eos = frozenset(geometry.eos_token_ids)
         self._geometry, self._pool = geometry, pool
         self.reset(0)
 
@@ -43,7 +39,6 @@ class Batch:
         self.block_hashes.readmit_all()
         self.host_swap.reset()
         self.slots = Slots(num_slots, shape.max_model_len, shape.block_size, shape.vocab_size, shape.num_blocks)
-        self.sampler.reset(num_slots)
         if self.matchers is not None:
             self.matchers.reset(self.slots)
         self._blocks_of_ended: dict[int, Ints] = {}  # by owner, until the plan that ended it completes
@@ -59,7 +54,6 @@ class Batch:
                 endings.append(owner := int(slots.owners[slot]))
                 self._blocks_of_ended[owner] = self.blocks_of(slot).copy()
             slots.end(slot)
-            self.sampler.end(slot)
             if self.matchers is not None:
                 self.matchers.end(slot)
         self._ended_owners.append(endings)
@@ -71,8 +65,7 @@ class Batch:
             if slots.start(start):
                 if lacks_kv:
                     slots.fail(start.slot)
-                problem = self.sampler.start(start)
-                if problem:
+                if problem := self._problem_of(start.sampling):
                     slots.fail(start.slot, problem)
                 elif self.matchers is not None and start.sampling.constraint is not None:
                     self.matchers.start(start)
@@ -84,6 +77,12 @@ class Batch:
             return []
         broken = [r.slot for r in plan.runs if r.slot in errors]
         return [SlotResult(s, [], 0, finish=FinishReason.FAILED, detail=errors.pop(s)) for s in broken]
+
+    def _problem_of(self, sampling: Sampling) -> str:
+        """Why a slot with these parameters cannot be sampled; empty if it can."""
+        if sampling.constraint is not None and self.matchers is None:
+            return "this worker makes no masks of structured output"
+        return unsupported_reason(sampling, self._geometry.vocab_size)
 
     def complete(self, plan: StepPlan, results: list[SlotResult]) -> None:
         """Adds the block hashes of a plan that has run, except for failed slots."""
@@ -126,46 +125,6 @@ class Batch:
             blocks = self.blocks_of(slot)
         self._failed_blocks.append((slot, blocks))
         self._pool.scrub(blocks)
-
-    def append_sampled(self, sampled: Sampled, slots: Ints) -> list[SlotResult]:
-        """Adds a token to each slot, which has computed all its tokens. Slots with a problem fail.
-
-        Slots that wait get none, and compute their last token again.
-        """
-        table, results = self.slots, list[SlotResult]()
-        token_ids = np.array(sampled.token_ids, np.int64)
-        if sampled.waiting:
-            waits = np.isin(np.arange(len(slots)), list(sampled.waiting))
-            table.step_back(slots[waits])
-            table.append(slots[~waits], token_ids[~waits])
-        else:
-            table.append(slots, token_ids)
-        lengths = table.num_computed[slots].tolist()
-        for i, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
-            if (problem := sampled.problems.get(i)) is not None:
-                self.fail_slot(slot, int(table.owners[slot]))
-                cause, status = problem
-                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=cause, status=status))
-                continue
-            if i in sampled.waiting:
-                results.append(SlotResult(slot, [], length))
-                continue
-            token = sampled.token_ids[i]
-            finish, stop = self._finish_reason_of(slot, token, length + 1)
-            if finish is not None:
-                table.finish(slot)
-            logprobs = sampled.logprobs.get(i)
-            results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
-        return results
-
-    def _finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
-        """Returns the finish reason, if any, and the matched stop token. known: number of tokens with this one."""
-        state = self.slots.slots[slot]
-        if token in self._eos and state.ends_at_eos:
-            return FinishReason.STOP, None
-        if token in state.stop_ids:
-            return FinishReason.STOP, token
-        return (FinishReason.LENGTH if known >= state.max_num_tokens else None), None
 
     def blocks_of(self, slot: int) -> Ints:
         return self.slots.tables[slot, : self.slots.num_blocks[slot]]

@@ -95,8 +95,11 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         engines=config.grammar_engines,
         num_slots=config.max_num_seqs,
     )
-    runner = Runner(model, pool, geometry, store, lambda again: backend.start_steps(again, config, report), matchers)
-    runner.batch.sampler.report(config.logprobs_mode)
+
+    def start_steps(again: Runner) -> None:
+        backend.start_steps(again, config, report)
+
+    runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
     backend.start_steps(runner, config, report)
     return runner
 

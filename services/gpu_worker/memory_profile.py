@@ -6,11 +6,11 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
+from blockyard.services.gpu_worker.execution.prompt_logprobs import ROWS_AT_ONCE
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.sampling.logprobs import ROWS_AT_ONCE
-from blockyard.services.gpu_worker.sampling.sampler import MOST_HOST_ROWS
+from blockyard.services.gpu_worker.sampling.logits_edits import MOST_HOST_ROWS
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import Noise, SamplingLimits, sample_limited
 from blockyard.services.gpu_worker.step import Step
 

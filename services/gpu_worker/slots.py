@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from blockyard.services.gpu_worker.arrays import Bools, Ints
+from blockyard.services.gpu_worker.arrays import Bools, Integers, Ints
 from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
 
 
@@ -120,22 +120,35 @@ class Slots:
         """Counts the next `counts` tokens of each slot as computed."""
         self.num_computed[slots] += counts
 
-    def advance_ahead(self, slots: Ints, counts: Ints, waits: Bools) -> None:
+    def advance_ahead(self, slots: Ints, counts: Ints, waits: Bools | None = None) -> None:
         """Counts tokens of a step in flight as computed.
 
-        A slot at its last token gets one more, without an id. Slots that wait there compute that token again.
+        A slot at its last token gets one more, without an id. Slots that wait there compute that token again; None: no
+        slot waits.
         """
         positions = self.num_computed[slots] + counts
-        at_end = positions == self.num_tokens[slots]
-        self.num_computed[slots] = positions - (at_end & waits)
-        self.num_tokens[slots] += at_end & ~waits
+        known = self.num_tokens[slots]
+        at_end = positions == known
+        if waits is None:
+            self.num_computed[slots] = positions
+            self.num_tokens[slots] = known + at_end
+        else:
+            self.num_computed[slots] = positions - (at_end & waits)
+            self.num_tokens[slots] = known + (at_end & ~waits)
+
+    def advance_sampled(self, slots: Ints, lengths: Integers, token_ids: Integers) -> None:
+        """Counts all known tokens of each slot, `lengths`, as computed, and adds a token: `advance_ahead` and
+        `set_tokens` in one, for a step that is done."""
+        self.token_ids[slots, lengths] = token_ids
+        self.num_computed[slots] = lengths
+        self.num_tokens[slots] = self.num_known[slots] = lengths + 1
 
     def take_back(self, slot: int) -> None:
         """The slot got no token in a step for which `advance_ahead` added one: it computes its last token again."""
         self.num_computed[slot] -= 1
         self.num_tokens[slot] -= 1
 
-    def set_tokens(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
+    def set_tokens(self, slots: Ints, positions: Integers, token_ids: Integers) -> None:
         """Sets the ids of tokens that `advance_ahead` added."""
         self.token_ids[slots, positions] = token_ids
         self.num_known[slots] = positions + 1

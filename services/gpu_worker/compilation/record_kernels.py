@@ -15,18 +15,18 @@ import triton
 from blockyard import kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, num_processes
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
-from blockyard.services.gpu_worker.execution import prefill_kernels
-from blockyard.services.gpu_worker.execution.decode_graphs import (
+from blockyard.services.gpu_worker.execution.cuda import prefill_kernels
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     SAMPLE_VARIANTS,
     DecodeSettings,
     DecodeSize,
     DecodeSteps,
     num_mask_slots,
 )
-from blockyard.services.gpu_worker.execution.device_masks import SlotMasks
-from blockyard.services.gpu_worker.execution.device_ops import make_device_ops
-from blockyard.services.gpu_worker.execution.prefill_sizes import descriptors
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, write_padding
+from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks
+from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
+from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import descriptors
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, PrefillStep, write_padding
 from blockyard.services.gpu_worker.execution.prompt_logprobs import DevicePromptLogprobs, ScoredPrompt
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
@@ -106,7 +106,7 @@ def _launch_steps(model: Model, need: KVMemoryNeed, kv_dtype: torch.dtype, num_e
         for needs_processing in SAMPLE_VARIANTS:
             step.sample(sampler_input, needs_processing)
     if not config.run_ahead_penalties:  # otherwise sampling has launched this kernel
-        prompts = DevicePromptLogprobs(model, ops, device)
+        prompts = DevicePromptLogprobs(model, ops.gather_logprobs, device)
         prompts.compute_logits([ScoredPrompt(0, 0, 1, np.zeros(1, np.int64), 1)], output.logits)
 
 

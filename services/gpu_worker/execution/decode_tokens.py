@@ -1,18 +1,18 @@
 """Results of decode slots as arrays, in the form that the device returns."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from blockyard.services.gpu_worker.arrays import Integers
 from blockyard.shared.messages import NO_TOKEN, SlotResult, SlotRun
 
-Integers = npt.NDArray[np.integer[Any]]
+MOST_FEW = 64  # below this many runs a dict is quicker than an array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeTokens:
     """Implements `interfaces.DecodeOutputs`. The arrays have one element for each slot."""
 
@@ -29,6 +29,9 @@ class DecodeTokens:
 
     def token_ids_by_run(self, runs: Sequence[SlotRun]) -> bytes:
         """See `interfaces.DecodeOutputs`."""
+        if len(runs) <= MOST_FEW:
+            found = dict(zip(self.slots.tolist(), self.token_ids.tolist(), strict=True))
+            return array("I", [found.get(run.slot, NO_TOKEN) for run in runs]).tobytes()
         slots = np.array([run.slot for run in runs])
         by_slot = np.full(slots.max() + 1, NO_TOKEN, "<u4")
         by_slot[self.slots] = self.token_ids

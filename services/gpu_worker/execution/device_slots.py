@@ -1,5 +1,7 @@
 """The host's view of the slots on the device: collects the words to write there before the next step."""
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -7,11 +9,12 @@ from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.sampling.sampling_state import SamplingTensors
 from blockyard.kernels.slots.slot_state import MAX_STOP_IDS, NUM_FIELDS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
-from blockyard.services.gpu_worker.execution.device_masks import SlotMasks
 from blockyard.services.gpu_worker.execution.device_writes import DeviceWrites
-from blockyard.services.gpu_worker.sampling.device_steps import DeviceLogitsEdits
+from blockyard.services.gpu_worker.sampling.logits_edits import DeviceLogitsEdits
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import SlotStart, StepPlan
+
+SLOTS = 2  # slots for each row: schedulers keep spare slots
 
 
 class DeviceSlots:
@@ -24,12 +27,12 @@ class DeviceSlots:
         vocab_size: int,
         eos_token_ids: list[int],
         logits_edits: bool = False,
-        masks: SlotMasks | None = None,
+        mask_owner: Callable[[int], int] | None = None,
     ) -> None:
-        """num_slots: that are used, of the slots in `state`.
+        """num_slots: that are used, of the slots in `state`, whose block tables are not written if they are empty.
 
-        logits_edits: penalties, edits of tokens and log-probabilities are computed on the device, too. masks: that the
-        device applies with them.
+        logits_edits: penalties, edits of tokens and log-probabilities are computed on the device, too. mask_owner: of a
+        slot that has started, whose masks the device applies with them; 0: it has no constraint. None: no masks.
         """
         self.state = state
         self.params = SamplingTensors(
@@ -41,13 +44,15 @@ class DeviceSlots:
             choice=state.fields[Field.CHOICE],
         )
         self.logits_edits = DeviceLogitsEdits(state, vocab_size, logits_edits)
-        self._masks = masks
+        self._mask_owner = mask_owner
         self.num_slots, self._vocab_size, self._eos = num_slots, vocab_size, eos_token_ids
         self._field_offsets = (np.arange(NUM_FIELDS) * state.fields.shape[1]).tolist()
         self._tables_offset, self._width = state.offset(state.tables), state.tables.shape[1]
         self._rows = np.full(len(state.row_slots), -1, np.int64)  # slots by row, as on the device
         self.samples_on_device = np.zeros(num_slots, np.bool_)  # by slot: it needs no host between its tokens
+        self.host_sampled: set[int] = set()  # the slots in use that need it
         self.has_mask = np.zeros(num_slots, np.bool_)  # by slot: the device applies its masks
+        self.version = 0  # of the slots' parameters: it grows whenever a slot starts or ends
         self._logits_rows: dict[int, int] = {}  # by slot whose logits the next step copies for the host
         # by slot whose prompt is to get log-probabilities in the next steps: how many of the top tokens
         self.num_prompt_logprobs: dict[int, int] = {}
@@ -59,6 +64,8 @@ class DeviceSlots:
         self._writes.clear()
         self.logits_edits.reset()
         self.samples_on_device[:] = self.has_mask[:] = False
+        self.host_sampled.clear()
+        self.version += 1
         self._logits_rows.clear()
         self.num_prompt_logprobs.clear()
         self._sent[:] = 0
@@ -142,9 +149,11 @@ class DeviceSlots:
         words = [0] * NUM_FIELDS
         endings = [i for i in {*self._eos, *state.stop_ids} if 0 <= i < self._vocab_size]
         needs_host = len(state.stop_ids) > MAX_STOP_IDS
-        mask_owner = self._masks.owner_of(slot) if self._masks is not None else 0
+        mask_owner = self._mask_owner(slot) if self._mask_owner is not None else 0
         edits = self.logits_edits.start(slot, sampling, table, endings, words, needs_host, mask_owner)
         self.samples_on_device[slot] = edits is not None
+        if edits is None:
+            self.host_sampled.add(slot)
         self.has_mask[slot] = edits is not None and mask_owner != 0
         words[Field.AWAITS_HOST] = edits is None
         if sampling.num_prompt_logprobs is not None:
@@ -166,6 +175,8 @@ class DeviceSlots:
     def _stop(self, slot: int) -> None:
         self.logits_edits.end(slot)
         self.samples_on_device[slot] = self.has_mask[slot] = False
+        self.host_sampled.discard(slot)
+        self.version += 1
         self.num_prompt_logprobs.pop(slot, None)
         if self._logits_rows.pop(slot, None) is not None:
             self._writes.put(self._field_offsets[Field.LOGITS_ROW] + slot, -1)
@@ -175,7 +186,7 @@ class DeviceSlots:
 
     def _send_blocks(self, slot: int, table: Slots) -> None:
         begin, end = int(self._sent[slot]), int(table.num_blocks[slot])
-        if begin < end:
+        if self._width and begin < end:
             self._writes.put_run(self._tables_offset + slot * self._width + begin, table.tables[slot, begin:end])
             self._sent[slot] = end
 

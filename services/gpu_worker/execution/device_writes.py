@@ -9,6 +9,7 @@ from blockyard.services.gpu_worker.arrays import Words
 
 Numbers = npt.NDArray[np.generic]
 
+NO_WORDS: Words = np.empty(0, np.int32)
 MOST_FEW = 64  # below this many words a list is quicker than an array
 
 
@@ -49,10 +50,10 @@ class DeviceWrites:
 
     def take(self) -> tuple[Words, Words]:
         """Index and value of all words, each place once, and clears them."""
+        if not self._few_index and not self._index:
+            return NO_WORDS, NO_WORDS
         many = bool(self._few_index) or len(self._index) > 1  # one array names each place once
         self._few_to_arrays()
-        if not self._index:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
         index, values = np.concatenate(self._index), np.concatenate(self._values)
         self.clear()
         if many:

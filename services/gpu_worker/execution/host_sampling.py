@@ -2,8 +2,8 @@
 
 On the device such a slot waits: each step computes its last known token again and writes the same KV. One of these
 steps copies its logits. When that step is done and its plan is answered, the host samples the token: the next launch
-writes it to the slot, and the answer of the slot's next plan has it. So the slot gets a token in every second step or
-so, and the others do not wait for it.
+writes it to the slot, and the answer of the slot's next plan has it. So on a GPU the slot gets a token in every second
+step or so, on the CPU in every step, and the others do not wait for it.
 """
 
 import contextlib
@@ -16,14 +16,16 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
-from blockyard.shared.messages import SlotResult, StepPlan
+from blockyard.services.gpu_worker.sampling.host_rows import HostRows, Sampled
+from blockyard.shared.config.services.worker import LogprobsMode
+from blockyard.shared.messages import FinishReason, SlotResult, StepPlan
 
 
 @dataclass(slots=True)
 class _CopiedRows:
     """Rows of a step that is done, not sampled yet."""
 
-    logits: Tensor  # [any, vocab], from `copied_logits`
+    logits: Tensor  # [any, vocab], `LaunchedStep.host_logits`
     places: list[int]  # the row of each slot in them
     slots: Ints
     owners: Ints
@@ -32,14 +34,17 @@ class _CopiedRows:
 class HostSampling:
     """Decides which logits a step copies, and samples from them on a stream of its own."""
 
-    def __init__(self, batch: Batch, slots: DeviceSlots) -> None:
-        self._batch, self._slots = batch, slots
+    def __init__(
+        self, batch: Batch, slots: DeviceSlots, vocab_size: int, eos_token_ids: list[int], mode: LogprobsMode
+    ) -> None:
+        self._batch, self._slots, self._eos = batch, slots, frozenset(eos_token_ids)
         self._pending: dict[int, int] = {}  # owner by slot, of slots whose logits a step in flight copies
         self._copied_at = np.zeros(slots.num_slots, np.int64)  # number of the last copy of each slot
         self._num_copies = 0
         self._copied: list[_CopiedRows] = []
         self._sampled: dict[int, tuple[int, SlotResult]] = {}  # by slot: its owner, and a result no plan has had yet
         device = slots.state.arena.device
+        self._rows = HostRows(vocab_size, eos_token_ids, device, batch.matchers, mode)
         # steps in flight fill the GPU: with a high priority the few small kernels of the sampler start between theirs
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
@@ -48,6 +53,11 @@ class HostSampling:
         self._pending.clear()
         self._copied.clear()
         self._sampled.clear()
+        self._rows.reset()
+
+    def end(self, slot: int) -> None:
+        """Drops what is kept for the slot's parameters."""
+        self._rows.end(slot)
 
     def choose(self, slots: Ints, counts: Ints) -> list[int]:
         """Rows of the next step whose logits it is to copy. Slots beyond the buffer's rows get a later step."""
@@ -63,12 +73,7 @@ class HostSampling:
             self._num_copies += len(rows)
             rows.sort()
             self._pending |= {int(slots[i]): int(owners[i]) for i in rows}
-        self._slots.copy_logits_of([int(slots[i]) for i in rows])
         return rows
-
-    def copied_logits(self, rows: list[int]) -> Tensor | None:
-        """The logits that the step just launched copies, [len(rows), vocab]. Later steps do not change them."""
-        return self._slots.logits_edits.host_logits[: len(rows)].clone() if rows else None
 
     def on_done(self, slots: Ints, owners: Ints) -> None:
         """The step that copied logits of these slots is done."""
@@ -79,7 +84,7 @@ class HostSampling:
     def add(self, logits: Tensor, places: list[int], slots: Ints, owners: Ints) -> None:
         """Has a token of each slot sampled by the next `sample`.
 
-        logits [any, vocab] are from `copied_logits`, of a step that is done; places: the row of each slot in them.
+        logits [any, vocab] are the `host_logits` of a step that is done; places: the row of each slot in them.
         """
         self._copied.append(_CopiedRows(logits, places, slots, owners))
 
@@ -90,7 +95,8 @@ class HostSampling:
         """
         copied, self._copied = self._copied, []
         for rows in copied:
-            results = self._sample(rows)
+            with torch.inference_mode():
+                results = self._sample(rows)
             for owner, result in zip(rows.owners.tolist(), results, strict=True):
                 if result.token_ids or result.finish is not None:  # a row that waits for its mask has neither
                     self._sampled[result.slot] = owner, result
@@ -112,16 +118,52 @@ class HostSampling:
 
     def _sample(self, rows: _CopiedRows) -> list[SlotResult]:
         table, logits, slots = self._batch.slots, rows.logits, rows.slots
-        with torch.inference_mode(), self._on_stream():
+        with self._on_stream():
             if self._stream is not None:
                 logits.record_stream(self._stream)
             logits = logits if rows.places == [*range(len(logits))] else logits[rows.places]
-            sampled = self._batch.sampler.sample(logits, slots, table)
+            sampled = self._rows.sample(logits, slots, table)
         table.advance(slots, np.ones_like(slots))
-        with torch.inference_mode():
-            results = self._batch.append_sampled(sampled, slots)
+        results = self._append(sampled, slots)
         self._slots.sync_from_host(slots, table)
         return results
+
+    def _append(self, sampled: Sampled, slots: Ints) -> list[SlotResult]:
+        """Adds a token to each slot, which has computed all its tokens. Slots with a problem fail.
+
+        Slots that wait get none, and compute their last token again.
+        """
+        table, results = self._batch.slots, list[SlotResult]()
+        token_ids = np.array(sampled.token_ids, np.int64)
+        waits = np.isin(np.arange(len(slots)), list(sampled.waiting))
+        table.step_back(slots[waits])
+        table.append(slots[~waits], token_ids[~waits])
+        lengths = table.num_computed[slots].tolist()
+        for i, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+            if (problem := sampled.problems.get(i)) is not None:
+                self._batch.fail_slot(slot, int(table.owners[slot]))
+                cause, status = problem
+                results.append(SlotResult(slot, [], length, FinishReason.FAILED, detail=cause, status=status))
+                continue
+            if i in sampled.waiting:
+                results.append(SlotResult(slot, [], length))
+                continue
+            token = sampled.token_ids[i]
+            finish, stop = self._finish_reason_of(slot, token, length + 1)
+            if finish is not None:
+                table.finish(slot)
+            logprobs = sampled.logprobs.get(i)
+            results.append(SlotResult(slot, [token], length, finish, stop, [logprobs] if logprobs else []))
+        return results
+
+    def _finish_reason_of(self, slot: int, token: int, known: int) -> tuple[FinishReason | None, int | None]:
+        """Returns the finish reason, if any, and the matched stop token. known: number of tokens with this one."""
+        state = self._batch.slots.slots[slot]
+        if token in self._eos and state.ends_at_eos:
+            return FinishReason.STOP, None
+        if token in state.stop_ids:
+            return FinishReason.STOP, token
+        return (FinishReason.LENGTH if known >= state.max_num_tokens else None), None
 
     def _on_stream(self) -> "contextlib.AbstractContextManager[object]":
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -1,9 +1,9 @@
-"""Log-probabilities of prompts in steps that run ahead: the device computes them, and their plan's result has them.
+"""Log-probabilities of prompts: the device computes them, and the result of their plan has them.
 
 A step that computes tokens of such a prompt keeps the hidden rows of all its tokens. Behind sampling, the logits of the
-scored rows are computed a few rows at a time and reduced to a few words a row: by `gather_logprobs`, or by torch where
-a request asks for more of the likeliest tokens than that kernel finds. The words are copied to the host on a stream of
-their own, so the next step does not wait for the copy.
+scored rows are computed a few rows at a time and reduced to a few words a row: by `gather_logprobs`, or by torch on the
+CPU and where a request asks for more of the likeliest tokens than that kernel finds. On a GPU the words are copied to
+the host on a stream of their own, so the next step does not wait for the copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +15,19 @@ from torch import Tensor
 
 from blockyard.kernels.sampling.sampling_state import MAX_LOGPROBS, LogprobsTensors
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.sampling.logprobs import ROWS_AT_ONCE
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import TokenLogprobs
 
+ROWS_AT_ONCE = 256  # bounds the logits in memory
 ALIGNED = 16  # rows: kernels are compiled again for tensors at other alignments
-MANY_ROWS_AT_ONCE = 64  # with more top tokens than the kernel finds: torch needs several copies of the logits
+MANY_ROWS_AT_ONCE = 64  # with more top tokens: torch needs several copies of the logits
 
 LogitsOf = Callable[[Tensor], Tensor]  # rows of the step -> logits
 Score = Callable[[Tensor, Tensor, Tensor, LogprobsTensors], None]  # of logits, tokens, number of top tokens
+# of logits, slots, tokens, number of top tokens by slot: see `kernels.sampling.logprobs.gather_logprobs`
+GatherLogprobs = Callable[[Tensor, Tensor, Tensor, Tensor, LogprobsTensors], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +70,33 @@ def entries_by_slot(scored: Sequence[ScoredRows]) -> dict[int, tuple[int, list[T
     return {prompt.slot: (prompt.position, entries) for rows in scored for prompt, entries in rows.entries()}
 
 
-class DevicePromptLogprobs:
-    """Decides which rows of a step are scored, and computes their log-probabilities."""
+def choose_prompts(num_top: dict[int, int], slots: Ints, counts: Ints, table: Slots) -> list[ScoredPrompt]:
+    """What the next step scores, of `counts` tokens of each slot, decodes first. Call it before they are counted.
 
-    def __init__(self, model: Model, ops: DeviceOps, device: torch.device) -> None:
-        self._model, self._ops, self._device = model, ops, device
+    num_top: `DeviceSlots.num_prompt_logprobs`; slots whose prompt is scored to its end are removed.
+    """
+    prompts: list[ScoredPrompt] = []
+    for slot, place in [(s, p) for s in num_top for p in np.flatnonzero(slots == s).tolist()]:
+        begin, end = int(table.num_computed[slot]), int(table.num_computed[slot] + counts[place])
+        if positions := table.scored(slot, begin, end - begin):
+            row = int(counts[:place].sum()) + positions.start - 1 - begin  # its logits are of the next token
+            token_ids = table.token_ids[slot, positions.start : positions.stop].copy()
+            prompts.append(ScoredPrompt(slot, row, positions.start, token_ids, num_top[slot]))
+        if end + 1 >= table.slots[slot].num_prompt_tokens:
+            del num_top[slot]
+    return prompts
+
+
+class DevicePromptLogprobs:
+    """Computes the log-probabilities of the rows of a step that `choose_prompts` has found."""
+
+    def __init__(self, model: Model, gather: GatherLogprobs | None, device: torch.device) -> None:
+        """gather: finds up to MAX_LOGPROBS of the likeliest tokens; None: torch finds any number."""
+        self._model, self._gather, self._device = model, gather, device
+        self._most_gathered = MAX_LOGPROBS if gather is not None else -1
         # `gather_logprobs` looks up a slot's number of tops: here rows of as many tops are one slot
         self._num_top = torch.arange(MAX_LOGPROBS + 1, dtype=torch.int32, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def choose(self, num_top: dict[int, int], slots: Ints, counts: Ints, table: Slots) -> list[ScoredPrompt]:
-        """What the next step scores, of `counts` tokens of each slot, decodes first. Call it before they are counted.
-
-        num_top: `DeviceSlots.num_prompt_logprobs`; slots whose prompt is scored to its end are removed.
-        """
-        prompts: list[ScoredPrompt] = []
-        for slot, place in [(s, p) for s in num_top for p in np.flatnonzero(slots == s).tolist()]:
-            begin, end = int(table.num_computed[slot]), int(table.num_computed[slot] + counts[place])
-            if positions := table.scored(slot, begin, end - begin):
-                row = int(counts[:place].sum()) + positions.start - 1 - begin  # its logits are of the next token
-                token_ids = table.token_ids[slot, positions.start : positions.stop].copy()
-                prompts.append(ScoredPrompt(slot, row, positions.start, token_ids, num_top[slot]))
-            if end + 1 >= table.slots[slot].num_prompt_tokens:
-                del num_top[slot]
-        return prompts
 
     def compute_rows(
         self, prompts: list[ScoredPrompt], hidden: Tensor, num_decodes: int, padding: int
@@ -125,8 +129,8 @@ class DevicePromptLogprobs:
     def _compute(
         self, prompts: list[ScoredPrompt], logits_of: LogitsOf, num_decodes: int = 0, padding: int = 0
     ) -> list[ScoredRows]:
-        few = [prompt for prompt in prompts if prompt.num_top <= MAX_LOGPROBS]
-        many = [prompt for prompt in prompts if prompt.num_top > MAX_LOGPROBS]
+        few = [prompt for prompt in prompts if prompt.num_top <= self._most_gathered]
+        many = [prompt for prompt in prompts if prompt.num_top > self._most_gathered]
         scored = []
         for some, score, width in ((few, self._score_few, MAX_LOGPROBS), (many, _score_many, _most_top(many))):
             if some:
@@ -154,7 +158,8 @@ class DevicePromptLogprobs:
         return words
 
     def _score_few(self, logits: Tensor, targets: Tensor, num_top: Tensor, out: LogprobsTensors) -> None:
-        self._ops.gather_logprobs(logits, num_top, targets, self._num_top, out)
+        assert self._gather is not None
+        self._gather(logits, num_top, targets, self._num_top, out)
 
     def _to_device(self, values: Tensor) -> Tensor:
         if self._stream is None:

@@ -13,7 +13,7 @@
 Types to know: `KernelConfig` describes how one GEMM is computed, `LinearShape` the layers of one shape, and
 `TunedConfig` holds the measured kernel configs of a model for one number of rows.
 
-`startup.cuda` creates the `Tuner`, `compilation.record_kernels` compiles its candidates, `execution.device_loop` calls
+`startup.cuda` creates the `Tuner`, `compilation.record_kernels` compiles its candidates, `execution.cuda` calls
 `IdleTuning.step` when idle, and `bench.linear` prints timings. Imports go from `tuner` to `timing`, `products` and
 `kernel_configs`, and from there to `layers.linear` and `kernels/`. `idle_tuning` and `kernel_configs` import neither
 torch nor Triton.

@@ -1,21 +1,24 @@
 """From logits to token ids.
 
-- `logits_steps.LOGITS_STEPS`: the steps that change logits or limit the choice, in order, with their parameters.
-- `sampler.Sampler` samples on the host: `host_steps` implement the list, `topk_topp_sampler` chooses a token,
-  `metadata` holds the parameters of all slots, `logprobs` reports log-probabilities.
-- `device_steps.DeviceLogitsEdits` writes the same list into the slots of steps that run ahead; kernels read it there.
+- `logits_steps.LOGITS_STEPS`: the steps that change logits or limit the choice, in order, with their parameters. Each
+  writes fields of a slot when the slot starts; sampling on every device reads them there.
+- `logits_edits.DeviceLogitsEdits`: the rows of slots with changed logits, and their lists of tokens.
+- `cpu_sampler` samples the rows of a step on the CPU; on a GPU `kernels/sampling` does. `topk_topp_sampler` chooses a
+  token, `logprobs` reports log-probabilities.
+- `host_rows` samples rows that only the host can, from either device; `user_processors` runs the functions of users.
 
 To add a logits step:
 
-1. Add its parameters to `Sampling` in `shared/messages` and an entry to `LOGITS_STEPS`, at its place in the order.
-2. Host: add a class with `start`, `end`, `apply` and `on_sampled` to `HOST_STEPS`.
-3. Device: add a function that writes a field of the slot to `DEVICE_STEPS`, and read the field in
-   `kernels/sampling`. Without a kernel the function returns False for slots that use the step: the host samples them,
-   and they wait for that in every second step or so (`execution.host_sampling`).
-4. A step that needs the host between tokens returns False too. Its `apply` may stop rows: they take no token, and
+1. Add its parameters to `Sampling` in `shared/messages`, and an entry to `LOGITS_STEPS`, at its place in the order,
+   with a function that writes fields of the slot.
+2. Read the fields in `kernels/sampling` and in `cpu_sampler`. Without that the function returns False for slots that
+   use the step, and `host_rows` applies it: on a GPU these slots wait for that in every second step or so
+   (`execution.host_sampling`).
+3. A step that needs the host between tokens returns False too. It may stop rows in `host_rows`: they take no token, and
    compute their position again in the next step or fail.
-5. `test_logits_steps` fails until host and device have the entry and every parameter belongs to one step.
+4. `test_logits_steps` fails until every parameter belongs to one step. `test_cpu_sampler` compares both devices and the
+   host with a plain loop over one row.
 
-`batch` and `execution/` call this folder. It imports `slots`, `structured_output/`, the kernels and, for
-prompts, `models/`.
+`execution/` calls this folder, and `batch` checks parameters here. It imports `slots`, `structured_output/` and the
+kernels.
 """

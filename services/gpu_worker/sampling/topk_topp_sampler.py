@@ -7,11 +7,17 @@ the last one within top-k or top-p are kept.
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from blockyard.kernels.sampling.philox_gumbel import gumbel_at, gumbel_rows
+from blockyard.kernels.slots.slot_state import Field
+from blockyard.services.gpu_worker.arrays import Bools, Words
 
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy
+_WORD = 0xFFFFFFFF
 CANDIDATES = 80  # more than usual values of top-k
 LEAST = -9999.0  # logit or log-probability of a token that cannot be drawn: JSON has no infinity
 
@@ -63,13 +69,15 @@ def sample_limited(scaled: Tensor, limits: SamplingLimits, noise: Noise) -> tupl
     return won, tokens
 
 
-def processed(logits: Tensor, temperature: Tensor, limits: SamplingLimits, as_logits: bool) -> Tensor:
+def processed(logits: Tensor, temperature: Tensor, limits: SamplingLimits | None, as_logits: bool) -> Tensor:
     """logits [rows, vocab] behind penalties and masks, temperature [rows] -> values [rows, vocab].
 
     Tokens outside of min-p, then top-k, then top-p of the remaining probability have LEAST, as in `sample_limited`.
     as_logits: the values are scaled logits in place of log-probabilities.
     """
     scaled = logits / temperature[:, None]
+    if limits is None:
+        return (scaled if as_logits else scaled.log_softmax(-1)).clamp_(min=LEAST)
     ordered, order = scaled.log_softmax(-1).sort(-1, descending=True)
     kth = ordered.gather(1, limits.top_k.clamp(max=ordered.shape[1])[:, None] - 1)
     kept = (ordered >= ordered[:, :1] + limits.min_p.log()[:, None]) & (ordered >= kth)
@@ -80,6 +88,59 @@ def processed(logits: Tensor, temperature: Tensor, limits: SamplingLimits, as_lo
     inside = torch.zeros_like(kept).scatter_(1, order, kept)
     values = scaled.masked_fill(~inside, float("-inf"))
     return (values if as_logits else values.log_softmax(-1)).clamp_(min=LEAST)
+
+
+@dataclass(frozen=True, slots=True)
+class NoisyRows:
+    """Rows with a temperature that are sampled by the same function."""
+
+    places: Tensor | None  # rows of the step; None: all
+    temperature: Tensor  # [rows, 1]
+    limits: SamplingLimits | None
+    key: Tensor  # [2, rows]
+    choice: Tensor  # [rows]
+
+    def sample(self, logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of the winners and their token ids. logits, index: of all rows of the step."""
+        if self.places is not None:
+            logits, index = logits[self.places], index[self.places]
+        scaled, noise = logits / self.temperature, Noise(self.key, index, self.choice)
+        return sample(scaled, noise) if self.limits is None else sample_limited(scaled, self.limits, noise)
+
+
+def noisy_rows(fields: Words, used: Bools, vocab_size: int, device: torch.device | None = None) -> list[NoisyRows]:
+    """The rows with a temperature, by the function that samples them. fields [NUM_FIELDS, rows]: of the rows' slots.
+
+    used: rows to look at. device: of the logits, None: the CPU.
+    """
+
+    def tensor(values: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    temperature, top_p, min_p = (fields[one].view(np.float32) for one in (Field.TEMPERATURE, Field.TOP_P, Field.MIN_P))
+    top_k = fields[Field.TOP_K]
+    is_noisy = (temperature >= GREEDY_BELOW) & used
+    is_limited = is_noisy & ((top_k < vocab_size) | (top_p < 1) | (min_p > 0))
+    key = fields[Field.KEY : Field.KEY + 2].astype(np.int64) & _WORD
+    groups = []
+    for which, limited in ((is_noisy & ~is_limited, False), (is_limited, True)):
+        places = np.flatnonzero(which)
+        if not len(places):
+            continue
+        limits = None
+        if limited:
+            columns = (top_k[places].astype(np.int64), top_p[places], min_p[places])
+            limits = SamplingLimits(*map(tensor, columns))
+        groups.append(
+            NoisyRows(
+                None if len(places) == len(which) else tensor(places),
+                tensor(temperature[places])[:, None],
+                limits,
+                tensor(key[:, places]),
+                tensor(fields[Field.CHOICE][places].astype(np.int64)),
+            )
+        )
+    return groups
 
 
 def _within(values: Tensor, limits: SamplingLimits, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import torch
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -79,6 +80,8 @@ class CpuBackend:
         return PlainStore(pool.runs, plan.num_blocks) if plan.num_blocks else None
 
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
+        edits = config.run_ahead_penalties
+        runner.use(CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits))
         report.phase("first step")
         first_step(runner)
         report.phase("ready", 1.0)

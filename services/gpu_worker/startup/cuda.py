@@ -14,7 +14,7 @@ from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.cores import usable_cores
-from blockyard.services.gpu_worker.execution import device_loop
+from blockyard.services.gpu_worker.execution.cuda import cuda_steps
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
@@ -197,7 +197,7 @@ class CudaBackend:
         tokens = min(config.max_num_batched_tokens, need.max_model_len)
         try:
             peak = peak_bytes(model, tokens, need, kv_dtype, self.device)
-            graphs, penalties = device_loop.graph_bytes(
+            graphs, penalties = cuda_steps.graph_bytes(
                 model, need, kv_dtype, config.run_ahead_penalties, captures=not config.enforce_eager
             )
         except torch.OutOfMemoryError as e:
@@ -221,26 +221,26 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        loop = device_loop.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning)
-        runner.run_ahead(loop)
+        steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning)
+        runner.use(steps)
         report.phase("first steps")
         with runner.pool.trial_steps():
             warm_up(runner)  # without CUDA graphs
             with torch.inference_mode():
                 if not config.enforce_eager:
                     report.phase("capturing CUDA graphs")
-                    loop.capture()
-                step_s = loop.steps.measure()
-        runner.run_ahead(loop, step_s)
+                    steps.capture()
+                step_s = steps.decodes.measure()
+        runner.use(steps, step_s)
         runner.forget_trial_steps()
         step_note = f"a decode step of one choice: {1e3 * step_s:.2f} ms without its context"
 
         def report_ready() -> None:
-            graphs = [] if config.enforce_eager else loop.describe()
-            report.phase("ready", loop.captured, *graphs, step_note)
+            graphs = [] if config.enforce_eager else steps.describe()
+            report.phase("ready", steps.captured, *graphs, step_note)
 
         report_ready()
-        loop.report_captures(report_ready)
+        steps.report_captures(report_ready)
 
     def held_bytes(self) -> int:
         torch.cuda.empty_cache()

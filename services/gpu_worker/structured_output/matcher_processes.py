@@ -229,10 +229,12 @@ class MatcherProcesses:
             self._slots[slot].is_in_time = True
 
     def late(self, wanted: dict[int, int], launched_s: float) -> None:
-        """A step on the device has found no mask for these slots. wanted: index of the next token by slot.
+        """A step has found no mask for these slots. wanted: index of the next token by slot.
 
         launched_s: when the step was launched, of `time.perf_counter`. All earlier steps are in the table.
         """
+        if not self._device_samples:
+            return  # `wait` has noted them
         self.num_waits += len(wanted)
         self._hear()
         settled = [slot for slot in wanted if (at := self._slots[slot].lost_s) is not None and at < launched_s]

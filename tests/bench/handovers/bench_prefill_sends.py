@@ -23,9 +23,15 @@ from torch import Tensor
 
 from blockyard.kernels.kv_cache.block_checksum import multipliers, salts
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor, PrefillStep, write_step
-from blockyard.services.gpu_worker.execution.stored_layers import AttendThen, LayerRecorder, LayerWords, layer_groups
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor, PrefillStep, write_step
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import (
+    AttendThen,
+    LayerRecorder,
+    LayerWords,
+    layer_groups,
+)
+from blockyard.services.gpu_worker.execution.device_loop import StepRequest
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Attend
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
@@ -83,7 +89,7 @@ class Tables:
         send_layer_kernel[(PROGRAMS,)](self.own, self.table, layer, own_blocks, WORDS=words, TILE=TILE)
 
 
-def prepared(runner: Runner, loop: DeviceLoop, num_tokens: int) -> tuple[BatchDescriptor, Tensor]:
+def prepared(runner: Runner, steps: CudaSteps, num_tokens: int) -> tuple[BatchDescriptor, Tensor]:
     """Puts a prompt of so many tokens into slot 0. Returns the sizes and the words of its only step."""
     runner.reset(2)
     ids = np.random.default_rng(0).integers(10, 200, num_tokens).astype("<u4")
@@ -93,22 +99,22 @@ def prepared(runner: Runner, loop: DeviceLoop, num_tokens: int) -> tuple[BatchDe
     runner.batch.apply(plan)
     slots, counts = runner.batch.slots.scheduled(plan.runs)
     assert counts.tolist() == [num_tokens]
-    loop.apply(plan)
-    descriptor = loop._prefill_steps.descriptor(counts)
-    loop._begin(slots, counts, 0)
+    steps.slots.apply(plan, runner.batch.slots)
+    descriptor = steps.prefills.descriptor(counts)
+    steps._begin(StepRequest(slots, counts, slots, 0, False, [], [], False), 0)
     words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
     write_step(words, descriptor, slots, counts, runner.batch.slots)
     return descriptor, words.to(runner.pool.device)
 
 
-def words_of(loop: DeviceLoop, num_layers: int, num_groups: int) -> LayerWords:
-    return LayerWords(layer_groups(num_layers, num_groups), loop.steps.ops, loop.steps.slots.state.step)
+def words_of(steps: CudaSteps, num_layers: int, num_groups: int) -> LayerWords:
+    return LayerWords(layer_groups(num_layers, num_groups), steps.decodes.ops, steps.slots.state.step)
 
 
 def captured(
-    loop: DeviceLoop, descriptor: BatchDescriptor, words: Tensor, recorder: LayerRecorder | None
+    steps: CudaSteps, descriptor: BatchDescriptor, words: Tensor, recorder: LayerRecorder | None
 ) -> torch.cuda.CUDAGraph:
-    step = PrefillStep(loop.steps, descriptor, words, layers=recorder)
+    step = PrefillStep(steps.decodes, descriptor, words, layers=recorder)
     step.forward()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -156,8 +162,8 @@ def exposed_ms(
     return ended.elapsed_time(copied)
 
 
-def measure(runner: Runner, loop: DeviceLoop, num_tokens: int, rounds: int) -> None:
-    descriptor, words = prepared(runner, loop, num_tokens)
+def measure(runner: Runner, steps: CudaSteps, num_tokens: int, rounds: int) -> None:
+    descriptor, words = prepared(runner, steps, num_tokens)
     layers, num_blocks = len(runner.pool.runs[0]), runner.pool.runs[0].shape[1]
     own = runner.pool.arena.bytes.view(torch.int64).view(layers, num_blocks, -1)
     there = torch.device("cuda", torch.cuda.device_count() - 1)
@@ -166,11 +172,11 @@ def measure(runner: Runner, loop: DeviceLoop, num_tokens: int, rounds: int) -> N
     count = num_tokens // runner.geometry.block_size
     chosen = [torch.randperm(size, device="cuda")[:count] for size in (count, num_blocks)]
     ids = torch.stack(chosen).int()
-    groups = {"words of 8 groups": words_of(loop, layers, 8), "words of each layer": words_of(loop, layers, layers)}
+    groups = {"words of 8 groups": words_of(steps, layers, 8), "words of each layer": words_of(steps, layers, layers)}
     in_stream, on_branch = Tables(own, target, False), Tables(own, target, True)
     recorders: dict[str, LayerRecorder | None] = {"plain": None, "plain again": None, **groups}
     recorders |= {"tables": in_stream, "tables on a branch": on_branch}
-    graphs = {name: captured(loop, descriptor, words, recorder) for name, recorder in recorders.items()}
+    graphs = {name: captured(steps, descriptor, words, recorder) for name, recorder in recorders.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -191,7 +197,7 @@ def measure(runner: Runner, loop: DeviceLoop, num_tokens: int, rounds: int) -> N
 
     copy(range(layers))
     torch.cuda.synchronize()
-    (sources, targets), step = ids.long(), loop.steps.slots.state.step
+    (sources, targets), step = ids.long(), steps.slots.state.step
     for name, it in groups.items():
         for by_layers in (False, True):
             target.zero_()
@@ -216,10 +222,11 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{torch.cuda.device_count()} GPUs, torch {torch.__version__}", flush=True)
     runner = start_runner(args.folder, 2, LONGEST, enforce_eager=True, max_num_batched_tokens=max(args.tokens))
-    assert isinstance(runner.ahead, DeviceLoop)
+    steps = runner.loop.steps
+    assert isinstance(steps, CudaSteps)
     with torch.inference_mode():
         for num_tokens in args.tokens:
-            measure(runner, runner.ahead, num_tokens, args.rounds)
+            measure(runner, steps, num_tokens, args.rounds)
 
 
 if __name__ == "__main__":

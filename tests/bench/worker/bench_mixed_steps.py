@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from gpu_runner import start_runner
 
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
@@ -112,8 +112,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="*", default=[4, 20])
     args = parser.parse_args()
     runner = start_runner(args.folder, 128, LENGTH, enforce_eager=True, max_num_seqs=256)
-    loop = runner.ahead
-    assert isinstance(loop, DeviceLoop)
+    steps = runner.loop.steps
+    assert isinstance(steps, CudaSteps)
     cases = [
         case
         for case in itertools.product(args.num_decodes, args.num_prefill_tokens, args.prompts)
@@ -123,19 +123,19 @@ def main() -> None:
     eager = measure(runner, cases)
     runner.reset(0)
     began = time.perf_counter()
-    loop.capture()
-    print(f"captured for {time.perf_counter() - began:.2f} s; {'; '.join(loop.describe())}", flush=True)
-    while loop.idle():
+    steps.capture()
+    print(f"captured for {time.perf_counter() - began:.2f} s; {'; '.join(steps.describe())}", flush=True)
+    while steps.idle():
         pass
-    print(f"all after {time.perf_counter() - began:.2f} s; {'; '.join(loop.describe())}", flush=True)
-    sizes = loop._graphs._sizes
+    print(f"all after {time.perf_counter() - began:.2f} s; {'; '.join(steps.describe())}", flush=True)
+    sizes = steps.graphs._sizes
     for descriptor, seconds in sizes._device_s.items():
         print(f"  {descriptor}: device {1e3 * seconds:.2f} ms")
     print(f"  launch {1e3 * statistics.fmean(sizes._launches_s):.2f} ms", flush=True)
     graphs = measure(runner, cases)
     print("(decodes, fresh, prompts) | eager: alone, ahead, launch | graphs: alone, ahead, launch | size")
     for case, before, after in zip(cases, eager, graphs, strict=True):
-        step = BatchDescriptor(*case, loop.steps.padded_num_seqs(case[0] + case[2]))
+        step = BatchDescriptor(*case, steps.decodes.padded_num_seqs(case[0] + case[2]))
         times = " | ".join(", ".join(f"{ms:.2f}" for ms in one) for one in (before, after))
         print(f"{case} | {times} | {sizes.pick(step)}")
 

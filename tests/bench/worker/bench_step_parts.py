@@ -14,6 +14,8 @@ import torch
 from gpu_runner import start_runner
 from worker.bench_timeline import Kernel, Loop, kernels_of, run_steps
 
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+
 GREEDY = {"temperature": 0.0}
 
 
@@ -59,7 +61,8 @@ def main() -> None:
     run_steps(loop, 10, 3)
     took = min(run_steps(loop, args.steps, 3)[0] for _ in range(2))
     kernels = kernels_of(loop, args.steps, 3)
-    steps = runner.ahead.steps
+    assert isinstance(runner.loop.steps, CudaSteps)
+    steps = runner.loop.steps.decodes
     size = steps.padded(args.rows, length)
     output = steps.forward(size)
     forward = replay_ms(lambda: steps.forward(size))

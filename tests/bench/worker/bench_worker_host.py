@@ -20,9 +20,9 @@ import torch
 from rig import Row, median, table
 
 from blockyard.kernels.slots.slot_state import NUM_RESULTS, SlotOutcome, SlotState
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep
+from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop, InFlightStep, LaunchedStep
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
-from blockyard.services.gpu_worker.sampling.sampler import Sampler
+from blockyard.services.gpu_worker.execution.pinned_ring import CompletedEvent
 from blockyard.services.gpu_worker.service import packed
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan, StepResult, WorkerIn
@@ -46,18 +46,19 @@ def measure(rows: int) -> Row:
         assert slots.start(SlotStart(slot, prompt, 32, 0, list(range(4 * slot, 4 * slot + 4)), Sampling(256), 0))
     results = np.zeros((NUM_RESULTS, rows), np.int32)
     results[0], results[1], results[2] = SlotOutcome.TOKEN, np.random.default_rng(0).integers(0, 151936, rows), 33
-    transfers = SimpleNamespace(pop_failed_fetches=lambda plan: [])
-    batch: Any = SimpleNamespace(slots=slots, complete=lambda plan, done: None, transfers=transfers)
+    swap = SimpleNamespace(pop_failed_fetches=lambda plan: [])
+    batch: Any = SimpleNamespace(slots=slots, complete=lambda plan, done: None, host_swap=swap)
     loop = DeviceLoop.__new__(DeviceLoop)
     loop._batch, loop._done_s = batch, 0.0
     loop._host_sampling = SimpleNamespace(take_results=lambda plan, done: [])
     plan = StepPlan(1, 1, [], [], [], [SlotRun(slot, 1) for slot in range(rows)])
-    entry: Any = SimpleNamespace(results=results, scores=None)
+    outcomes, tokens, computed = results
+    launched = LaunchedStep((outcomes, tokens, computed), CompletedEvent())
     everyone = np.arange(rows)
 
     def finish() -> StepResult:
         done = loop._finish(
-            InFlightStep(plan, [], everyone, slots.owners[everyone], entry, 0.0, 0.0, {}, rows, [], None, None, None)
+            InFlightStep(plan, [], everyone, slots.owners[everyone], launched, 0.0, 0.0, {}, rows, [], None)
         )
         others, token_ids, logprobs = packed(done)
         return StepResult(1, 1, others, done.stamp_s, token_ids=token_ids, logprobs=logprobs)
@@ -75,11 +76,9 @@ def measure(rows: int) -> Row:
 
 
 def starts(num: int) -> Row:
-    """Requests that begin in one step: the host's slots, the sampler's, and what the device gets to know."""
+    """Requests that begin in one step: the host's slots, and what the device gets to know."""
     slots, device = Slots(1152, 8192, 16, 151936, 4096), torch.device("cpu")
     on_device = DeviceSlots(SlotState.make(2048, 1024, 512, device), 2048, 151936, [151645], logits_edits=True)
-    sampler = Sampler(151936, [151645], device)
-    sampler.reset(1152)
     prompt, asked = np.arange(32, dtype="<u4").tobytes(), Sampling(256, temperature=0.0, ignore_eos=True)
     all_of_them = [SlotStart(i, prompt, 32, 0, [3 * i, 3 * i + 1, 3 * i + 2], asked, 0) for i in range(num)]
     plan = StepPlan(1, 1, [], all_of_them, [], [SlotRun(i, 32) for i in range(num)])
@@ -90,7 +89,6 @@ def starts(num: int) -> Row:
 
     parts = {
         "slots": ms(lambda: [slots.start(one) for one in all_of_them]),
-        "sampler": ms(lambda: [sampler.start(one) for one in all_of_them]),
         "device": ms(note),
     }
     text = ", ".join(f"{what} {cost:.2f}" for what, cost in parts.items())

@@ -1,4 +1,4 @@
-"""Penalties, bias and bans against the reference in float64 and against the sampler on the CPU; counting."""
+"""Penalties, bias and bans against the reference in float64; counting."""
 
 from dataclasses import replace
 
@@ -16,9 +16,6 @@ from blockyard.kernels.sampling.sampling_state import (
     count_known,
     make_logits_edits,
 )
-from blockyard.services.gpu_worker.sampling.host_steps import Penalties, StepResources, StoppedRows
-from blockyard.services.gpu_worker.slots import Slots
-from blockyard.shared.messages import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
@@ -63,27 +60,6 @@ def test_logits_are_those_of_the_reference(dtype: torch.dtype) -> None:
     assert wishes.logits[0, 299] == wishes.logits[0, 8] == float("-inf")
     assert wishes.logits[0, 255] == logits[0, 255]  # its min_tokens are reached
     assert int(wishes.logits[1].isfinite().sum()) == 3
-
-
-def test_the_sampler_on_cpu_penalises_the_same() -> None:
-    ids, logits = torch.randint(0, VOCAB, (60,)), torch.randn(1, VOCAB)
-    sampling = Sampling(max_tokens=5, repetition_penalty=1.7, presence_penalty=-0.3, frequency_penalty=0.4)
-    old = Penalties(StepResources(VOCAB, [], torch.device("cpu"), None))
-    old.start(0, sampling, ids.numpy(), 25)
-    table = Slots(1, max_model_len=64, block_size=16, vocab_size=VOCAB, num_blocks=1)
-    wishes = make_logits_edits(1, 1, 8, VOCAB, DEVICE)
-    wishes.row[0] = 0
-    wishes.repetition[0], wishes.presence[0], wishes.frequency[0] = 1.7, -0.3, 0.4
-    count_known(wishes.counts[0], ids.to(DEVICE), 25)
-    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    for token in (int(ids[3]), 17, 17):  # two more tokens
-        penalize_logits(logits.to(DEVICE), slots, slots, wishes)
-        theirs = logits.clone()
-        old.apply(theirs, [0], table, StoppedRows())
-        torch.testing.assert_close(wishes.logits.cpu(), theirs)
-        old.on_sampled([0], [token], table)
-        best = torch.zeros(1, device=DEVICE)
-        count_tokens(slots + token, best, best.int() + 1, slots, wishes)
 
 
 def test_tokens_are_counted_where_asked_and_drawn() -> None:

@@ -1,4 +1,7 @@
-"""Step plans on a tiny model: which tokens slots produce and when they end, independent of other slots."""
+"""Step plans on a tiny model: which tokens slots produce and when they end, independent of other slots.
+
+On the CPU, and with the steps of a GPU in host memory.
+"""
 
 import math
 from pathlib import Path
@@ -9,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_driver import Driver, Stream, as_bytes
+from reference_ops import run_ahead
 from slot_plans import prompt_of, started
 from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
@@ -46,9 +50,12 @@ def logits_of(theirs: PreTrainedModel) -> Score:
     return greedy_score(theirs)
 
 
-@pytest.fixture(scope="module")
-def runner(tiny: tuple[PreTrainedModel, Path]) -> Runner:
-    return start(tiny[1], max_model_len=128)
+@pytest.fixture(scope="module", params=["cpu", "gpu"])
+def runner(tiny: tuple[PreTrainedModel, Path], request: pytest.FixtureRequest) -> Runner:
+    runner = start(tiny[1], max_model_len=128)
+    if request.param == "gpu":
+        run_ahead(runner, capacity=32)
+    return runner
 
 
 def greedy(**fields: Any) -> Sampling:
@@ -157,7 +164,7 @@ def test_batched_chunked_preempted_and_ahead_equal_alone(
 def test_more_rows_than_are_sampled_at_once(
     runner: Runner, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockyard.services.gpu_worker.execution.eager.MOST_SAMPLED", 2)
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.cpu_steps.MOST_SAMPLED", 2)
     driver = Driver(runner)
     streams = [driver.add(*one) for one in STREAMS]
     driver.run()

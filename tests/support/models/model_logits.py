@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Step
 
@@ -17,7 +18,7 @@ def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tenso
         for count in chunks:
             positions = np.arange(done, done + count)
             done += count
-            attend = runner.host.metadata_builder.attention(
+            attend = CpuMetadataBuilder(runner.pool).attention(
                 table[positions // size],
                 positions % size,
                 table[None],

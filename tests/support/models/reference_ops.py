@@ -1,4 +1,4 @@
-"""Steps of the device loop in plain torch, and an event that becomes ready late."""
+"""The steps of a GPU with its operations in plain torch, in host memory, and an event that becomes ready late."""
 
 import random
 
@@ -35,10 +35,15 @@ from blockyard.kernels.slots.slot_references import (
 )
 from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT, DecodeSettings, DecodeSteps, num_mask_slots
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.device_masks import share_masks
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
+    IN_FLIGHT,
+    DecodeSettings,
+    DecodeSteps,
+    num_mask_slots,
+)
+from blockyard.services.gpu_worker.execution.cuda.device_masks import share_masks
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
@@ -211,8 +216,11 @@ def run_ahead(
     records_layers: bool = True,
     masks: bool = True,
     ops: ReferenceOps | None = None,
-) -> DeviceLoop:
-    """Gives a runner on CPU a device loop. waits: random rows get no token in a step. masks: the device reads masks."""
+) -> CudaSteps:
+    """Gives a runner on the CPU the steps of a GPU.
+
+    waits: random rows get no token in a step. masks: the device reads masks.
+    """
     rng, shape = random.Random(seed), runner.geometry
     ring = PinnedRing(IN_FLIGHT, capacity, runner.pool.device, lambda: SlowMark(rng))
     settings = DecodeSettings(
@@ -223,9 +231,9 @@ def run_ahead(
         masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), runner.pool.device) if masks else None,
     )
     ops = ops or (WaitingOps(rng) if waits else ReferenceOps())
-    steps = DecodeSteps(runner.model, runner.pool, settings, ops, ring)
+    decodes = DecodeSteps(runner.model, runner.pool, settings, ops, ring)
     if isinstance(ops, WaitingOps):
-        ops.ready = steps.ready
-    loop = DeviceLoop(steps, runner.batch, shape.max_num_batched_tokens, records_layers=records_layers)
-    runner.run_ahead(loop)
-    return loop
+        ops.ready = decodes.ready
+    steps = CudaSteps(decodes, runner.batch, shape.max_num_batched_tokens, records_layers=records_layers)
+    runner.use(steps)
+    return steps

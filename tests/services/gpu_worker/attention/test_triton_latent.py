@@ -14,7 +14,7 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
-from blockyard.services.gpu_worker.execution.prefill_kernels import compile_prefills
+from blockyard.services.gpu_worker.execution.cuda.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.models.interface import ModelShape

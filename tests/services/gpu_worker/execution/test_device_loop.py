@@ -16,8 +16,8 @@ from slot_plans import collected, greedy, plan, prompt_of, started
 from ties import Score, Ties
 from tiny_models import start
 
-from blockyard.services.gpu_worker.execution.decode_graphs import IN_FLIGHT
-from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import IN_FLIGHT
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.warm_up import warm_up
@@ -157,8 +157,7 @@ def check_streams(
 
 def test_plans_are_in_flight_and_a_slot_that_ended_takes_no_part_in_later_ones(ahead: Runner) -> None:
     ahead.reset(4)
-    loop = ahead.ahead
-    assert loop is not None
+    loop = ahead.loop
     starts = [started(0, prompt_of(1), greedy(max_tokens=3), [3]), started(2, prompt_of(1, 4), greedy(), [5, 9])]
     for number in range(1, IN_FLIGHT + 1):
         assert ahead.can_launch()
@@ -235,10 +234,10 @@ class SeenEvent:
 def test_a_step_that_sends_blocks_tells_which_layers_are_stored(ahead: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[SeenEvent] = []
     make = partial(LayerEvents, make_event=lambda: SeenEvent(ahead.pool, seen))
-    monkeypatch.setattr("blockyard.services.gpu_worker.execution.device_loop.LayerEvents", make)
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.cuda.cuda_steps.LayerEvents", make)
     num_layers = ahead.pool.shape.num_layers
     for groups in (8, 2):
-        monkeypatch.setattr("blockyard.services.gpu_worker.execution.stored_layers.GROUPS", groups)
+        monkeypatch.setattr("blockyard.services.gpu_worker.execution.cuda.stored_layers.GROUPS", groups)
         ahead.reset(4)
         seen.clear()
         with torch.inference_mode():
@@ -277,8 +276,7 @@ def test_reset_waits_and_drops_what_is_in_flight(ahead: Runner) -> None:
 
 def test_a_plan_without_rows_completes_in_its_turn(ahead: Runner) -> None:
     ahead.reset(4)
-    loop = ahead.ahead
-    assert loop is not None
+    loop = ahead.loop
     starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(2, 3), greedy(), [4])]
     ahead.launch(plan(1, 0, starts=starts))
     ahead.launch(plan(2, ends=[1], starts=[started(1, prompt_of(1, 4), greedy(), [5])]))
@@ -310,15 +308,15 @@ def test_more_sequences_than_a_step_has_rows_fail(ahead: Runner) -> None:
 def test_which_slots_the_device_samples(folder: Path, logits_of: Score, logits_edits: bool) -> None:
     """The others wait for the host, and no step does."""
     ahead = start(folder, max_model_len=64)
-    loop = run_ahead(ahead, capacity=6, logits_edits=logits_edits)
+    steps = run_ahead(ahead, capacity=6, logits_edits=logits_edits)
     ahead.reset(6)
     asked = [sampling for _, sampling in (STREAMS[0], *STREAMS[-4:])]  # the third one is sampled by the host
     starts = [started(i, prompt_of(3, i), sampling, [3 + i]) for i, sampling in enumerate(asked)]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(i, 3) for i in range(len(asked))]))
     ahead.launch(plan(2, *range(len(asked))))
-    assert loop.in_flight == 2
+    assert ahead.in_flight == 2
     on_device = [True, True, True, False, True] if logits_edits else [True, False, False, False, True]
-    assert list(loop.steps.slots.samples_on_device[:5]) == on_device
+    assert list(steps.slots.samples_on_device[:5]) == on_device
     results = collected(ahead)[1]
     assert [bool(results[slot].token_ids) for slot in range(5)] == on_device
 
@@ -335,8 +333,7 @@ def test_the_same_tokens_without_logits_edits_on_the_device(
 
 def test_slots_with_logits_edits_sample_on_the_device_while_edit_rows_are_free(ahead: Runner) -> None:
     ahead.reset(12)
-    loop = ahead.ahead
-    assert loop is not None
+    loop = ahead.loop
     wants = greedy(repetition_penalty=1.5)
     starts = [started(i, prompt_of(2, i), wants, [3 + i]) for i in range(7)]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 2)]))

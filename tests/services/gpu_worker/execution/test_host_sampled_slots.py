@@ -14,7 +14,7 @@ from tiny_models import start
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.sampling.sampler import Sampled
+from blockyard.services.gpu_worker.sampling.host_rows import Sampled
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import FinishReason, Sampling, SlotRun, StepPlan
 
@@ -49,13 +49,14 @@ def test_a_slot_that_the_host_samples_waits_and_the_others_run_ahead(ahead: Runn
 
 def test_a_plan_is_answered_before_the_host_samples_its_rows(ahead: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     sampled: list[list[int]] = []
-    sample = ahead.batch.sampler.sample
+    host_rows = ahead.loop._host_sampling._rows
+    sample = host_rows.sample
 
     def watched(logits: torch.Tensor, slots: Ints, table: Slots) -> Sampled:
         sampled.append(slots.tolist())
         return sample(logits, slots, table)
 
-    monkeypatch.setattr(ahead.batch.sampler, "sample", watched)
+    monkeypatch.setattr(host_rows, "sample", watched)
     ahead.reset(4)
     starts = [started(0, prompt_of(1), greedy(), [3]), started(1, prompt_of(4, 3), host_sampled(), [4])]
     ahead.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 1), SlotRun(1, 4)]))
@@ -96,7 +97,7 @@ def test_a_last_token_that_was_sampled_is_a_result_of_a_plan_without_rows(ahead:
 def test_the_host_reads_the_logits_of_a_few_slots_a_step_and_each_gets_its_turn(
     folder: Path, logits_of: Score, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockyard.services.gpu_worker.sampling.device_steps.MOST_HOST_ROWS", 2)
+    monkeypatch.setattr("blockyard.services.gpu_worker.sampling.logits_edits.MOST_HOST_ROWS", 2)
     ahead = start(folder, max_model_len=64)
     run_ahead(ahead, capacity=6)
     driver, alone = Driver(ahead, num_slots=6, depth=1), []

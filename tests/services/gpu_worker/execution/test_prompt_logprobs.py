@@ -15,7 +15,7 @@ from slot_plans import collected, prompt_of, started
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.execution import prompt_logprobs
-from blockyard.services.gpu_worker.execution.stored_layers import LayerEvents
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import FinishReason, KVSend, Sampling, SlotRun, StepPlan, TokenLogprobs
 
@@ -130,7 +130,7 @@ def test_logits_in_pieces_give_the_same(ahead: Runner, alone: list[Stream], monk
 @pytest.mark.parametrize("logits_edits", [True, False])
 def test_a_step_with_several_such_prompts_runs_ahead(folder: Path, alone: list[Stream], logits_edits: bool) -> None:
     runner = start(folder, max_model_len=64)
-    loop = run_ahead(runner, CAPACITY, logits_edits=logits_edits)
+    steps = run_ahead(runner, CAPACITY, logits_edits=logits_edits)
     runner.reset(4)
     runner.launch(StepPlan(1, 1, [], [started(0, *STREAMS[1], [3, 30])], [], [SlotRun(0, 9)]))
     more = [started(1, *STREAMS[0], [4, 5, 6]), started(2, *STREAMS[6], [*range(7, 15)])]
@@ -138,8 +138,8 @@ def test_a_step_with_several_such_prompts_runs_ahead(folder: Path, alone: list[S
     runner.launch(StepPlan(1, 2, [], more, [], [SlotRun(0, 1), SlotRun(1, 10), SlotRun(2, 64), SlotRun(3, 19)]))
     runner.launch(StepPlan(1, 3, [], [], [], [SlotRun(0, 1), SlotRun(1, 13)]))
     runner.launch(StepPlan(1, 4, [], [], [], [SlotRun(0, 1), SlotRun(1, 1)]))
-    assert loop.in_flight == 4
-    assert not loop.steps.slots.num_prompt_logprobs, "no later step looks at these slots"
+    assert runner.in_flight == 4
+    assert not steps.slots.num_prompt_logprobs, "no later step looks at these slots"
     results = collected(runner)
     assert [results[n][0].token_ids for n in (1, 2, 3, 4)] == [[token] for token in alone[1].output[:4]]
     assert [(results[n][1].first_prompt, len(results[n][1].prompt_logprobs)) for n in (2, 3)] == [(1, 10), (11, 12)]
@@ -163,8 +163,8 @@ def test_a_prompt_that_is_cancelled_between_chunks(ahead: Runner, alone: list[St
         for i, entry in enumerate(results[n][1].prompt_logprobs):
             assert_close(entry, alone[stream].prompt_logprobs[i + 1])
     assert sorted(results[3]) == [0]
-    loop = ahead.ahead
-    assert loop is not None and not loop.in_flight
+    loop = ahead.loop
+    assert not loop.in_flight
 
 
 def test_a_slot_that_fails_leaves_the_others_their_log_probabilities(ahead: Runner, alone: list[Stream]) -> None:
@@ -191,7 +191,7 @@ def test_a_step_that_sends_blocks_of_such_a_prompt_tells_which_layers_are_stored
             return True
 
     make = partial(LayerEvents, make_event=DoneEvent)
-    monkeypatch.setattr("blockyard.services.gpu_worker.execution.device_loop.LayerEvents", make)
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.cuda.cuda_steps.LayerEvents", make)
     ahead.reset(4)
     plan = StepPlan(1, 1, [], [started(0, *STREAMS[0], [6, 7, 8])], [], [SlotRun(0, 23)])
     stored = ahead.launch(msgspec.structs.replace(plan, sends=[KVSend(1, 2, 1, b"", [6], [0], is_last=True)]))

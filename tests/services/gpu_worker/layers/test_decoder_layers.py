@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import BY_NAME, VOCAB, start
 
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.layers.fused_ops import OPS, TorchOps
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.runner import Runner
@@ -19,7 +20,7 @@ def logits(runner: Runner, ids: list[int]) -> torch.Tensor:
     size, positions = runner.geometry.block_size, np.arange(len(ids))
     table = np.arange(-(-len(ids) // size))
     counts = np.array([len(ids)])
-    attend = runner.host.metadata_builder.attention(
+    attend = CpuMetadataBuilder(runner.pool).attention(
         table[positions // size], positions % size, table[None], counts, counts, np.array([0]), num_decodes=0
     )
     device = runner.pool.device

@@ -75,7 +75,7 @@ def test_a_step_hits_as_many_experts_as_even_routing(
 ) -> None:
     config = {"architectures": [architecture], "num_experts_per_tok": top_k, **WIDTH, **more}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    runner = start(tmp_path, load_format="dummy", max_model_len=64)
+    runner = start(tmp_path, load_format="dummy", max_model_len=64, max_num_seqs=64)
     rng = np.random.default_rng(1)
     for rows in (1, 8, 64):
         driver = Driver(runner, num_slots=rows)

@@ -8,6 +8,7 @@ import torch
 from tiny_models import BY_NAME, start
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.step import LogitsIndices, Step
 
 
@@ -42,7 +43,7 @@ def test_the_last_layer_drops_rows_that_nobody_needs(name: str, batch_invariant:
     indices = LogitsIndices(rows, torch.zeros(3, dtype=torch.int64), rows)
     found = []
     for needed in (None, indices):
-        attend = runner.host.metadata_builder.attention(
+        attend = CpuMetadataBuilder(runner.pool).attention(
             table[positions // size], positions % size, table[None], counts, counts, np.array([0]), num_decodes=0
         )
         where = torch.from_numpy(positions)

@@ -1,31 +1,27 @@
-"""The declared list of logits steps: host and device implement every step, and each parameter belongs to one step."""
+"""The declared list of logits steps: every step writes fields of a slot, and each parameter belongs to one step."""
 
 import math
 
 import pytest
 
 from blockyard.kernels.slots.slot_state import NUM_FIELDS, Field
-from blockyard.services.gpu_worker.sampling.device_steps import DEVICE_STEPS, DeviceSlot, float_word
-from blockyard.services.gpu_worker.sampling.host_steps import HOST_PARAMETERS, HOST_STEPS
-from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS, unsupported_reason
+from blockyard.services.gpu_worker.sampling.logits_steps import (
+    LOGITS_STEPS,
+    SlotFields,
+    float_word,
+    unsupported_reason,
+    write_steps,
+)
 from blockyard.shared.messages import OutputConstraint, Sampling
 
 # Parameters that change no logits: finish conditions, the seed, and the reported log-probabilities.
 OTHERS = {"max_tokens", "ignore_eos", "stop_token_ids", "seed", "num_logprobs", "num_prompt_logprobs"}
 
 
-def written(sampling: Sampling) -> DeviceSlot:
-    slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
-    for step in LOGITS_STEPS:
-        assert DEVICE_STEPS[step.name](slot, sampling), step.name
+def written(sampling: Sampling) -> SlotFields:
+    slot = SlotFields([0] * NUM_FIELDS, 10, [2], 100)
+    assert write_steps(slot, sampling)
     return slot
-
-
-def test_host_and_device_implement_every_step() -> None:
-    names = [step.name for step in LOGITS_STEPS]
-    assert len({*names}) == len(names)
-    assert {*names} == DEVICE_STEPS.keys() == HOST_STEPS.keys() | HOST_PARAMETERS.keys()
-    assert not HOST_STEPS.keys() & HOST_PARAMETERS.keys()
 
 
 def test_every_parameter_belongs_to_one_step() -> None:
@@ -70,22 +66,26 @@ def test_with_allowed_tokens_other_tokens_need_no_edit() -> None:
 def test_a_constraint_without_masks_on_the_device_is_the_hosts_and_has_allowed_tokens_and_min_tokens_in_its_mask() -> (
     None
 ):
-    slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
+    slot = SlotFields([0] * NUM_FIELDS, 10, [2], 100)
     sampling = Sampling(max_tokens=5, constraint=OutputConstraint(), allowed_token_ids=[4], min_tokens=3)
-    assert [step.name for step in LOGITS_STEPS if not DEVICE_STEPS[step.name](slot, sampling)] == ["constraint"]
+    assert [[*step.parameters] for step in LOGITS_STEPS if not step.write(slot, sampling)] == [["constraint"]]
     assert (slot.only_listed, slot.edits) == (False, {})
-    masked = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100, mask_owner=7)
-    assert all(DEVICE_STEPS[step.name](masked, sampling) for step in LOGITS_STEPS)
+    masked = SlotFields([0] * NUM_FIELDS, 10, [2], 100, mask_owner=7)
+    assert write_steps(masked, sampling)
 
 
 def test_bad_words_of_several_tokens_are_applied_on_the_host() -> None:
-    slot = DeviceSlot([0] * NUM_FIELDS, 10, [2], 100)
-    assert not DEVICE_STEPS["bad_words"](slot, Sampling(max_tokens=5, bad_words=[[1], [2, 3]]))
+    slot = SlotFields([0] * NUM_FIELDS, 10, [2], 100)
+    assert not write_steps(slot, Sampling(max_tokens=5, bad_words=[[1], [2, 3]]))
+    assert slot.edits == {1: (-math.inf, 0)}
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
+        ({"logit_bias": [(100, 1.0)]}, "token id 100 is outside of the vocabulary of 100"),
+        ({"allowed_token_ids": [-1]}, "token id -1 is outside of the vocabulary of 100"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty cannot be 0.0"),
         ({"temperature": math.nan}, "temperature cannot be nan"),
         ({"top_p": 0.0}, "top_p cannot be 0.0"),
         ({"presence_penalty": math.inf}, "presence_penalty cannot be inf"),

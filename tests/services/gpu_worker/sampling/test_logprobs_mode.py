@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 import torch
 
+from blockyard.services.gpu_worker.sampling.host_rows import HostRows
 from blockyard.shared.config.services.worker import LogprobsMode
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
-from .test_sampler import NEG, VOCAB, Bench
+from .test_cpu_sampler import EOS, NEG, VOCAB, Bench
 
 LEAST = -9999.0
 LIMITS = {"temperature": 0.5, "top_k": 6, "top_p": 0.9, "min_p": 0.02, "logit_bias": [(3, 4.0)]}
 
 
 def reported(mode: LogprobsMode, logits: torch.Tensor, *samplings: Sampling) -> list[TokenLogprobs]:
-    bench = Bench()
-    bench.sampler.report(mode)
+    bench = Bench("host")
+    bench.host = HostRows(VOCAB, [EOS], torch.device("cpu"), None, mode)
     for sampling in samplings:
         bench.add(sampling, [1, 2])
     sampled = bench.sample(logits)

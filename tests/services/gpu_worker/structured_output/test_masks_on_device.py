@@ -18,8 +18,8 @@ from torch import Tensor
 
 from blockyard.kernels.sampling.sampling_state import RowMasks
 from blockyard.kernels.slots.slot_state import StepInputs
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.device_ops import mask_polls
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.device_ops import mask_polls
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.structured_output import matcher_processes
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -117,13 +117,13 @@ def ops() -> TroubledOps:
 
 
 @pytest.fixture(scope="module")
-def device(folder: Path, logits_of: Score, ops: TroubledOps) -> tuple[Runner, DeviceLoop]:
+def device(folder: Path, logits_of: Score, ops: TroubledOps) -> tuple[Runner, CudaSteps]:
     runner = start(folder, max_model_len=64)
     return runner, run_ahead(runner, CAPACITY, ops=ops)
 
 
 @pytest.fixture
-def ahead(device: tuple[Runner, DeviceLoop], ops: TroubledOps) -> Runner:
+def ahead(device: tuple[Runner, CudaSteps], ops: TroubledOps) -> Runner:
     """A runner with a device whose matcher makes masks in time."""
     ops.likely, ops.kills = 1.0, 0.0
     ScriptedMatcher.works_at_once = False
@@ -145,7 +145,7 @@ def matchers_of(runner: Runner) -> MatcherProcesses:
     seed=st.integers(0, 99),
 )
 def test_late_masks_and_matchers_that_end_change_no_token(
-    device: tuple[Runner, DeviceLoop],
+    device: tuple[Runner, CudaSteps],
     ops: TroubledOps,
     alone: list[Stream],
     logits_of: Score,
@@ -287,7 +287,7 @@ def test_without_masks_on_the_device_the_host_samples(folder: Path, alone: list[
 
 
 def test_a_row_that_waited_does_not_make_rows_of_plain_steps_wait(
-    ahead: Runner, device: tuple[Runner, DeviceLoop], ops: TroubledOps
+    ahead: Runner, device: tuple[Runner, CudaSteps], ops: TroubledOps
 ) -> None:
     ops.likely = 0.0
     driver = Driver(ahead, depth=1)
@@ -300,7 +300,7 @@ def test_a_row_that_waited_does_not_make_rows_of_plain_steps_wait(
     plain.add([5, 6, 7], Sampling(9, 0.0, ignore_eos=True))
     plain.run()
     assert plain.num_waits == 0
-    assert bool((device[1].steps.ready == 1).all())
+    assert bool((device[1].decodes.ready == 1).all())
 
 
 def test_steps_of_few_rows_wait_longer_for_masks() -> None:

@@ -11,8 +11,8 @@ import torch
 from tiny_models import BY_NAME, start
 
 from blockyard.kernels.slots.record_step import record_step
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Attend
@@ -83,20 +83,20 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     made = start(
         tmp_path, device="cuda", max_model_len=256, max_num_batched_tokens=64, enforce_eager=True, kv_transfer=sends
     )
-    loop = made.ahead
-    assert isinstance(loop, DeviceLoop)
+    steps = made.loop.steps
+    assert isinstance(steps, CudaSteps)
     attend_of = DeviceOps.attend
 
     def slow(ops: DeviceOps, *args: Any) -> Attend:
         return Late(attend_of(ops, *args))
 
     monkeypatch.setattr(DeviceOps, "attend", slow)
-    monkeypatch.setattr("blockyard.services.gpu_worker.execution.prefill_graphs.START_S", 0.0)
-    loop._graphs.capture()
-    assert loop._graphs._problem == ""
-    graph = next(it for size, it in loop._graphs._graphs.items() if not size.num_decodes)
-    assert loop._layer_words is not None and graph.descriptor.num_prefill_tokens >= CHUNK
-    monkeypatch.setattr(loop._graphs, "find", lambda step: graph)
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.cuda.prefill_graphs.START_S", 0.0)
+    steps.graphs.capture()
+    assert steps.graphs._problem == ""
+    graph = next(it for size, it in steps.graphs._graphs.items() if not size.num_decodes)
+    assert steps.layer_words is not None and graph.descriptor.num_prefill_tokens >= CHUNK
+    monkeypatch.setattr(steps.graphs, "find", lambda step: graph)
     return made
 
 

@@ -16,9 +16,9 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.device_masks import SlotMasks
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
-from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
+from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
@@ -28,7 +28,6 @@ from blockyard.shared.config.services.worker import capture_sizes
 
 log = logging.getLogger(__name__)
 
-SLOTS = 2  # slots for each row: schedulers keep spare slots
 IN_FLIGHT = 8  # steps at most
 MEASURED = 5
 CAPTURE_S = 3.0  # spent on graphs before the worker is ready
@@ -92,7 +91,8 @@ class DecodeSteps:
         device, vocab = pool.device, pool.shape.vocab_size
         state = SlotState.make(SLOTS * capacity, capacity, blocks_of(max_model_len, pool.block_size), device)
         masks = settings.masks
-        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, settings.logits_edits, masks)
+        owner_of = None if masks is None else masks.owner_of
+        self.slots = DeviceSlots(state, SLOTS * capacity, vocab, eos_token_ids, settings.logits_edits, owner_of)
         self.ring = ring or PinnedRing(IN_FLIGHT, capacity, device)
         self.model, self.pool = model, pool
         self._inputs = StepInputs.make(capacity, device)

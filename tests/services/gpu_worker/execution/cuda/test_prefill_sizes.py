@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockyard.services.gpu_worker.execution.prefill_sizes import (
+from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import (
     LAUNCH_MARGIN,
     MOST_BYTES,
     GraphCost,
@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.execution.prefill_sizes import (
     covers,
     descriptors,
 )
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor
 from blockyard.shared.config.services.worker import capture_sizes
 
 LAUNCH_S = 0.015

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from reference_ops import ReferenceOps
 from torch import Tensor
 
-from blockyard.services.gpu_worker.execution.device_loop import sends_prefills
-from blockyard.services.gpu_worker.execution.stored_layers import LayerWords, layer_groups
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import sends_prefills
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerWords, layer_groups
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor
 
 PREFILL_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens
 LATER_PREFILL_TOKENS = (96, 192, 384, 768, 1536)  # prompt tokens that are captured later

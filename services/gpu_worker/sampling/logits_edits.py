@@ -1,17 +1,15 @@
-"""The device's implementation of the logits steps: the host writes fields of a slot, the sampling kernels read them.
+"""The rows of slots with changed logits, and the words of their lists of tokens, which sampling on the device reads.
 
 A slot with changed logits has a row, with counts of its tokens and its adjusted logits; there is one for each
 sequence of a step. The host samples a slot with parameters that the kernels do not support; it reads the logits of a
 few such slots in each step.
 """
 
-import math
-from array import array
-from collections.abc import Callable
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blockyard.kernels.sampling.sampling_state import (
     MAX_LOGPROBS,
@@ -22,121 +20,12 @@ from blockyard.kernels.sampling.sampling_state import (
 )
 from blockyard.kernels.slots.slot_state import MAX_TOKEN_EDITS, Field, SlotState
 from blockyard.services.gpu_worker.arrays import Ints, Words
-from blockyard.services.gpu_worker.sampling.logits_steps import LOGITS_STEPS
-from blockyard.services.gpu_worker.sampling.sampler import MOST_HOST_ROWS
+from blockyard.services.gpu_worker.sampling.logits_steps import SlotFields, TokenEdits, write_steps
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
+MOST_HOST_ROWS = 32  # slots whose logits the host reads in one step
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
-
-
-TokenEdits = dict[int, tuple[float, int]]  # by token: bias, and below which index of a token it is banned
-
-
-class DeviceSlot:
-    """State of one starting slot that the steps write: words of its fields, and edits of tokens."""
-
-    def __init__(
-        self, words: list[int], num_prompt_tokens: int, end_ids: list[int], vocab_size: int, mask_owner: int = 0
-    ) -> None:
-        """words: by `Field`. end_ids: what ends a sequence. mask_owner: of its masks, 0: the device has none."""
-        self.words, self.num_prompt_tokens = words, num_prompt_tokens
-        self.end_ids, self.vocab_size, self.mask_owner = end_ids, vocab_size, mask_owner
-        self.only_listed = False  # all tokens without an edit are banned
-        self.edits: TokenEdits = {}
-        self.has_penalties = False
-
-    def ban_unlisted(self) -> None:
-        """Bans all tokens without an edit."""
-        self.only_listed = True
-
-    def set_penalties(self, repetition: float, presence: float, frequency: float) -> None:
-        values = (repetition, presence, frequency)
-        self.has_penalties = values != (1.0, 0.0, 0.0)
-        self.words[Field.REPETITION], self.words[Field.PRESENCE], self.words[Field.FREQUENCY] = map(float_word, values)
-
-
-def _logits_processors(slot: DeviceSlot, sampling: Sampling) -> bool:
-    """The host samples slots with processors of users."""
-    return not sampling.logits_processors
-
-
-def _constraint(slot: DeviceSlot, sampling: Sampling) -> bool:
-    """Without masks on the device the host samples slots with a constraint."""
-    return sampling.constraint is None or slot.mask_owner != 0
-
-
-def _allowed_token_ids(slot: DeviceSlot, sampling: Sampling) -> bool:
-    if sampling.allowed_token_ids and sampling.constraint is None:  # they are in the mask
-        slot.ban_unlisted()
-        slot.edits.update(dict.fromkeys(sampling.allowed_token_ids, (0.0, 0)))
-    return True
-
-
-def _bad_words(slot: DeviceSlot, sampling: Sampling) -> bool:
-    """The host samples slots with words of several tokens."""
-    for words in sampling.bad_words:
-        slot.edits[words[0]] = (-math.inf, 0)
-    return all(len(words) == 1 for words in sampling.bad_words)
-
-
-def _min_tokens(slot: DeviceSlot, sampling: Sampling) -> bool:
-    bans = bool(sampling.min_tokens) and sampling.constraint is None  # with a constraint they are in the mask
-    for token in slot.end_ids if bans else ():
-        if not slot.only_listed or token in slot.edits:
-            bias, _ = slot.edits.get(token, (0.0, 0))
-            slot.edits[token] = (bias, slot.num_prompt_tokens + sampling.min_tokens)
-    return True
-
-
-def _logit_bias(slot: DeviceSlot, sampling: Sampling) -> bool:
-    for token, value in sampling.logit_bias:
-        if not slot.only_listed or token in slot.edits:
-            bias, until = slot.edits.get(token, (0.0, 0))
-            slot.edits[token] = (bias + value, until)
-    return True
-
-
-def _penalties(slot: DeviceSlot, sampling: Sampling) -> bool:
-    slot.set_penalties(sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
-    return True
-
-
-def _temperature(slot: DeviceSlot, sampling: Sampling) -> bool:
-    slot.words[Field.TEMPERATURE] = float_word(sampling.temperature)
-    return True
-
-
-def _min_p(slot: DeviceSlot, sampling: Sampling) -> bool:
-    slot.words[Field.MIN_P] = float_word(sampling.min_p)
-    return True
-
-
-def _top_k(slot: DeviceSlot, sampling: Sampling) -> bool:
-    slot.words[Field.TOP_K] = sampling.top_k if 0 < sampling.top_k < slot.vocab_size else slot.vocab_size
-    return True
-
-
-def _top_p(slot: DeviceSlot, sampling: Sampling) -> bool:
-    slot.words[Field.TOP_P] = float_word(sampling.top_p)
-    return True
-
-
-# Each writes the fields that the kernels read. False: the host has to sample this slot.
-DEVICE_STEPS: dict[str, Callable[[DeviceSlot, Sampling], bool]] = {
-    "logits_processors": _logits_processors,
-    "constraint": _constraint,
-    "allowed_token_ids": _allowed_token_ids,
-    "bad_words": _bad_words,
-    "min_tokens": _min_tokens,
-    "logit_bias": _logit_bias,
-    "penalties": _penalties,
-    "temperature": _temperature,
-    "min_p": _min_p,
-    "top_k": _top_k,
-    "top_p": _top_p,
-}
-_IN_ORDER = tuple(DEVICE_STEPS[step.name] for step in LOGITS_STEPS)
 
 
 def edits_bytes(capacity: int, vocab_size: int) -> int:
@@ -151,7 +40,7 @@ class DeviceLogitsEdits:
         """enabled: False leaves all penalties, edits of tokens and log-probabilities to the host."""
         device, capacity, self.enabled = state.arena.device, len(state.row_slots), enabled
         rows = capacity if enabled else 0
-        counts = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
+        counts = _zeros(rows, vocab_size, np.int32, device)
         self.tensors = LogitsEdits(
             row=state.fields[Field.EDITS_ROW],
             repetition=state.floats(Field.REPETITION),
@@ -163,12 +52,12 @@ class DeviceLogitsEdits:
             bias=state.bias.view(torch.float32),
             until=state.until.view(torch.int64),
             counts=counts,
-            logits=torch.zeros((rows, vocab_size), dtype=torch.float32, device=device),
+            logits=_zeros(rows, vocab_size, np.float32, device),
         )
         self.adjusted = AdjustedLogits(self.tensors.row, self.tensors.logits)
         self.num_top = state.fields[Field.NUM_TOP]
         self.host_row = state.fields[Field.LOGITS_ROW]
-        self.host_logits = torch.zeros((min(capacity, MOST_HOST_ROWS), vocab_size), dtype=torch.float32, device=device)
+        self.host_logits = _zeros(min(capacity, MOST_HOST_ROWS), vocab_size, np.float32, device)
         self._state, self._capacity, self._num_rows, self._vocab_size = state, capacity, rows, vocab_size
         self.buffer = torch.zeros(LOGPROB_WORDS * capacity if enabled else 0, dtype=torch.int32, device=device)
         self.reset()
@@ -204,8 +93,8 @@ class DeviceLogitsEdits:
 
         needs_host: it cannot run ahead in any case. mask_owner: of its masks, 0: the device has none.
         """
-        state = DeviceSlot(words, table.slots[slot].num_prompt_tokens, end_ids, self._vocab_size, mask_owner)
-        on_device = all([step(state, sampling) for step in _IN_ORDER])  # a list: each step writes its words
+        state = SlotFields(words, table.slots[slot].num_prompt_tokens, end_ids, self._vocab_size, mask_owner)
+        on_device = write_steps(state, sampling)
         words[Field.EDITS_ROW] = words[Field.NUM_TOP] = words[Field.LOGITS_ROW] = -1
         num_logprobs = -1 if sampling.num_logprobs is None else sampling.num_logprobs
         changes = bool(state.edits) or state.has_penalties or mask_owner != 0
@@ -277,7 +166,8 @@ class DeviceLogitsEdits:
         return TokenLogprobs(token, float(floats[place]), rank, words[top].tolist(), floats[logs].tolist())
 
 
-@lru_cache(maxsize=4096)
-def float_word(value: float) -> int:
-    """The bits of a float32."""
-    return array("i", array("f", (value,)).tobytes())[0]
+def _zeros(rows: int, columns: int, dtype: type[np.number[Any]], device: torch.device) -> Tensor:
+    """On the CPU pages of rows that are never used take no memory."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((rows, columns), dtype))
+    return torch.zeros((rows, columns), dtype=torch.float32 if dtype is np.float32 else torch.int32, device=device)

@@ -11,7 +11,7 @@ from blockyard.kernels.attention.paged_prefill import paged_prefill
 from blockyard.kernels.attention.prefill_splits import SPLIT_MIN_LEN
 from blockyard.services.gpu_worker.attention.choice import AttentionKernel
 from blockyard.services.gpu_worker.attention.triton_attention import KERNELS, PagedPrefill
-from blockyard.services.gpu_worker.execution import prefill_kernels
+from blockyard.services.gpu_worker.execution.cuda import prefill_kernels
 from blockyard.services.gpu_worker.kv.pool import KVPool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,17 +20,17 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker import engine, memory_profile
 from blockyard.services.gpu_worker.attention import choice
 from blockyard.services.gpu_worker.attention.choice import FUSED_DECODE_MAX_LEN
-from blockyard.services.gpu_worker.execution import device_ops
-from blockyard.services.gpu_worker.execution.decode_graphs import (
+from blockyard.services.gpu_worker.execution.cuda import device_ops
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
     DecodeSettings,
     DecodeSize,
     DecodeSteps,
     capture_order,
     num_mask_slots,
 )
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.device_masks import SlotMasks, share_masks
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks, share_masks
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
@@ -74,7 +74,7 @@ def alone(runner: Runner) -> list[int]:
     return stream.output
 
 
-def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None, masks: SlotMasks | None = None) -> DeviceLoop:
+def steps_of(runner: Runner, capacity: int, ops: DeviceOps | None = None, masks: SlotMasks | None = None) -> CudaSteps:
     shape = runner.geometry
     settings = DecodeSettings(
         capacity=capacity,
@@ -83,8 +83,7 @@ def loop_of(runner: Runner, capacity: int, ops: DeviceOps | None = None, masks: 
         logits_edits=True,
         masks=masks,
     )
-    steps = DecodeSteps(runner.model, runner.pool, settings, ops)
-    return DeviceLoop(steps, runner.batch, 64)
+    return CudaSteps(DecodeSteps(runner.model, runner.pool, settings, ops), runner.batch, 64)
 
 
 def take_in(linear: Linear) -> None:
@@ -106,11 +105,11 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     fast = start(tmp_path, device=DEVICE)
     for linear in fast.model.linears():
         take_in(linear)
-    loop = loop_of(fast, 3, DeviceOps(FUSED_DECODE_MAX_LEN))
-    fast.run_ahead(loop)
+    steps = steps_of(fast, 3, DeviceOps(FUSED_DECODE_MAX_LEN))
+    fast.use(steps)
     ran = []
-    launch = loop.launch
-    monkeypatch.setattr(loop, "launch", lambda *step: ran.append(len(step[2])) or launch(*step))
+    launch = steps.launch
+    monkeypatch.setattr(steps, "launch", lambda step: ran.append(len(step.slots)) or launch(step))
     assert outputs(fast) == want
     assert max(ran) == 3
     if DEVICE == "cuda":
@@ -127,7 +126,7 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
         monkeypatch.setattr(Linear, "prepare", lambda linear: None)  # weights are not repacked
         runner = start(tmp_path)
         masks = share_masks(runner.batch.matchers, num_mask_slots(3), runner.pool.device)
-        runner.run_ahead(loop_of(runner, 3, masks=masks))
+        runner.use(steps_of(runner, 3, masks=masks))
     asked: list[dict[str, object]] = [
         {"constraint": constraint(modulus=3, length=6)},
         {"constraint": constraint(modulus=2, length=4), "temperature": 1.0, "seed": 3, "repetition_penalty": 1.4},
@@ -142,7 +141,7 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
         driver.run()
         found.append([(s.output, s.finish, s.detail) for s in driver.streams])
     assert found[1:] == found[:1] * 2
-    assert runner.ahead is not None and runner.batch.matchers is not None
+    assert runner.batch.matchers is not None
     assert runner.batch.matchers.num_masks == 2 * (6 + 5)
     for one in (cpu, runner):
         assert one.batch.matchers is not None
@@ -151,7 +150,7 @@ def test_masks_of_matcher_processes_reach_the_kernels(tmp_path: Path, monkeypatc
 
 def test_fused_decode_is_not_used_for_a_sequence_that_is_too_long(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
-    steps = loop_of(start(tmp_path, device=DEVICE), 2, DeviceOps(8)).steps
+    steps = steps_of(start(tmp_path, device=DEVICE), 2, DeviceOps(8)).decodes
     assert steps.padded(1, 8) == DecodeSize(1, short_context=True)
     assert steps.padded(1, 9) == DecodeSize(1, short_context=False)
     assert steps.padded(2, 1) == DecodeSize(2, short_context=False)
@@ -166,11 +165,11 @@ def test_a_stream_that_outgrows_fused_decode(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(module, "FUSED_DECODE_MAX_LEN", 8)
     runner = start(tmp_path, device="cuda")
     replayed: list[tuple[bool, bool]] = []
-    forward = runner.ahead.steps.forward
+    forward = runner.loop.steps.decodes.forward
     monkeypatch.setattr(
-        runner.ahead.steps,
+        runner.loop.steps.decodes,
         "forward",
-        lambda size: replayed.append((size.short_context, size in runner.ahead.steps._graphs)) or forward(size),
+        lambda size: replayed.append((size.short_context, size in runner.loop.steps.decodes._graphs)) or forward(size),
     )
     assert alone(runner) == want
     assert replayed[:7] == [(True, True)] * 3 + [(False, True)] * 4
@@ -209,7 +208,7 @@ def test_a_head_size_is_refused_by_name(head_dim: int, tmp_path: Path) -> None:
     attention = tuple(replace(layer, head_dim=head_dim) for layer in shape.attention)
     runner.model.shape = runner.pool.shape = replace(shape, attention=attention)
     with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
-        loop_of(runner, 2)
+        steps_of(runner, 2)
     with pytest.raises(LoadError, match=f"a head size of {head_dim} is not supported"):
         memory_profile._prefill(runner.model, runner.pool, 4, 64)
 
@@ -243,7 +242,7 @@ from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
 engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device="cpu", threads=1), lambda *_: None)
-ours = ("triton_attention", "device_ops", "device_loop")
+ours = ("triton_attention", "device_ops", "cuda_steps")
 print([m for m in sys.modules if m.startswith("triton") or any(name in m for name in ours)])
 """
     env = os.environ | {"PYTHONPATH": f"{SRC}:{os.environ.get('PYTHONPATH', '')}"}

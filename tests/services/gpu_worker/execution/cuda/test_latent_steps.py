@@ -11,11 +11,11 @@ from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
 from blockyard.kernels.attention.latent import prefill_in_pieces
-from blockyard.services.gpu_worker.execution import device_loop, prefill_graphs
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSettings, DecodeSteps
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
-from blockyard.services.gpu_worker.execution.prefill_graphs import PrefillGraph, PrefillGraphs
-from blockyard.services.gpu_worker.execution.prefill_steps import BatchDescriptor
+from blockyard.services.gpu_worker.execution.cuda import cuda_steps, prefill_graphs
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSettings, DecodeSteps
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import PrefillGraph, PrefillGraphs
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import BatchDescriptor
 from blockyard.services.gpu_worker.layers.fused_ops import OPS
 from blockyard.services.gpu_worker.layers.triton_ops import TritonOps
 from blockyard.services.gpu_worker.runner import Runner
@@ -47,7 +47,7 @@ def test_the_kernels_give_the_tokens_of_the_plain_path(tmp_path: Path, monkeypat
     shape = fast.geometry
     settings = DecodeSettings(capacity=3, max_model_len=shape.max_model_len, eos_token_ids=shape.eos_token_ids)
     steps = DecodeSteps(fast.model, fast.pool, settings, DeviceOps())
-    fast.run_ahead(device_loop.DeviceLoop(steps, fast.batch, 70))
+    fast.use(cuda_steps.CudaSteps(steps, fast.batch, 70))
     assert outputs(fast, (5, 3, 80), 3, num_slots=3, depth=1, chunk=70) == want
 
 
@@ -87,11 +87,11 @@ def compare_with_the_cpu(name: str, depth: int, tmp_path: Path, *batches: tuple[
     want = [one for lengths in batches for one in outputs(host, lengths, 40)]
     for eager in (False, True):
         runner = start(tmp_path, device="cuda", enforce_eager=eager)
-        loop = runner.ahead
-        assert isinstance(loop, device_loop.DeviceLoop)
-        while not eager and loop.idle():
+        steps = runner.loop.steps
+        assert isinstance(steps, cuda_steps.CudaSteps)
+        while not eager and steps.idle():
             pass
-        assert eager or (loop._graphs._problem, loop.steps.capture_error) == ("", "")
+        assert eager or (steps.graphs._problem, steps.decodes.capture_error) == ("", "")
         for chunk in (10**6, 24):
             got = [one for lengths in batches for one in outputs(runner, lengths, 40, depth=depth, chunk=chunk)]
             for i, ((prompt, expected), (_, tokens)) in enumerate(zip(want, got, strict=True)):

@@ -11,15 +11,15 @@ from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from torch import Tensor
 
-from blockyard.services.gpu_worker.execution.device_loop import DeviceLoop
-from blockyard.services.gpu_worker.execution.prefill_graphs import (
+from blockyard.services.gpu_worker.execution.cuda.cuda_steps import CudaSteps
+from blockyard.services.gpu_worker.execution.cuda.prefill_graphs import (
     CapturedPrefill,
     CudaGraphRecorder,
     PrefillGraph,
     PrefillGraphs,
 )
-from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost
-from blockyard.services.gpu_worker.execution.prefill_steps import (
+from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import GraphCost
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
     BatchDescriptor,
     PrefillStep,
     SamplerInput,
@@ -40,11 +40,11 @@ class Forward:
     Checks that the layers of the step, which is the last one that took buffers, count as stored then and not before.
     """
 
-    def __init__(self, step: PrefillStep, loop: DeviceLoop) -> None:
+    def __init__(self, step: PrefillStep, steps: CudaSteps) -> None:
         self.count = 0
         self.size_to_capture: SamplerInput | None = None
         self.hidden: Tensor | None = None  # at one place, as the output of a graph
-        self._step, self._ring, self._layer_words = step, loop.steps.ring, loop._layer_words
+        self._step, self._ring, self._layer_words = step, steps.decodes.ring, steps.layer_words
 
     def replay(self) -> None:
         self.count += 1
@@ -72,17 +72,17 @@ class Sample:
 class GraphRecorder(CudaGraphRecorder):
     """Runs a step before its capture as on a GPU, with the same side effects."""
 
-    def __init__(self, loop: DeviceLoop, device_s: float) -> None:
-        super().__init__(loop.steps, loop._layer_words)
+    def __init__(self, steps: CudaSteps, device_s: float) -> None:
+        super().__init__(steps.decodes, steps.layer_words)
         self.forwards: dict[BatchDescriptor, Forward] = {}
         self.samples: dict[BatchDescriptor, tuple[Sample, ...]] = {}
-        self._loop, self._device_s = loop, device_s
+        self._all_steps, self._device_s = steps, device_s
 
     def record(self, descriptor: BatchDescriptor) -> CapturedPrefill:
         words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
         write_trial(words, descriptor, self._steps.pool.shape.vocab_size)
         step = PrefillStep(self._steps, descriptor, words, layers=self._layer_words)
-        forward = Forward(step, self._loop)
+        forward = Forward(step, self._all_steps)
         samples = tuple(Sample(step, forward, needs_processing) for needs_processing in (False, True))
         self._begin(descriptor)
         due = step.forward()
@@ -99,9 +99,9 @@ def with_graphs(
     runner: Runner, num: int, device_s: float = 0.0, records_layers: bool = True
 ) -> tuple[PrefillGraphs, GraphRecorder]:
     """Captures the first `num` sizes; others are captured by `runner.idle`."""
-    loop = run_ahead(runner, CAPACITY, records_layers=records_layers)
-    recorder = GraphRecorder(loop, device_s)
-    loop._graphs = graphs = PrefillGraphs(loop.steps, 48, recorder)
+    steps = run_ahead(runner, CAPACITY, records_layers=records_layers)
+    recorder = GraphRecorder(steps, device_s)
+    steps.graphs = graphs = PrefillGraphs(steps.decodes, 48, recorder)
     graphs._enabled = True
     for _ in range(num):
         graphs.capture_one()
@@ -236,8 +236,8 @@ def test_a_graph_of_a_step_that_sends_tells_which_layers_are_stored(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, recorder = with_graphs(runner, 100)
-    loop, num_layers = runner.ahead, runner.pool.shape.num_layers
-    assert isinstance(loop, DeviceLoop) and loop._layer_words is not None
+    steps, num_layers = runner.loop.steps, runner.pool.shape.num_layers
+    assert isinstance(steps, CudaSteps) and steps.layer_words is not None
     runner.reset(2)
     with torch.inference_mode():
         runner.pool.runs[0][:, 6] = 0
@@ -246,7 +246,7 @@ def test_a_graph_of_a_step_that_sends_tells_which_layers_are_stored(
 
     def seen(ops: ReferenceOps, step: Tensor, words: Tensor, index: int) -> None:
         record_step(ops, step, words, index)
-        stored = loop._layer_words.stored(loop.steps.ring.step)  # type: ignore[union-attr]
+        stored = steps.layer_words.stored(steps.decodes.ring.step)  # type: ignore[union-attr]
         has_kv = runner.pool.runs[0][:, 6].flatten(1).any(1).tolist()
         told.append((has_kv, [group.is_stored() for group in stored for _ in group.layers]))
 
@@ -257,7 +257,7 @@ def test_a_graph_of_a_step_that_sends_tells_which_layers_are_stored(
     for stored in (first, second):
         assert [layer for group in stored for layer in group.layers] == list(range(num_layers))
         assert all(group.is_stored() for group in stored)
-    assert not any(group.is_stored() for group in loop._layer_words.stored(loop.steps.ring.step + 1))
+    assert not any(group.is_stored() for group in steps.layer_words.stored(steps.decodes.ring.step + 1))
     assert not runner.launch(StepPlan(1, 3, [], [], [], [SlotRun(0, 2)])), "nothing to send"
     assert sum(forward.count for forward in recorder.forwards.values()) == 3
     while runner.in_flight:
@@ -300,19 +300,19 @@ def test_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     score = greedy_score(BY_NAME[name].save(tmp_path).to("cuda"))
     runner = start(tmp_path, device="cuda", max_model_len=256, max_num_batched_tokens=256, enforce_eager=True)
     expected = many(runner)
-    loop = runner.ahead
-    assert isinstance(loop, DeviceLoop)
-    monkeypatch.setattr("blockyard.services.gpu_worker.execution.prefill_graphs.START_S", 0.0)
-    loop.capture()
+    steps = runner.loop.steps
+    assert isinstance(steps, CudaSteps)
+    monkeypatch.setattr("blockyard.services.gpu_worker.execution.cuda.prefill_graphs.START_S", 0.0)
+    steps.capture()
     ties = Ties()
     for _ in range(2):
         for i, (want, got) in enumerate(zip(expected, many(runner), strict=True)):
             ties.compare(f"stream {i}", want.prompt, want.output, got.output, score)
-        while loop.idle():
+        while steps.idle():
             pass
     ties.check()
-    assert (loop._graphs._problem, loop.captured) == ("", 1.0)
-    assert len(loop._graphs._graphs) > 10
+    assert (steps.graphs._problem, steps.captured) == ("", 1.0)
+    assert len(steps.graphs._graphs) > 10
 
 
 def many(runner: Runner) -> list[Stream]:

@@ -15,9 +15,9 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import NUM_INPUT_WORDS, StepInputs
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
-from blockyard.services.gpu_worker.execution.decode_graphs import DecodeSteps
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSteps
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
-from blockyard.services.gpu_worker.execution.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import LogitsIndices, Step
 

@@ -1,46 +1,127 @@
-"""The sampler compared with a plain loop over one row, and each parameter alone."""
+"""Sampling on both devices and on the host, compared with a plain loop over one row, and each parameter alone."""
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_ops import ReferenceOps
+from torch import Tensor
 
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.sampling.philox_gumbel import gumbel_rows, split_seed
+from blockyard.kernels.slots.slot_state import StepInputs
+from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSettings, DecodeSteps
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.sampling import topk_topp_sampler
-from blockyard.services.gpu_worker.sampling.host_steps import Penalties
-from blockyard.services.gpu_worker.sampling.sampler import Sampled, Sampler
-from blockyard.services.gpu_worker.slots import Slots
-from blockyard.shared.messages import Sampling, SlotStart
+from blockyard.services.gpu_worker.sampling.cpu_sampler import CpuSampler, SampledRows
+from blockyard.services.gpu_worker.sampling.host_rows import HostRows, Sampled
+from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slots
+from blockyard.shared.messages import Sampling, SlotStart, StepPlan
 
 VOCAB, EOS = 500, 7
 NEG = -math.inf
 
 
 class Bench:
-    """Slots and a sampler without a model; `add` starts a slot of which all tokens but the last are computed."""
+    """Slots without a model; `add` starts a slot of which all tokens but the last are computed.
 
-    def __init__(self, num_slots: int = 16) -> None:
-        self.slots = Slots(num_slots, max_model_len=64, block_size=16, vocab_size=VOCAB, num_blocks=100)
-        self.sampler = Sampler(VOCAB, [EOS], torch.device("cpu"))
-        self.sampler.reset(num_slots)
+    how: cpu: rows of a step on the CPU. gpu: of a step on a GPU, with the kernels, or their references where there is
+    no GPU. host: rows that only the host can sample. Others that need it are the host's, too.
+    """
+
+    def __init__(self, how: str, capacity: int = 16) -> None:
+        device = torch.device("cuda" if how == "gpu" and torch.cuda.is_available() else "cpu")
+        self.how, self.device = how, device
+        self.slots = Slots(2 * capacity, max_model_len=64, block_size=16, vocab_size=VOCAB, num_blocks=100)
+        shape = SimpleNamespace(
+            attention=[AttentionShape(num_heads=2, kv_heads=2, head_dim=16, rules=ScoreRules(scale=1.0))],
+            vocab_size=VOCAB,
+        )
+        pool: Any = SimpleNamespace(shape=shape, device=device, block_size=16)
+        settings = DecodeSettings(capacity=capacity, max_model_len=64, eos_token_ids=[EOS], logits_edits=True)
+        ops = ReferenceOps() if device.type == "cpu" else DeviceOps()
+        model: Any = None
+        self.steps = DecodeSteps(model, pool, settings, ops)
+        self.device_slots = self.steps.slots
+        self.edits = self.device_slots.logits_edits
+        self.cpu = CpuSampler(self.edits, VOCAB, None)
+        self.host = HostRows(VOCAB, [EOS], torch.device("cpu"), None)
         self.used: list[int] = []
         self.starts: list[SlotStart] = []
 
-    def add(self, sampling: Sampling, prompt: list[int], output: tuple[int, ...] = (), choice: int = 0) -> str:
+    def add(self, sampling: Sampling, prompt: list[int], output: tuple[int, ...] = (), choice: int = 0) -> None:
         slot = len(self.used) * 2 + 1  # rows and slots differ
         ids = np.array([*prompt, *output], "<u4").tobytes()
         start = SlotStart(slot, ids, len(prompt), len(prompt) + len(output) - 1, [1, 2, 3], sampling, choice)
         assert self.slots.start(start)
         self.used.append(slot)
         self.starts.append(start)
-        return self.sampler.start(start)
+        self.device_slots.apply(StepPlan(1, 1, [], [start], [], []), self.slots)
 
-    def sample(self, logits: torch.Tensor) -> Sampled:
-        return self.sampler.sample(logits.clone(), np.array(self.used), self.slots)
+    def sample(self, logits: Tensor) -> Sampled:
+        slots, found = np.array(self.used), Sampled([0] * len(self.used))
+        on_device = self.device_slots.samples_on_device[slots] & (self.how != "host")
+        for rows, sample in (
+            (np.flatnonzero(on_device), self._on_cpu if self.how == "cpu" else self._on_gpu),
+            (np.flatnonzero(~on_device), self._on_host),
+        ):
+            if len(rows):
+                part = sample(logits[torch.from_numpy(rows)].clone(), slots[rows])
+                for i, row in enumerate(rows.tolist()):
+                    found.token_ids[row] = part.token_ids[i]
+                    found.logprobs |= {row: part.logprobs[i]} if i in part.logprobs else {}
+                    found.problems |= {row: part.problems[i]} if i in part.problems else {}
+        return found
+
+    def _on_host(self, logits: Tensor, slots: Ints) -> Sampled:
+        return self.host.sample(logits, slots, self.slots)
+
+    def _on_cpu(self, logits: Tensor, slots: Ints) -> Sampled:
+        self._write()
+        fields = self.device_slots.state.fields.numpy()
+        rows = SampledRows(slots, fields, self.edits, VOCAB, np.array([EOS], np.int32))
+        drawn = self.cpu.sample(logits, slots, self.slots.num_tokens[slots], rows)
+        return Sampled(drawn.token_ids.tolist(), drawn.logprobs or {}, problems_of(drawn.best))
+
+    def _on_gpu(self, logits: Tensor, slots: Ints) -> Sampled:
+        self._write()
+        index, at = (torch.from_numpy(one).to(self.device) for one in (self.slots.num_tokens[slots], slots))
+        inputs = StepInputs(index, index - 1, at, index, at)
+        self.steps.ring.take()
+        self.steps.sample_rows(inputs, logits.to(self.device), needs_processing=True)
+        tokens, best = self.steps._tokens[: len(slots)].tolist(), self.steps._best[: len(slots)].tolist()
+        words, wanted = self.edits.buffer.cpu().numpy(), self.edits.num_logprobs
+        logprobs = {
+            row: self.edits.read_logprobs(words, row, tokens[row], wanted[slot])
+            for row, slot in enumerate(slots.tolist())
+            if slot in wanted
+        }
+        return Sampled(tokens, logprobs, problems_of(best))
+
+    def _write(self) -> None:
+        index, values = self.device_slots.take()
+        arena = self.device_slots.state.arena
+        arena[torch.from_numpy(index).long().to(self.device)] = torch.from_numpy(values).to(self.device)
+
+
+def problems_of(best: list[float]) -> dict[int, Problem]:
+    return {
+        row: NONE_ALLOWED if value == NEG else NOT_FINITE for row, value in enumerate(best) if not math.isfinite(value)
+    }
+
+
+@pytest.fixture(params=["cpu", "gpu", "host"])
+def how(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 def reference(logits: torch.Tensor, start: SlotStart) -> int:
@@ -105,7 +186,8 @@ samplings = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@pytest.mark.parametrize("how", ["cpu", "gpu", "host"])
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(
     rows=st.lists(
         st.tuples(samplings, st.lists(st.integers(0, 9), max_size=6), st.integers(0, 3)), min_size=1, max_size=6
@@ -114,11 +196,11 @@ samplings = st.builds(
     seed=st.integers(0, 1000),
 )
 def test_a_mixed_batch_is_sampled_as_row_by_row(
-    rows: list[tuple[Sampling, list[int], int]], spread: float, seed: int
+    how: str, rows: list[tuple[Sampling, list[int], int]], spread: float, seed: int
 ) -> None:
-    bench = Bench()
+    bench = Bench(how)
     for sampling, output, choice in rows:
-        assert bench.add(sampling, [1, 2, 300], tuple(output), choice) == ""
+        bench.add(sampling, [1, 2, 300], tuple(output), choice)
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
     sampled = bench.sample(logits)
     assert sampled.problems == {}
@@ -132,7 +214,7 @@ def test_draws_follow_the_distribution() -> None:
     x = torch.tensor([2.0, 1.0, 0.0, -1.0] + [-30.0] * (VOCAB - 4))
     counts = np.zeros(VOCAB)
     n = 4000
-    bench = Bench(num_slots=400)
+    bench = Bench("cpu", capacity=200)
     for choice in range(200):
         bench.add(Sampling(max_tokens=9, temperature=1.0, seed=5), [1], (), choice)
     for step in range(n // 200):
@@ -144,8 +226,8 @@ def test_draws_follow_the_distribution() -> None:
     assert chi2 < 16.3  # 3 degrees of freedom, p = 0.001; the draw is seeded
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
-    bench = Bench()
+def test_logprobs_are_of_the_raw_logits(how: str) -> None:
+    bench = Bench(how)
     bench.add(Sampling(max_tokens=9, temperature=0.0, num_logprobs=2, logit_bias=[(9, 50.0)]), [1, 2])
     bench.add(Sampling(max_tokens=9, temperature=0.0), [1, 2])
     bench.add(Sampling(max_tokens=9, temperature=0.0, num_logprobs=0), [1, 2])
@@ -171,10 +253,11 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("where", ["cpu", "host"])  # of the kernels: tests/kernels/sampling
 def test_a_row_that_cannot_be_sampled_fails_alone(
-    break_it: Callable[[torch.Tensor], object], message: str, temperature: float
+    break_it: Callable[[torch.Tensor], object], message: str, where: str, temperature: float
 ) -> None:
-    bench = Bench()
+    bench = Bench(where)
     for _ in range(3):
         bench.add(Sampling(max_tokens=9, temperature=temperature, top_p=0.9), [1, 2])
     logits = torch.randn(3, VOCAB)
@@ -183,22 +266,6 @@ def test_a_row_that_cannot_be_sampled_fails_alone(
     assert list(sampled.problems) == [1]
     assert message in sampled.problems[1].cause
     assert sampled.problems[1].status == (500 if message == "not finite" else 400)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        Sampling(max_tokens=1, logit_bias=[(VOCAB, 1.0)]),
-        Sampling(max_tokens=1, allowed_token_ids=[-1]),
-        Sampling(max_tokens=1, bad_words=[[1, VOCAB + 5]]),
-        Sampling(max_tokens=1, temperature=float("nan")),
-        Sampling(max_tokens=1, top_p=0.0),
-        Sampling(max_tokens=1, repetition_penalty=0.0),
-        Sampling(max_tokens=1, presence_penalty=float("inf")),
-    ],
-)
-def test_unsupported_parameters_are_named(bad: Sampling) -> None:
-    assert Bench().add(bad, [1]) != ""
 
 
 @pytest.mark.parametrize(
@@ -213,29 +280,41 @@ def test_unsupported_parameters_are_named(bad: Sampling) -> None:
     ],
 )
 def test_bad_words_match_only_the_output(
-    prompt: list[int], output: tuple[int, ...], phrase: list[int], forbidden: bool
+    how: str, prompt: list[int], output: tuple[int, ...], phrase: list[int], forbidden: bool
 ) -> None:
-    bench = Bench()
-    assert bench.add(Sampling(max_tokens=9, temperature=0.0, bad_words=[phrase]), prompt, output) == ""
+    bench = Bench(how)
+    bench.add(Sampling(max_tokens=9, temperature=0.0, bad_words=[phrase]), prompt, output)
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 10.0, 5.0
     assert bench.sample(logits).token_ids == [8 if forbidden else 7]
 
 
-def test_penalties_of_an_ended_slot_are_forgotten() -> None:
-    bench = Bench()
+def test_penalties_of_an_ended_slot_are_forgotten(how: str) -> None:
+    bench = Bench(how)
     bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [3])
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4] = 10.0, 5.0
     assert bench.sample(logits).token_ids == [4]
-    for _ in range(20):  # rows are reused: no more exist than slots at a time
-        bench.sampler.end(1)
+    for _ in range(20):  # rows of counts are used again: there are as many as rows of a step
         bench.slots.end(1)
+        bench.device_slots.apply(StepPlan(1, 1, [1], [], [], []), bench.slots)
+        bench.host.end(1)
         bench.used.clear()
         bench.add(Sampling(max_tokens=9, temperature=0.0, repetition_penalty=50.0), [5])
         assert bench.sample(logits).token_ids == [3]
-    (penalties,) = (step for step in bench.sampler._steps if isinstance(step, Penalties))
-    assert len(penalties._weights) == 4
+
+
+def test_a_penalty_counts_the_tokens_of_each_step() -> None:
+    """The same on both devices, without the host's help between steps."""
+    for how in ("cpu", "gpu"):
+        bench, tokens = Bench(how), []
+        bench.add(Sampling(max_tokens=9, temperature=0.0, frequency_penalty=1.0), [3])
+        logits = torch.zeros(1, VOCAB)
+        logits[0, 3], logits[0, 4] = 3.5, 2.25
+        for _ in range(6):
+            tokens += bench.sample(logits).token_ids
+            bench.slots.num_tokens[1] += 1
+        assert tokens == [3, 3, 4, 3, 4, 3]
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 0.5), (7, 1.0), (9, 0.4)])

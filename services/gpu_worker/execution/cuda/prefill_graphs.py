@@ -17,16 +17,16 @@ from torch import Tensor
 
 from blockyard.kernels.int_math import wrap_int32
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.execution.decode_graphs import SAMPLE_VARIANTS, DecodeSteps
-from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
-from blockyard.services.gpu_worker.execution.prefill_sizes import GraphCost, PrefillGraphSizes
-from blockyard.services.gpu_worker.execution.prefill_steps import (
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import SAMPLE_VARIANTS, DecodeSteps
+from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import GraphCost, PrefillGraphSizes
+from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
     BatchDescriptor,
     PrefillStep,
     write_step,
     write_trial,
 )
-from blockyard.services.gpu_worker.execution.stored_layers import LayerWords
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerWords
+from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.slots import Slots
 
 log = logging.getLogger(__name__)

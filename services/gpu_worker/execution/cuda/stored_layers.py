@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.execution.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
