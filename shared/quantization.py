@@ -15,6 +15,7 @@ NOT_BUILT = "not built yet"
 FOREIGN = "needs hardware that this project does not support"
 KEY = "quantization_config"
 VENDOR = "intel/"  # in front of auto-round in older files
+FP8, FP8_BLOCK, INT8, W4 = QUANTIZED_TO = ("fp8", "fp8-block", "int8", "w4")  # by `blockyard quantize`
 
 
 class QuantizationName(msgspec.Struct, frozen=True):
@@ -25,6 +26,7 @@ class QuantizationName(msgspec.Struct, frozen=True):
     alias_of: tuple[str, ...] = ()  # names that files may have instead
     refused: str = ""  # why
     of_16_bits: Mapping[str, Any] | None = None  # quantization_config for a checkpoint that is not quantized
+    refused_on_gpu: str = ""  # why
     note: str = ""  # what the name means here, where that is not plain
 
 
@@ -41,9 +43,14 @@ TABLE = (
     QuantizationName("awq_marlin", alias_of=("awq",)),
     QuantizationName("bitblas", refused="needs the kernels of BitBLAS; gptq reads the same weights"),
     QuantizationName("bitsandbytes", module="bitsandbytes", of_16_bits=NF4),
-    QuantizationName("compressed-tensors", refused=NOT_BUILT),
+    QuantizationName("compressed-tensors", module="compressed_tensors"),
     QuantizationName("deepspeedfp", alias_of=("fp8",), of_16_bits=_fp8(), note="8 bits"),
-    QuantizationName("experts_int8", refused=NOT_BUILT),
+    QuantizationName(
+        "experts_int8",
+        module="experts_int8",
+        of_16_bits={"quant_method": "experts_int8"},
+        note="experts alone; inputs stay 16 bits",
+    ),
     QuantizationName("fbgemm_fp8", module="fp8"),
     QuantizationName("fp8", module="fp8", of_16_bits=_fp8()),
     QuantizationName("fp8_per_block", alias_of=("fp8",), of_16_bits=_fp8(weight_block_size=[128, 128])),
@@ -53,7 +60,15 @@ TABLE = (
     QuantizationName("gptq_marlin", alias_of=("gptq",)),
     QuantizationName("gptq_marlin_24", refused="needs the sparse kernels of Marlin; gptq reads weights without gaps"),
     QuantizationName("hqq", module="hqq"),
-    QuantizationName("ipex", refused=NOT_BUILT),
+    QuantizationName(
+        "ipex",
+        alias_of=(
+            *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq"),
+            *("hqq", "modelopt", "mxfp4", "quark"),
+        ),
+        refused_on_gpu="is for Intel's devices; leave the flag out, and the file says how it is read",
+        note="on the CPU what the file says",
+    ),
     QuantizationName("marlin", module="gptq", alias_of=("gptq",)),
     QuantizationName("modelopt", module="modelopt"),
     QuantizationName("modelopt_fp4", alias_of=("modelopt",)),
@@ -62,7 +77,7 @@ TABLE = (
     QuantizationName("neuron_quant", refused=FOREIGN),
     QuantizationName("ptpc_fp8", alias_of=("fp8",), of_16_bits=_fp8()),
     QuantizationName("qqq", refused=NOT_BUILT),
-    QuantizationName("quark", refused=NOT_BUILT),
+    QuantizationName("quark", module="quark"),
     QuantizationName("squeezellm", refused=NOT_BUILT),
     QuantizationName("torchao", refused="needs the kernels of torchao; fp8 quantizes a 16-bit checkpoint at load"),
     QuantizationName("tpu_int8", refused=FOREIGN),
@@ -97,6 +112,18 @@ def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
         f"config.json: {KEY} {what}; supported: {', '.join(READ)}; without quantization: "
         f"""--hf-overrides '{{"{KEY}": null}}'"""
     )
+
+
+def has_fp8_kv(said: Mapping[str, Any]) -> bool:
+    """Whether quantization_config says that the KV cache has 8-bit floats: compressed-tensors' `kv_cache_scheme`,
+    modelopt's `kv_cache_quant_algo`. Raises ConfigError for one that no pool has."""
+    scheme = said.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        if scheme.get("strategy") == "attn_head":
+            raise ConfigError(f"config.json: {KEY}: kv_cache_scheme has scales of heads; one scale of a layer is read")
+        return scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    algo = said.get("kv_cache_quant_algo")
+    return isinstance(algo, str) and algo.upper() == "FP8"
 
 
 def settle_quantization(asked: str, config: Mapping[str, Any], where: str) -> dict[str, Any]:

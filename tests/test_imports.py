@@ -172,8 +172,9 @@ LAYERS["services/offline"] += (
     "running_model",
     "engines",
     "llm",
-    "tune",
+    "commands",
 )
+LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
@@ -205,6 +206,7 @@ LAYERS["services/gpu_worker"] = (
     "slots",
     "loading",
     "quantization",
+    "quantize",
     "layers",
 )
 LAYERS["services/gpu_worker"] += (

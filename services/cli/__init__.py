@@ -2,6 +2,6 @@
 
 `entry.main` is the program, which loads `main`. `main.main` takes the arguments of `blockyard COMMAND`, runs the
 command and returns its exit code. `serve`, `run`, `ring` and `keys` are in `launcher`, `bench` and `simulate` in
-`bench`, `tune` in `offline`; `flags`, `parsers` and `models` print tables of `shared/config` from here.
-`client_commands` has the three that load the offline engine. It imports these packages, and nothing imports it.
+`bench`, `tune` and `quantize` in `offline`; `flags`, `parsers` and `models` print tables of `shared/config` from here.
+`client_commands` has the four that load the offline engine. It imports these packages, and nothing imports it.
 """

@@ -1,4 +1,4 @@
-"""The commands that run a model or load a server themselves, `bench`, `simulate`, `tune`, and `api`.
+"""The commands that run a model or load a server themselves, `bench`, `simulate`, `tune`, `quantize`, and `api`.
 
 They load the offline engine, the load generators or the gateway, which takes 0.1 s: `main` imports this module for them
 alone.
@@ -7,6 +7,12 @@ alone.
 from blockyard.services.api_gateway import api_tables
 from blockyard.services.bench import command as bench
 from blockyard.services.bench import simulate
-from blockyard.services.offline import tune
+from blockyard.services.offline.commands import quantize, tune
 
-MAINS = {"bench": bench.main, "simulate": simulate.main, "tune": tune.main, "api": api_tables.main}
+MAINS = {
+    "bench": bench.main,
+    "quantize": quantize.main,
+    "simulate": simulate.main,
+    "tune": tune.main,
+    "api": api_tables.main,
+}

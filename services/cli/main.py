@@ -17,6 +17,7 @@ USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard bench WHAT [flags]       measure a server, a model or the GPU: serve, latency, suite, ...
        blockyard tune MODEL [flags]       compile GPU kernels and tune layers ahead of a start (--kernel-cache)
+       blockyard quantize MODEL OUT       write a quantized checkpoint of a 16-bit one: --to fp8, fp8-block, int8, w4
        blockyard simulate TRACE [flags]   run the scheduler on a trace in virtual time and report
        blockyard run SERVICE [flags]      run one process of a ring over several machines or containers
        blockyard ring [--check]           list the members of that ring; --check: is this host's part ready
@@ -30,7 +31,20 @@ usage: blockyard serve [MODEL] [flags]    serve a model on this machine
 MODEL is a folder, a name on the Hugging Face hub, or `demo` for the included model.
 Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCKYARD_MAX_NUM_SEQS=64)."""
 
-COMMANDS = ("serve", "bench", "simulate", "tune", "run", "ring", "keys", "flags", "parsers", "models", "api")
+COMMANDS = (
+    "serve",
+    "bench",
+    "simulate",
+    "tune",
+    "quantize",
+    "run",
+    "ring",
+    "keys",
+    "flags",
+    "parsers",
+    "models",
+    "api",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

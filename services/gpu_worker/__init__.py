@@ -24,7 +24,7 @@ Folders:
 - `loading/`: weights, CPU offload, sleep.
 - `quantization/`: how weights are kept, and the formats of checkpoints.
 - `linear_tuning/`: picks the kernels of each linear layer and of experts.
-- `mock/`: a worker without a model. `bench/`: timings of kernels.
+- `mock/`: a worker without a model. `bench/`: timings of kernels. `quantize/`: writes quantized checkpoints.
 
 `engine.start` builds the runner on a backend, which is chosen once. What copies between device and host memory asks the
 `host_link.HostLink` of the device: no other code needs to know which device it is, except for kernels.

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.worker_fields import on_gpu
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import decode_object, merge_patch
 from blockyard.shared.messages import SamplingDefaults
-from blockyard.shared.quantization import KEY, quantization_method, settle_quantization
+from blockyard.shared.quantization import KEY, NAMES, quantization_method, settle_quantization
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -117,6 +118,9 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
     if asked is None:
         quantization_method(merged)
         return overrides
+    on_gpu_refused = NAMES[asked.lower()].refused_on_gpu
+    if on_gpu_refused and on_gpu(values):
+        raise ConfigError(f"{values.where('quantization')} {asked}: {on_gpu_refused}")
     flag = "quantization" if values["quantization"] is not None else "load-format"
     return overrides | settle_quantization(asked, merged, values.where(flag))
 
@@ -136,6 +140,13 @@ def file_format(values: Values) -> str:
     """Returns which weight files are loaded: --load-format, unless it is the name of a quantization."""
     loaded = values.get("load-format", str)
     return "auto" if loaded == BITSANDBYTES else loaded
+
+
+def said_quantization(values: Values, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns quantization_config of the checkpoint's files with --hf-overrides; {}: it is not quantized."""
+    merged = merge_patch({KEY: checkpoint.quantization} | checkpoint.config, config_overrides(values))
+    said = merged.get(KEY)
+    return said if isinstance(said, dict) else {}
 
 
 def asked_length(values: Values) -> int | None:

@@ -22,6 +22,7 @@ from blockyard.shared.config.checkpoint import (
     file_format,
     model_length,
     quantized_overrides,
+    said_quantization,
     sampling_defaults,
     tokens_of_an_expert,
 )
@@ -91,8 +92,9 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
 
 
 def model_notes(values: Values, model: Checkpoint) -> list[str]:
-    """Returns a line for each choice of `auto` in how answers are read. Raises ConfigError."""
-    return output_parsers.output_parsers(values, model).notes
+    """Returns a line for each choice of `auto` that follows from the model. Raises ConfigError."""
+    of_kv = worker_fields.kv_notes(values, said_quantization(values, model))
+    return [*output_parsers.output_parsers(values, model).notes, *of_kv]
 
 
 def worker_notes(values: Values, is_local: bool) -> list[str]:
@@ -247,6 +249,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),
             **worker_fields.logprobs_fields(values),
+            **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
         },
     )
@@ -268,7 +271,7 @@ def workers(
 def block_scope(values: Values, model: Checkpoint) -> str:
     """Returns what KV depends on besides tokens. Tokenizers and scheduler need the same value for equal hashes."""
     overrides = msgspec.json.encode(config_overrides(values)).decode()
-    words = [model.name, model.revision, worker_fields.kv_scope(values), overrides]
+    words = [model.name, model.revision, worker_fields.kv_scope(values, said_quantization(values, model)), overrides]
     more = (asked_quantization(values), values.maybe("hf-config-path", str))
     return "|".join([*words, *(word for word in more if word is not None)])
 

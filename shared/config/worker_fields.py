@@ -4,6 +4,7 @@ Kernels are written by hand here, so a compilation level only chooses CUDA graph
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import msgspec
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.worker import USUAL_SEQS, LogprobsMode, capture_sizes
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization import has_fp8_kv
 
+FP8 = "fp8"
 FLAG = "compilation-config"
 LEVELS = range(4)
 MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
@@ -147,9 +150,34 @@ def kv_on_gpu(values: Values) -> bool:
     return on_gpu(values) and values["worker-cls"] != "mock"
 
 
-def kv_scope(values: Values) -> str:
-    """Returns the settings that KV values depend on, for the block hashes."""
-    words = [values.get("kv-cache-dtype", str), values.maybe("quantization-param-path", str) or ""]
+def kv_dtype(values: Values, quantization: Mapping[str, Any]) -> str:
+    """Returns --kv-cache-dtype, or instead of `auto` what quantization_config of the checkpoint says of GPUs.
+
+    It is the same on all machines of a ring, also on those without a GPU. Raises ConfigError.
+    """
+    given = values.get("kv-cache-dtype", str)
+    if given != "auto" or values.get("device", str) == "cpu" or values.get("dtype", str) in ("float", "float32"):
+        return given
+    return FP8 if values["worker-cls"] != "mock" and has_fp8_kv(quantization) else given
+
+
+def kv_fields(values: Values, quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns WorkerConfig's field for the dtype of the KV cache. Raises ConfigError."""
+    given = values.get("kv-cache-dtype", str)
+    return {"kv_cache_dtype": kv_dtype(values, quantization) if kv_on_gpu(values) else given}
+
+
+def kv_notes(values: Values, quantization: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the checkpoint decides the dtype of the KV cache. Raises ConfigError."""
+    found = kv_dtype(values, quantization)
+    if found == values.get("kv-cache-dtype", str):
+        return []
+    return [f"KV cache: {found} on GPUs, as quantization_config of the checkpoint says (--kv-cache-dtype auto)"]
+
+
+def kv_scope(values: Values, quantization: Mapping[str, Any]) -> str:
+    """Returns the settings that KV values depend on, for the block hashes. quantization: see `kv_dtype`."""
+    words = [kv_dtype(values, quantization), values.maybe("quantization-param-path", str) or ""]
     if values.get("calculate-kv-scales", bool):
         words.append("calculated")
     return " ".join(word for word in words if word)

@@ -77,6 +77,12 @@ def test_a_name_with_its_vendor() -> None:
     assert quantization_method(quantized("intel/auto-round")) == NAMES["auto-round"]
 
 
+def test_ipex_is_what_the_file_says_on_the_cpu() -> None:
+    assert overrides(quantized("fp8"), "-q", "ipex", "--device", "cpu") == {}
+    with pytest.raises(ConfigError, match="-q ipex: is for Intel's devices"):
+        overrides(quantized("fp8"), "-q", "ipex", "--device", "cuda")
+
+
 def test_a_load_format_that_is_a_quantization() -> None:
     given = ["--load-format", "bitsandbytes"]
     assert overrides(LLAMA, *given) == overrides(LLAMA, "-q", "bitsandbytes") != {}

@@ -13,8 +13,28 @@ from blockyard.shared.errors import ConfigError, LoadError
 
 KV_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 # names in checkpoints, after the layer's prefix; kv_scale is for both K and V
-_K_NAMES = ("self_attn.k_scale", "self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.attn.k_scale")
-_V_NAMES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.attn.v_scale")
+_K_NAMES = (
+    "self_attn.k_scale",
+    "self_attn.kv_scale",
+    "self_attn.k_proj.k_scale",
+    "self_attn.k_proj.output_scale",
+    "self_attn.attn.k_scale",
+)
+_V_NAMES = (
+    "self_attn.v_scale",
+    "self_attn.v_proj.v_scale",
+    "self_attn.v_proj.output_scale",
+    "self_attn.attn.v_scale",
+)
+# of queries and of probabilities, which stay 16 bits
+_UNUSED_NAMES = (
+    "self_attn.q_scale",
+    "self_attn.q_proj.q_scale",
+    "self_attn.q_proj.output_scale",
+    "self_attn.attn.q_scale",
+    "self_attn.prob_scale",
+    "self_attn.attn.prob_scale",
+)
 
 
 class _KVCache(msgspec.Struct):
@@ -44,6 +64,8 @@ def place_scales(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor
     """[layers, 2] float32, of K and V, which loading the checkpoint fills; 1 where it has none."""
     scales = torch.ones((num_layers, 2), dtype=torch.float32, device=table.device)
     for layer in range(num_layers):
+        for name in _UNUSED_NAMES:
+            table.ignore(f"model.layers.{layer}.{name}")
         for names, target in ((_K_NAMES, scales[layer, 0]), (_V_NAMES, scales[layer, 1])):
             for name in names:
                 if not is_wanted:

@@ -8,11 +8,14 @@ from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat
 from blockyard.services.gpu_worker.quantization.formats.auto_round import AutoRoundScheme
 from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
 from blockyard.services.gpu_worker.quantization.formats.bitsandbytes import BitsAndBytesScheme
+from blockyard.services.gpu_worker.quantization.formats.compressed_tensors import CompressedTensorsScheme
+from blockyard.services.gpu_worker.quantization.formats.experts_int8 import ExpertsInt8Scheme
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.formats.hqq import HqqScheme
 from blockyard.services.gpu_worker.quantization.formats.modelopt import ModelOptScheme
 from blockyard.services.gpu_worker.quantization.formats.mxfp4 import Mxfp4Format
+from blockyard.services.gpu_worker.quantization.formats.quark import QuarkScheme
 from blockyard.services.gpu_worker.quantization.method import Format
 from blockyard.services.gpu_worker.quantization.quantized_format import QuantizedFormat
 from blockyard.shared.quantization import quantization_method
@@ -22,12 +25,17 @@ FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = 
     None: lambda said, table: UnquantizedFormat(),
     "auto_round": lambda said, table: QuantizedFormat(AutoRoundScheme(said, table.dtype), table),
     "awq": lambda said, table: QuantizedFormat(AwqScheme(said, table.dtype), table),
+    "compressed_tensors": lambda said, table: QuantizedFormat(
+        CompressedTensorsScheme(said, table.dtype, table.device, table.note), table
+    ),
+    "experts_int8": lambda said, table: QuantizedFormat(ExpertsInt8Scheme(said), table),
     "fp8": lambda said, table: QuantizedFormat(Fp8Scheme(said, table.device), table),
     "gptq": lambda said, table: QuantizedFormat(GptqScheme(said, table.dtype), table),
     "bitsandbytes": lambda said, table: QuantizedFormat(BitsAndBytesScheme(said, table.dtype), table),
     "hqq": lambda said, table: QuantizedFormat(HqqScheme(said, table.dtype), table),
     "modelopt": lambda said, table: QuantizedFormat(ModelOptScheme(said, table.device), table),
     "mxfp4": lambda said, table: Mxfp4Format(table),
+    "quark": lambda said, table: QuantizedFormat(QuarkScheme(said, table.device, table.note), table),
 }
 
 

@@ -96,9 +96,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gpu: int | None = None  # index among the visible GPUs, if it has its own
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
-    run_ahead_penalties: bool = (
-        True  # steps apply penalties, token lists, log-probabilities
-    )
+    run_ahead_penalties: bool = True  # steps apply penalties, token lists, log-probabilities
     graph_sizes: list[int] = []  # batch sizes captured in CUDA graphs; empty: a default list up to max_num_seqs
     batch_invariant: bool = False  # a sequence's logits do not depend on the rest of its batch
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"

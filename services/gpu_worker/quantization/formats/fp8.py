@@ -119,7 +119,7 @@ class Fp8Scheme:
 
         def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             weight = _turn(matrix, tensors[WEIGHT])
-            codes, scales = to_e4m3(weight) if block is None else _round_blocks(weight, block)
+            codes, scales = to_e4m3(weight) if block is None else round_blocks(weight, block)
             return {fp8_w8a8.CODES: codes, fp8_w8a8.SCALES: scales}
 
         return to_kept
@@ -153,7 +153,7 @@ def _turn(matrix: Matrix, stored: Tensor) -> Tensor:
     return stored.mT if matrix.transposed else stored
 
 
-def _round_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def round_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes, and scales of rows and groups of inputs, equal in the rows of a block."""
     rows, columns = block
     (outputs, inputs), largest = weight.shape, weight.float().abs()

@@ -38,7 +38,9 @@ def config(folder: Path, **changed: object) -> WorkerConfig:
     return msgspec.structs.replace(settings(folder), kv_cache_dtype="fp8", **changed)
 
 
-@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"])
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale", "self_attn.kv_scale"]
+)
 def test_scales_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     table = WeightTable(torch.float32, DEVICE)
     scales = kv_scales.place_scales(table, 2, is_wanted=True)
@@ -55,6 +57,13 @@ def test_scales_of_a_checkpoint(name: str, tmp_path: Path) -> None:
     table.put(f"model.layers.1.{name}", torch.tensor(0.0))
     with pytest.raises(LoadError, match="layer 1 has"):
         kv_scales.set_pool_scales(it, scales, config(tmp_path))
+
+
+def test_scales_of_queries_and_probabilities_are_ignored() -> None:
+    table = WeightTable(torch.float32, DEVICE)
+    kv_scales.place_scales(table, 2, is_wanted=True)
+    for name in ("self_attn.q_scale", "self_attn.q_proj.output_scale", "self_attn.attn.prob_scale"):
+        assert not table.wants(f"model.layers.1.{name}")
 
 
 def test_a_16_bit_cache_ignores_scales(tmp_path: Path) -> None:

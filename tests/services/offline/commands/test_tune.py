@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.services.offline import tune
+from blockyard.services.offline.commands import tune
 
 
 def test_it_ends_when_the_workers_have_nothing_left_to_do(tmp_path: Path) -> None:

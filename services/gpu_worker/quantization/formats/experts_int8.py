@@ -1,0 +1,59 @@
+"""Experts of a 16-bit checkpoint in int8, quantized while they load: --quantization experts_int8.
+
+Each row of each expert has a scale, so that its largest absolute value is 127; inputs stay as they are. Other matrices
+are not quantized.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.settings import read
+from blockyard.services.gpu_worker.quantization.kept import w8a16
+from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR
+from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
+from blockyard.services.gpu_worker.quantization.names import NamePatterns
+from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
+
+MOST = 127
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+
+
+class ExpertsInt8Settings(msgspec.Struct, frozen=True):
+    """The fields of quantization_config that count."""
+
+    modules_to_not_convert: list[str] = []
+
+
+class ExpertsInt8Scheme:
+    """Implements `Scheme`."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        """Raises ConfigError."""
+        self._left_out = NamePatterns(read(said, ExpertsInt8Settings).modules_to_not_convert)
+
+    def patterns(self) -> list[NamePatterns]:
+        return [self._left_out]
+
+    def stored(self, matrix: Matrix) -> StoredMatrix | None:
+        if matrix.plain or not _EXPERTS.search(matrix.name) or self._left_out.match(matrix.name):
+            return None
+        shape = (matrix.outputs, matrix.inputs)
+        tensors = {WEIGHT: matrix.stored(WEIGHT, shape[::-1] if matrix.transposed else shape, FLOATS)}
+
+        def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return _round(tensors[WEIGHT].mT if matrix.transposed else tensors[WEIGHT])
+
+        return StoredMatrix(form=W8A16(torch.int8), tensors=tensors, to_kept=to_kept)
+
+
+def _round(weight: Tensor) -> dict[str, Tensor]:
+    weight = weight.float()
+    scales = weight.abs().amax(1).div_(MOST).clamp_(min=FLOOR)
+    codes = (weight / scales[:, None]).round_().clamp_(-MOST, MOST)
+    return {w8a16.CODES: codes.to(torch.int8), w8a16.SCALES: scales}

@@ -1,0 +1,93 @@
+"""`Int8W8A8`: weights in int8, and inputs that are rounded to int8 before they are multiplied.
+
+A weight has a scale for each row; one scale for all becomes equal ones of rows. Inputs are rounded each row by itself:
+symmetrically, so that the largest absolute value is 127, or asymmetrically with a zero by the range, which has 0 in it
+and becomes -128 to 127, as compressed-tensors defines it (`calculate_qparams`, `quantize`). Its symmetric scale is by
+127.5, which leaves to the last bit of a division whether the largest number is -127 or -128. Static inputs have what
+the file says:
+
+- symmetric: `input_scale`, of which the largest of all parts counts,
+- asymmetric: `input_high` and `input_low`, the largest number that codes stand for and the smallest one, negated, so
+  that parts together have the range of all.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR
+from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
+
+CODES, SCALES = "codes", "scales"
+INPUT_SCALE, INPUT_HIGH, INPUT_LOW = "input_scale", "input_high", "input_low"
+LOW, HIGH, STEPS = -128, 127, 255  # of codes
+DUMMY_INPUT_SCALE = 0.05
+CUDA_ROWS, CUDA_ALIGNMENT = 32, 8  # `torch._int_mm` needs more than 16 rows there, and sizes that are multiples
+
+
+@dataclass(frozen=True, slots=True)
+class Int8W8A8:
+    """Implements `KeptForm`."""
+
+    static: bool = False  # inputs have the scale of the file
+    symmetric: bool = True  # inputs have no zero
+    name = "Int8W8A8"
+
+    @property
+    def multiplies_on_host(self) -> bool:
+        return self.symmetric
+
+    def tensors(self) -> Mapping[str, KeptTensor]:
+        made = {CODES: KeptTensor(torch.int8, inputs=1), SCALES: KeptTensor(torch.float32)}
+        if self.static:
+            names = (INPUT_SCALE,) if self.symmetric else (INPUT_HIGH, INPUT_LOW)
+            made |= {name: KeptTensor(torch.float32, rows=False) for name in names}
+        return made
+
+    def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
+        return kept[CODES].float().mul_(kept[SCALES][..., None]).to(dtype)
+
+    def _to_codes(self, x: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes as numbers [rows, inputs], scales [rows, 1] or [], and zeros as scales; None: inputs have none."""
+        x = x.float()
+        if self.symmetric:
+            scales = kept[INPUT_SCALE] if self.static else x.abs().amax(-1, keepdim=True).div_(HIGH)
+            scales = scales.clamp(min=FLOOR)
+            return (x / scales).round_().clamp_(LOW, HIGH), scales, None
+        if self.static:
+            high, low = kept[INPUT_HIGH], -kept[INPUT_LOW]
+        else:
+            high, low = x.amax(-1, keepdim=True).clamp_(min=0), x.amin(-1, keepdim=True).clamp_(max=0)
+        scales = ((high - low) / STEPS).clamp(min=FLOOR)
+        zeros = (LOW - low / scales).round_().clamp_(LOW, HIGH)
+        return (x / scales + zeros).round_().clamp_(LOW, HIGH), scales, zeros
+
+    def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+        codes, scales, zeros = self._to_codes(x, kept)
+        return ((codes if zeros is None else codes - zeros) * scales).to(x.dtype)
+
+    def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+        """By `torch._int_mm`, whose sums are exact: a row does not depend on how many there are."""
+        weight, rows = kept[CODES], len(x)
+        if not self.symmetric or x.device.type not in ("cpu", "cuda"):
+            return None
+        codes, scales, _ = self._to_codes(x, kept)
+        codes = codes.to(torch.int8)
+        if x.device.type == "cuda":
+            if any(size % CUDA_ALIGNMENT for size in weight.shape):
+                return None
+            codes = F.pad(codes, (0, 0, 0, max(CUDA_ROWS - rows, 0)))
+        sums: Tensor = torch._int_mm(codes, weight.t())[:rows]
+        return sums.float().mul_(scales).mul_(kept[SCALES]).to(x.dtype)
+
+    def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
+        fill_codes(kept[CODES], generator)
+        kept[SCALES].fill_(uniform_scale(0, STEPS))
+        if self.static and self.symmetric:
+            kept[INPUT_SCALE].fill_(DUMMY_INPUT_SCALE)
+        elif self.static:
+            kept[INPUT_HIGH].fill_(DUMMY_INPUT_SCALE * HIGH)
+            kept[INPUT_LOW].fill_(-DUMMY_INPUT_SCALE * LOW)

@@ -1,0 +1,115 @@
+"""Reads a model folder and writes the quantized one, file by file and tensor by tensor."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.names import HEAD, NamePatterns, is_left_out
+from blockyard.services.gpu_worker.quantize.rounding import Rounding, config, round_matrix
+from blockyard.shared.config.checkpoint import read_json
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization import KEY, W4
+
+INDEX = "model.safetensors.index.json"
+WEIGHT = ".weight"
+_BLOCK = re.compile(r"^(.*?(?:layers|h|blocks)\.\d+)\.")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of files that are not copied
+
+
+@dataclass(slots=True)
+class Layer:
+    """What has become of a layer of the model."""
+
+    bytes_before: int = 0
+    bytes_after: int = 0
+    error: float = 0.0  # sum of squares
+    size: float = 0.0  # sum of squares of the weights
+
+    @property
+    def relative_error(self) -> float:
+        return (self.error / self.size) ** 0.5 if self.size else 0.0
+
+
+@dataclass(slots=True)
+class Written:
+    layers: dict[str, Layer] = field(default_factory=dict)  # by prefix; "" has what is in no layer
+    ignored: list[str] = field(default_factory=list)
+    weight_map: dict[str, str] = field(default_factory=dict)  # tensor -> file
+    size_bytes: int = 0
+
+
+def quantize(source: Path, target: Path, how: Rounding) -> Written:
+    """Raises ConfigError for a folder that cannot be quantized, or a target that has something."""
+    said = read_json(source / "config.json")
+    if said.get(KEY):
+        raise ConfigError(f"{source}: the checkpoint is quantized already")
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{source}: no .safetensors files")
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError(f"{target}: the folder is not empty")
+    target.mkdir(parents=True, exist_ok=True)
+    patterns, written = NamePatterns(how.ignore), Written()
+    for file in files:
+        tensors = dict(_rounded(file, how, patterns, written))
+        save_file(tensors, target / file.name, {"format": "pt"})
+        written.weight_map |= dict.fromkeys(tensors, file.name)
+    unused = patterns.unused()
+    if unused:
+        raise ConfigError(f"--ignore {unused[0]}: no matrix of the model has that name")
+    _copy_others(source, target)
+    ignored = [HEAD, *(name for name in written.ignored if name.rpartition(".")[2] != HEAD)]
+    _write(target / "config.json", said | {KEY: config(how, ignored)})
+    if len(files) > 1:
+        _write(target / INDEX, {"metadata": {"total_size": written.size_bytes}, "weight_map": written.weight_map})
+    return written
+
+
+def _rounded(file: Path, how: Rounding, patterns: NamePatterns, written: Written) -> Iterator[tuple[str, Tensor]]:
+    with safe_open(file, "pt") as stored:
+        for name in stored.keys():  # noqa: SIM118
+            tensor: Tensor = stored.get_tensor(name)
+            found = _BLOCK.match(name)
+            layer = written.layers.setdefault(found[1] if found else "", Layer())
+            layer.bytes_before += tensor.nbytes
+            tensors = {name: tensor}
+            if _is_linear(name, tensor, patterns):
+                base = name.removesuffix(WEIGHT)
+                if how.to == W4 and tensor.shape[1] % how.group:
+                    raise ConfigError(f"--group {how.group}: {base} has {tensor.shape[1]} inputs; --ignore it")
+                made, numbers = round_matrix(tensor, how)
+                tensors = {f"{base}.{key}": value.contiguous() for key, value in made.items()}
+                layer.error += float((numbers - tensor.float()).square().sum(dtype=torch.float64))
+                layer.size += float(tensor.float().square().sum(dtype=torch.float64))
+            elif tensor.dim() > 1:
+                written.ignored.append(name.removesuffix(WEIGHT))
+            layer.bytes_after += sum(one.nbytes for one in tensors.values())
+            written.size_bytes += sum(one.nbytes for one in tensors.values())
+            yield from tensors.items()
+
+
+def _is_linear(name: str, tensor: Tensor, patterns: NamePatterns) -> bool:
+    """Whether it is a matrix of a decoder's layer, without routers."""
+    base = name.removesuffix(WEIGHT)
+    is_one = name.endswith(WEIGHT) and tensor.dim() == 2 and tensor.dtype in FLOATS and _BLOCK.match(name) is not None
+    return is_one and not is_left_out(base) and not patterns.match(base)
+
+
+def _copy_others(source: Path, target: Path) -> None:
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith((*_WEIGHTS, ".index.json")) and file.name != "config.json":
+            shutil.copyfile(file, target / file.name)
+
+
+def _write(file: Path, what: dict[str, Any]) -> None:
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(what), indent=2))

@@ -1,0 +1,114 @@
+"""Checkpoints that `blockyard quantize` writes, read again by the package compressed-tensors and by the worker."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from quantized_checkpoint import is_projection, logits
+from safetensors.torch import load_file, save_file
+from tiny_models import BY_NAME, start
+from torch import Tensor
+
+from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantize.__main__ import table
+from blockyard.services.gpu_worker.quantize.folder import quantize
+from blockyard.services.gpu_worker.quantize.rounding import Rounding
+from blockyard.shared.errors import ConfigError
+
+HOW = {
+    "fp8": (Rounding("fp8"), 0.04),
+    "fp8-block": (Rounding("fp8-block"), 0.04),
+    "int8": (Rounding("int8"), 0.01),
+    "w4": (Rounding("w4", 32), 0.12),
+    "w4 with zeros": (Rounding("w4", 32, asymmetric=True), 0.11),
+    "w4, some": (Rounding("w4", 16, ignore=["re:.*o_proj", "model.layers.1"]), 0.12),
+}
+
+
+def source(folder: Path, model: str) -> Path:
+    BY_NAME[model].save(folder / "source")
+    return folder / "source"
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def read_by_the_package(folder: Path) -> dict[str, Tensor]:
+    """All weights as numbers."""
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    [own] = QuantizationConfig(**said).config_groups.values()
+    compressor, stored = BaseCompressor.get_value_from_registry(own.format), tensors_of(folder)
+    made = {}
+    for name in [name.rpartition(".")[0] for name in stored if name.endswith(".weight_scale")]:
+        state = {
+            key.removeprefix(f"{name}."): stored.pop(key) for key in list(stored) if key.startswith(f"{name}.weight")
+        }
+        made[f"{name}.weight"] = compressor.decompress(state, own)["weight"].float()
+    return stored | made
+
+
+@pytest.mark.parametrize(("model", "kind"), [(model, kind) for kind in HOW for model in ("llama", "mixtral")])
+def test_the_worker_and_the_package_read_the_same(tmp_path: Path, model: str, kind: str) -> None:
+    how, most = HOW[kind]
+    of_source, target = source(tmp_path, model), tmp_path / "target"
+    written = quantize(of_source, target, how)
+    numbers, before = read_by_the_package(target), tensors_of(of_source)
+    assert numbers.keys() == before.keys()
+    changed = {name for name, value in numbers.items() if not torch.equal(value, before[name].float())}
+    assert changed == {
+        f"{name.removesuffix('.weight')}.weight"
+        for name in before
+        if is_projection(name.removesuffix(".weight"))
+        and not (how.ignore and ("o_proj" in name or "layers.1." in name))
+    }
+    for name in changed:
+        error = (numbers[name] - before[name]).norm() / before[name].norm()
+        assert 0 < float(error) < most
+    assert all(
+        0 < one.relative_error < most for key, one in written.layers.items() if key and "model.layers.1" not in key
+    )
+    sizes = sum(value.nbytes for value in tensors_of(target).values())
+    assert written.size_bytes == sizes == sum(one.bytes_after for one in written.layers.values())
+    assert table(written).splitlines()[-1].split() == [
+        "all",
+        f"{sum(value.nbytes for value in before.values()) / 1e6:.2f}",
+        f"{sizes / 1e6:.2f}",
+    ]
+    plain = tmp_path / "plain"
+    shutil.copytree(of_source, plain, ignore=lambda folder, names: [one for one in names if ".safetensors" in one])
+    save_file({name: value.contiguous() for name, value in numbers.items()}, plain / "model.safetensors")
+    packed, dense = (start(folder, max_model_len=64) for folder in (target, plain))
+    for linear, like in zip(dense.model.linears(), packed.model.linears(), strict=True):
+        if not isinstance(like.method, UnquantizedLinear):
+            rounding = like.method.kept_form.round_inputs
+            linear.wrap(lambda product, rounding=rounding: lambda x: product(rounding(x, {})))
+    torch.testing.assert_close(logits(packed), logits(dense), atol=1e-4, rtol=1e-4)
+
+
+def with_config(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
+    of_source, target = source(tmp_path, "llama"), tmp_path / "target"
+    with pytest.raises(ConfigError, match=r"--group 48: model\.layers\.0\.\S+ has 64 inputs; --ignore it"):
+        quantize(of_source, target, Rounding("w4", 48))
+    with pytest.raises(ConfigError, match="--ignore vision: no matrix of the model has that name"):
+        quantize(of_source, target, Rounding("int8", ignore=["vision"]))
+    (target / "some").touch()
+    with pytest.raises(ConfigError, match="target: the folder is not empty"):
+        quantize(of_source, target, Rounding("int8"))
+    with_config(of_source, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match="the checkpoint is quantized already"):
+        quantize(of_source, tmp_path / "other", Rounding("int8"))
+    with pytest.raises(ConfigError, match=r"no \.safetensors files"):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "config.json").write_text("{}")
+        quantize(tmp_path / "empty", tmp_path / "other", Rounding("int8"))
