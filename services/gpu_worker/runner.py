@@ -124,13 +124,13 @@ class Runner:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         self.sample_rows()
         results = self.batch.apply(plan)
-        slots, counts = self.batch.slots.scheduled(plan.runs)
+        rows = self.batch.slots.scheduled(plan.runs)
         with torch.inference_mode():
             self.loop.apply(plan)
-            if len(slots) > (most := self.loop.steps.capacity):
-                results += self.batch.refuse(slots[most:], f"more than {most} sequences in a step")
-                slots, counts = slots[:most], counts[:most]
-            return self.loop.launch(plan, results, slots, counts)
+            if len(rows) > (most := self.loop.steps.capacity):
+                results += self.batch.refuse(rows.slots[most:], f"more than {most} sequences in a step")
+                rows = rows.cut(most)
+            return self.loop.launch(plan, results, rows)
 
     def collect(self) -> list[CompletedPlan]:
         done, self._done = self._done, []

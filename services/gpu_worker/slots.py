@@ -42,6 +42,43 @@ class Slot:
         return not self.sampling.ignore_eos or self.sampling.constraint is not None
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The sequences of a step, one row each: it computes the next `counts` tokens of each slot.
+
+    Decodes, which compute one token, come first. The others are chunks of prefills.
+    """
+
+    slots: Ints
+    counts: Ints
+    num_decodes: int
+
+    @classmethod
+    def sorted(cls, slots: Ints, counts: Ints) -> "StepRows":
+        """Rows of slots in any order, which is kept among decodes and among prefills."""
+        if not len(counts) or counts.max() == 1:
+            return cls(slots, counts, len(counts))
+        is_prefill = counts > 1
+        order = np.argsort(is_prefill, kind="stable")
+        return cls(slots[order], counts[order], len(counts) - int(is_prefill.sum()))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def decodes(self) -> Ints:
+        """Their slots."""
+        return self.slots[: self.num_decodes]
+
+    @property
+    def has_prefill(self) -> bool:
+        return self.num_decodes < len(self.slots)
+
+    def cut(self, most: int) -> "StepRows":
+        """The first `most` rows."""
+        return StepRows(self.slots[:most], self.counts[:most], min(self.num_decodes, most))
+
+
 class Slots:
     """The state of all slots. A slot is `live` from its start until it finishes, fails or is ended."""
 
@@ -97,10 +134,11 @@ class Slots:
         except SlotError as e:
             self.fail(slot, str(e))
 
-    def scheduled(self, runs: list[SlotRun]) -> tuple[Ints, Ints]:
-        """Returns the slots that compute tokens in this step and the number of tokens of each, decodes first.
+    def scheduled(self, runs: list[SlotRun]) -> StepRows:
+        """Returns the slots that compute tokens in this step.
 
-        The number is limited by the plan, by the known tokens and by the blocks of the slot. Ended slots are left out.
+        The number of tokens is limited by the plan, by the known tokens and by the blocks of the slot. Ended slots are
+        left out.
         """
         slots = np.array([run.slot for run in runs], np.int64)  # an array of pairs would take five times as long
         most = np.array([run.max_tokens for run in runs], np.int64)
@@ -110,11 +148,7 @@ class Slots:
         room = np.minimum(self.num_tokens[slots], self.num_blocks[slots] * self.block_size) - self.num_computed[slots]
         counts = np.minimum(most, room)
         runs_now = self.live[slots] & (counts > 0)
-        slots, counts = slots[runs_now], counts[runs_now]
-        if len(counts) and (counts.max() > 1):
-            order = np.argsort(counts > 1, kind="stable")
-            slots, counts = slots[order], counts[order]
-        return slots, counts
+        return StepRows.sorted(slots[runs_now], counts[runs_now])
 
     def advance(self, slots: Ints, counts: Ints) -> None:
         """Counts the next `counts` tokens of each slot as computed."""

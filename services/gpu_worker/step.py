@@ -58,6 +58,18 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class InputVectors:
+    """Tokens whose input is a vector in place of the embedding of their id, as models scale embeddings."""
+
+    rows: Tensor  # [n] int64, index in the tokens of the step, each once
+    values: Tensor  # [n, hidden]
+
+    def put(self, hidden: Tensor) -> None:
+        """Writes the vectors over rows of hidden [tokens, hidden], the embeddings of the step."""
+        hidden.index_copy_(0, self.rows, self.values.to(hidden.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass over a flat batch of tokens."""
 
@@ -65,3 +77,4 @@ class Step:
     positions: Tensor  # [tokens] int64, index of each token in its sequence
     attend: Attend
     logits_indices: LogitsIndices | None = None  # the rows that `Model.forward` returns; None: all tokens
+    vectors: InputVectors | None = None  # None: the input of every token is its id

@@ -66,7 +66,7 @@ class CpuSteps:
             slots[:] = slots[order]
 
     def launch(self, step: StepRequest) -> LaunchedStep:
-        slots, counts, table = step.slots, step.counts, self._batch.slots
+        slots, counts, table = step.rows.slots, step.rows.counts, self._batch.slots
         index, values = self.slots.take()
         if len(index):
             self.slots.state.arena.numpy()[index] = values
@@ -77,7 +77,7 @@ class CpuSteps:
         hidden = self._forward(step, lengths, longest)
         prompts = self._prompt_logprobs.compute_rows(step.scored, hidden, 0, 0) if step.scored else ()
         at_end = lengths == table.num_tokens[slots]
-        if step.num_decodes < len(slots) or len(slots) > MOST_SAMPLED or not at_end.all():
+        if step.rows.has_prefill or len(slots) > MOST_SAMPLED or not at_end.all():
             return self._sample_some(step, hidden, lengths, np.flatnonzero(at_end), prompts)
         logits = self._model.logits(hidden)
         host_logits = logits[step.host_rows].float() if step.host_rows else None
@@ -93,16 +93,16 @@ class CpuSteps:
     def _forward(self, step: StepRequest, lengths: Ints, longest: int) -> Tensor:
         """The hidden rows of the new tokens. lengths: of the sequences, with these; `longest` of them."""
         table, size = self._batch.slots, self._batch.slots.block_size
-        slots, counts, num_decodes = step.slots, step.counts, step.num_decodes
+        slots, counts = step.rows.slots, step.rows.counts
         rows, positions = slots, lengths - counts
-        if num_decodes < len(slots):
+        if step.rows.has_prefill:
             rows = np.repeat(slots, counts)
             positions = np.arange(len(rows)) + np.repeat(lengths - np.cumsum(counts), counts)
         blocks = table.tables[rows, positions // size]
         tables = table.tables[:, : (longest + EXTRA_TOKENS) // size + 1][slots]
         self._batch.block_hashes.invalidate(blocks)
         attend = self._metadata_builder.attention(
-            blocks, positions % size, tables, counts, lengths, step.owners, num_decodes
+            blocks, positions % size, tables, counts, lengths, step.owners, step.rows.num_decodes
         )
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
         return self._model.forward(Step(token_ids, torch.from_numpy(positions), attend))
@@ -112,7 +112,7 @@ class CpuSteps:
     ) -> LaunchedStep:
         """Samples the slots at these places, which have computed all their tokens."""
         outcomes, token_ids = np.full(len(lengths), SlotOutcome.PART, np.int64), np.zeros(len(lengths), np.int64)
-        computed, last = lengths.copy(), np.cumsum(step.counts) - 1
+        computed, last = lengths.copy(), np.cumsum(step.rows.counts) - 1
         logprobs: dict[int, TokenLogprobs] = {}
         host_logits: list[Tensor] = []
         for first in range(0, len(places), MOST_SAMPLED):
@@ -120,8 +120,8 @@ class CpuSteps:
             logits = self._model.logits(hidden.index_select(0, torch.from_numpy(last[part])))
             if step.host_rows:
                 host_logits.append(logits[torch.from_numpy(np.isin(part, step.host_rows))].float())
-            rows = self._rows_of(step.slots[part])
-            drawn = self._sampler.sample(logits, step.slots[part], lengths[part], rows)
+            rows = self._rows_of(step.rows.slots[part])
+            drawn = self._sampler.sample(logits, step.rows.slots[part], lengths[part], rows)
             outcomes[part], computed[part] = self._outcomes(rows, drawn, lengths[part])
             token_ids[part] = drawn.token_ids
             if drawn.logprobs is not None:

@@ -27,7 +27,7 @@ from blockyard.services.gpu_worker.execution.prompt_logprobs import (
     entries_by_slot,
 )
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
-from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem
+from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, StepRows
 from blockyard.shared.config.services.worker import LogprobsMode
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan, TokenLogprobs
 
@@ -44,12 +44,10 @@ PROBLEMS = {
 
 
 class StepRequest(NamedTuple):
-    """What a step computes: the next `counts` tokens of each slot, decodes first."""
+    """What a step computes."""
 
-    slots: Ints
-    counts: Ints
-    owners: Ints
-    num_decodes: int  # leading rows that compute one token
+    rows: StepRows
+    owners: Ints  # of the rows' slots
     needs_processing: bool  # a slot changes logits or reports log-probabilities, or the host samples it
     host_rows: list[int]  # rows whose logits the host samples
     scored: list[ScoredPrompt]  # tokens of prompts that get log-probabilities
@@ -153,8 +151,8 @@ class DeviceLoop:
     def can_launch(self) -> bool:
         return len(self._in_flight_steps) < self.steps.most_in_flight
 
-    def launch(self, plan: StepPlan, results: list[SlotResult], slots: Ints, counts: Ints) -> Sequence[StoredLayers]:
-        """Launches the next `counts` tokens of each slot, decodes first. `results` are returned with the step's.
+    def launch(self, plan: StepPlan, results: list[SlotResult], rows: StepRows) -> Sequence[StoredLayers]:
+        """Launches a step. `results` are returned with the step's.
 
         If the plan sends blocks and the step tells which layers are stored, returns them: on a GPU an eager step with
         prefills does, and so does a CUDA graph of prefills that records layers. A plan without slots completes in its
@@ -162,17 +160,15 @@ class DeviceLoop:
         """
         began_s = time.perf_counter()
         table, state, steps = self._batch.slots, self.steps.slots, self.steps
-        num_decodes = int((counts == 1).sum())
-        if num_decodes > 1:
-            steps.order(slots[:num_decodes])
+        slots, counts = rows.slots, rows.counts
+        if rows.num_decodes > 1:
+            steps.order(rows.decodes)
         edits, wanted = state.logits_edits, state.num_prompt_logprobs
         host_rows = self._host_sampling.choose(slots, counts) if state.host_sampled else []
         needs_processing = bool(host_rows) or edits.needs_processing(slots)
-        scored = choose_prompts(wanted, slots, counts, table) if wanted else []
+        scored = choose_prompts(wanted, rows, table) if wanted else []
         owners, sends = table.owners[slots], bool(plan.sends)
-        launched = steps.launch(
-            StepRequest(slots, counts, owners, num_decodes, needs_processing, host_rows, scored, sends)
-        )
+        launched = steps.launch(StepRequest(rows, owners, needs_processing, host_rows, scored, sends))
         if launched.all_sampled:
             _, token_ids, computed = launched.results
             table.advance_sampled(slots, computed, token_ids)
@@ -192,7 +188,7 @@ class DeviceLoop:
                 began_s,
                 time.perf_counter() - began_s if steps.runs_ahead else 0.0,
                 {s: num_logprobs[s] for s in slots.tolist() if s in num_logprobs} if num_logprobs else {},
-                num_decodes,
+                rows.num_decodes,
                 host_rows,
                 has_mask,
             )

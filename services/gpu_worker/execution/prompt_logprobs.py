@@ -17,7 +17,7 @@ from blockyard.kernels.sampling.sampling_state import MAX_LOGPROBS, LogprobsTens
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.slots import Slots, StepRows
 from blockyard.shared.messages import TokenLogprobs
 
 ROWS_AT_ONCE = 256  # bounds the logits in memory
@@ -70,16 +70,16 @@ def entries_by_slot(scored: Sequence[ScoredRows]) -> dict[int, tuple[int, list[T
     return {prompt.slot: (prompt.position, entries) for rows in scored for prompt, entries in rows.entries()}
 
 
-def choose_prompts(num_top: dict[int, int], slots: Ints, counts: Ints, table: Slots) -> list[ScoredPrompt]:
-    """What the next step scores, of `counts` tokens of each slot, decodes first. Call it before they are counted.
+def choose_prompts(num_top: dict[int, int], step: StepRows, table: Slots) -> list[ScoredPrompt]:
+    """What the next step scores. Call it before its tokens are counted.
 
     num_top: `DeviceSlots.num_prompt_logprobs`; slots whose prompt is scored to its end are removed.
     """
     prompts: list[ScoredPrompt] = []
-    for slot, place in [(s, p) for s in num_top for p in np.flatnonzero(slots == s).tolist()]:
-        begin, end = int(table.num_computed[slot]), int(table.num_computed[slot] + counts[place])
+    for slot, place in [(s, p) for s in num_top for p in np.flatnonzero(step.slots == s).tolist()]:
+        begin, end = int(table.num_computed[slot]), int(table.num_computed[slot] + step.counts[place])
         if positions := table.scored(slot, begin, end - begin):
-            row = int(counts[:place].sum()) + positions.start - 1 - begin  # its logits are of the next token
+            row = int(step.counts[:place].sum()) + positions.start - 1 - begin  # its logits are of the next token
             token_ids = table.token_ids[slot, positions.start : positions.stop].copy()
             prompts.append(ScoredPrompt(slot, row, positions.start, token_ids, num_top[slot]))
         if end + 1 >= table.slots[slot].num_prompt_tokens:

@@ -62,6 +62,8 @@ class Decoder:
 
     def forward(self, step: Step) -> Tensor:
         residual = self._embedding(step.token_ids)
+        if step.vectors is not None:
+            step.vectors.put(residual)
         if self._positions is not None:
             residual.add_(self._positions(step.positions))
         delta: Tensor | None = None

@@ -41,7 +41,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.placement import P
 from blockyard.services.gpu_worker.models.transformers_layers.probes import PROBLEMS
 from blockyard.services.gpu_worker.models.transformers_layers.stored_names import use_stored_names
 from blockyard.services.gpu_worker.models.transformers_layers.trial import WINDOW, try_rows
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import InputVectors, Step
 from blockyard.shared.architectures import describe_unsupported, find_architecture
 from blockyard.shared.errors import ConfigError
 
@@ -123,7 +123,7 @@ class TransformersModel:
     def forward(self, step: Step) -> Tensor:
         self._connection.computes = _StepAttention(self.shape, step)
         assert self._no_mask is not None
-        hidden = _run(self._base, step.token_ids, step.positions, self._no_mask)
+        hidden = _run(self._base, step.token_ids, step.positions, self._no_mask, step.vectors)
         for owner in self._placed.transient:
             owner.forget()
         self._connection.computes = None  # it holds the tensors of the step
@@ -206,9 +206,14 @@ def _unsupported(key: Tensor, value: Tensor, options: dict[str, Any]) -> str:
     return found[0] if found else "" if options.get("is_causal", True) is not False else "no causal order"
 
 
-def _run(base: Any, token_ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+def _run(base: Any, token_ids: Tensor, positions: Tensor, mask: Tensor, vectors: InputVectors | None = None) -> Tensor:
     """The hidden states [tokens, hidden] of a flat batch."""
-    out = base(input_ids=token_ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False)
+    inputs = {"input_ids": token_ids[None]}
+    if vectors is not None:
+        embedded = base.get_input_embeddings()(token_ids)
+        vectors.put(embedded)
+        inputs = {"inputs_embeds": embedded[None]}
+    out = base(**inputs, position_ids=positions[None], attention_mask=mask, use_cache=False)
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
 

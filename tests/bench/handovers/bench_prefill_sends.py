@@ -97,13 +97,13 @@ def prepared(runner: Runner, steps: CudaSteps, num_tokens: int) -> tuple[BatchDe
     start = SlotStart(0, ids.tobytes(), num_tokens, 0, blocks, Sampling(8, temperature=0.0, ignore_eos=True), 0)
     plan = StepPlan(1, 1, [], [start], [], [SlotRun(0, num_tokens)])
     runner.batch.apply(plan)
-    slots, counts = runner.batch.slots.scheduled(plan.runs)
-    assert counts.tolist() == [num_tokens]
+    rows = runner.batch.slots.scheduled(plan.runs)
+    assert rows.counts.tolist() == [num_tokens]
     steps.slots.apply(plan, runner.batch.slots)
-    descriptor = steps.prefills.descriptor(counts)
-    steps._begin(StepRequest(slots, counts, slots, 0, False, [], [], False), 0)
+    descriptor = steps.prefills.descriptor(rows)
+    steps._begin(StepRequest(rows, rows.slots, False, [], [], False), 0)
     words = torch.empty(sum(descriptor.parts), dtype=torch.int64)
-    write_step(words, descriptor, slots, counts, runner.batch.slots)
+    write_step(words, descriptor, rows, runner.batch.slots)
     return descriptor, words.to(runner.pool.device)
 
 

@@ -12,8 +12,10 @@ def start(slot: int, num_tokens: int, num_blocks: int, num_computed: int = 0) ->
 
 
 def granted(table: Slots, *runs: tuple[int, int]) -> list[tuple[int, int]]:
-    slots, counts = table.scheduled([SlotRun(slot, most) for slot, most in runs])
-    return list(zip(slots.tolist(), counts.tolist(), strict=True))
+    rows = table.scheduled([SlotRun(slot, most) for slot, most in runs])
+    assert (rows.counts[: rows.num_decodes] == 1).all() and (rows.counts[rows.num_decodes :] > 1).all()
+    assert len(rows) == len(rows.counts) and rows.has_prefill == (len(rows.decodes) < len(rows))
+    return list(zip(rows.slots.tolist(), rows.counts.tolist(), strict=True))
 
 
 def table_of(*starts: SlotStart) -> Slots:

@@ -5,11 +5,16 @@ import torch
 
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import InputVectors, Step
 
 
-def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """Logits at every position, computed in chunks of the given sizes on blocks in random order."""
+def all_logits(
+    runner: Runner, ids: list[int], chunks: list[int], vectors: dict[int, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Logits at every position, computed in chunks of the given sizes on blocks in random order.
+
+    vectors: inputs [hidden] in place of ids, by position.
+    """
     size = runner.geometry.block_size
     table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[: -(-len(ids) // size)]
     device = runner.pool.device
@@ -28,7 +33,13 @@ def all_logits(runner: Runner, ids: list[int], chunks: list[int]) -> torch.Tenso
                 num_decodes=int(count == 1),
             )
             tokens = torch.tensor(ids, device=device)[positions]
-            hidden = runner.model.forward(Step(tokens, torch.from_numpy(positions).to(device), attend))
+            given = [(row, at) for row, at in enumerate(positions.tolist()) if at in (vectors or {})]
+            inputs = None
+            if vectors and given:
+                rows = torch.tensor([row for row, _ in given], device=device)
+                inputs = InputVectors(rows, torch.stack([vectors[at] for _, at in given]).to(device))
+            step = Step(tokens, torch.from_numpy(positions).to(device), attend, vectors=inputs)
+            hidden = runner.model.forward(step)
             parts.append(runner.model.logits(hidden))
     assert done == len(ids)
     return torch.cat(parts)

@@ -114,14 +114,14 @@ class CudaSteps:
     def launch(self, step: StepRequest) -> LaunchedStep:
         """Launches a step on the device. It tells which layers are stored if it is an eager step with prefills or a
         CUDA graph of prefills with `records_layers`."""
-        slots, counts = step.slots, step.counts
+        slots = step.rows.slots
         self.slots.copy_logits_of(slots[step.host_rows].tolist())
         stored: Sequence[StoredLayers] = ()
         scores: Sequence[ScoredRows] = ()
         if not len(slots):
             buffers = self.decodes.ring.take()
             self.slots.count_step(self.decodes.ring.step)
-        elif counts[-1] > 1:
+        elif step.rows.has_prefill:
             buffers, stored, scores = self._launch_prefill(step)
         else:
             size = self._size(slots)
@@ -145,24 +145,24 @@ class CudaSteps:
 
     def _launch_prefill(self, step: StepRequest) -> tuple[StepBuffers, Sequence[StoredLayers], Sequence[ScoredRows]]:
         """Launches a step with prefill, as a CUDA graph if one fits. The result has its layers if it sends blocks."""
-        slots, counts, scored = step.slots, step.counts, step.scored
-        table, descriptor = self._batch.slots, self.prefills.descriptor(counts, keeps_hidden=bool(scored))
+        rows, scored = step.rows, step.scored
+        table, descriptor = self._batch.slots, self.prefills.descriptor(rows, keeps_hidden=bool(scored))
         num_decodes, stored = descriptor.num_decodes, list[StoredLayers]()
         # latent layers decompress cached tokens in pieces, whose number a graph cannot follow; none measures scales
         pool = self.decodes.pool
-        is_captured = not pool.scales_pending and not (pool.shape.has_latent and max_context(slots, counts, table))
+        is_captured = not pool.scales_pending and not (pool.shape.has_latent and max_context(rows, table))
         graph = self.graphs.find(descriptor) if is_captured else None
         if graph is not None:
             descriptor = graph.descriptor
             buffers = self._begin(step, descriptor.num_decodes)
-            graph.run(buffers, slots, counts, table, step.needs_processing)
+            graph.run(buffers, rows, table, step.needs_processing)
             hidden = graph.hidden
             if step.sends and self.layer_words is not None:
                 stored = self.layer_words.stored(self.decodes.ring.step)
         else:
             buffers = self._begin(step, num_decodes)
             events = LayerEvents(pool.shape.num_layers) if step.sends else None
-            prefill = self.prefills.prepare(buffers, descriptor, slots, counts, table, events)
+            prefill = self.prefills.prepare(buffers, descriptor, rows, table, events)
             output = prefill.forward()
             prefill.sample(output, step.needs_processing)
             hidden = output.hidden
@@ -179,8 +179,8 @@ class CudaSteps:
     def _begin(self, step: StepRequest, num_rows: int) -> StepBuffers:
         """Brings the device's state up to date. num_rows: rows of decodes, with padding."""
         table, steps = self._batch.slots, self.decodes
-        slots, counts, num_decodes = step.slots, step.counts, step.num_decodes
-        decodes = slots[:num_decodes]
+        slots, counts, num_decodes = step.rows.slots, step.rows.counts, step.rows.num_decodes
+        decodes = step.rows.decodes
         positions, size = table.num_computed[slots], table.block_size
         self._batch.block_hashes.invalidate(table.tables[decodes, positions[:num_decodes] // size])
         for slot, begin, count in zip(slots[num_decodes:], positions[num_decodes:], counts[num_decodes:], strict=True):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import wrap_int32
-from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import SAMPLE_VARIANTS, DecodeSteps
 from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import GraphCost, PrefillGraphSizes
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
@@ -27,7 +26,7 @@ from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
 )
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerWords
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.slots import Slots, StepRows
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +51,10 @@ class PrefillGraph:
     samples: tuple[Replay, ...]  # by the order of SAMPLE_VARIANTS
     hidden: Tensor | None = None  # output of `forward`: `SamplerInput.hidden`
 
-    def run(self, buffers: StepBuffers, slots: Ints, counts: Ints, table: Slots, needs_processing: bool) -> None:
+    def run(self, buffers: StepBuffers, step: StepRows, table: Slots, needs_processing: bool) -> None:
         """Fills the words, then replays forward pass and sampling."""
         words = buffers.words(len(self.words))
-        write_step(words, self.descriptor, slots, counts, table)
+        write_step(words, self.descriptor, step, table)
         self.words.copy_(words, non_blocking=True)
         self.forward.replay()
         self.samples[needs_processing].replay()

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import NUM_INPUT_WORDS, StepInputs
-from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.decode_graphs import DecodeSteps
 from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
-from blockyard.services.gpu_worker.slots import Slots
+from blockyard.services.gpu_worker.slots import Slots, StepRows
 from blockyard.services.gpu_worker.step import LogitsIndices, Step
 
 ALIGNED = 16  # words: kernels are compiled again for views at other alignments
@@ -83,8 +82,8 @@ def write_trial(words: Tensor, descriptor: BatchDescriptor, vocab_size: int) -> 
     words[: descriptor.num_tokens] = torch.arange(descriptor.num_tokens) % vocab_size
 
 
-def write_step(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: Ints, table: Slots) -> bool:
-    """Writes a step: `counts` tokens of each slot, decodes first. The host has the ids of all prefill tokens.
+def write_step(words: Tensor, descriptor: BatchDescriptor, step: StepRows, table: Slots) -> bool:
+    """Writes a step. The host has the ids of all prefill tokens.
 
     Returns whether a slot may sample.
     """
@@ -92,7 +91,7 @@ def write_step(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: 
     rows, last, places, sizes, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
     ids, positions, owners, index, sampled_slots = rows.reshape(NUM_INPUT_WORDS, -1)
     first_rows = starts.view(np.int32)
-    num_decodes, row = int((counts == 1).sum()), descriptor.num_decodes
+    slots, counts, num_decodes, row = step.slots, step.counts, step.num_decodes, descriptor.num_decodes
     has_samples = num_decodes > 0
     last[: len(slots)] = np.arange(len(slots))
     for i in range(num_decodes, len(slots)):
@@ -114,9 +113,9 @@ def write_step(words: Tensor, descriptor: BatchDescriptor, slots: Ints, counts: 
     return has_samples
 
 
-def max_context(slots: Ints, counts: Ints, table: Slots) -> int:
+def max_context(step: StepRows, table: Slots) -> int:
     """The most tokens that a prefill of a step has in the cache before it."""
-    return int(table.num_computed[slots[counts > 1]].max(initial=0))
+    return int(table.num_computed[step.slots[step.num_decodes :]].max(initial=0))
 
 
 class PrefillSteps:
@@ -125,15 +124,13 @@ class PrefillSteps:
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
 
-    def descriptor(self, counts: Ints, keeps_hidden: bool = False) -> BatchDescriptor:
-        """The exact sizes of a step with so many tokens of each slot."""
-        num_decodes = int((counts == 1).sum())
-        num_prefill_tokens, num_seqs = int(counts.sum()) - num_decodes, len(counts)
+    def descriptor(self, step: StepRows, keeps_hidden: bool = False) -> BatchDescriptor:
+        """The exact sizes of a step."""
         return BatchDescriptor(
-            num_decodes,
-            num_prefill_tokens,
-            num_seqs - num_decodes,
-            self._steps.padded_num_seqs(num_seqs),
+            step.num_decodes,
+            int(step.counts.sum()) - step.num_decodes,
+            len(step) - step.num_decodes,
+            self._steps.padded_num_seqs(len(step)),
             keeps_hidden,
         )
 
@@ -141,16 +138,15 @@ class PrefillSteps:
         self,
         buffers: StepBuffers,
         descriptor: BatchDescriptor,
-        slots: Ints,
-        counts: Ints,
+        step: StepRows,
         table: Slots,
         layers: LayerRecorder | None = None,
     ) -> "PrefillStep":
         """layers: records which layers are stored."""
         words = buffers.words(sum(descriptor.parts))
-        has_samples = write_step(words, descriptor, slots, counts, table)
-        max_seq_len = int((table.num_computed[slots] + counts).max())
-        max_context_len = max_context(slots, counts, table)
+        has_samples = write_step(words, descriptor, step, table)
+        max_seq_len = int((table.num_computed[step.slots] + step.counts).max())
+        max_context_len = max_context(step, table)
         words = words.to(self._device, non_blocking=True)
         return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len)
 

@@ -109,7 +109,7 @@ def test_same_tokens_as_the_plain_path(name: str, tmp_path: Path, monkeypatch: p
     fast.use(steps)
     ran = []
     launch = steps.launch
-    monkeypatch.setattr(steps, "launch", lambda step: ran.append(len(step.slots)) or launch(step))
+    monkeypatch.setattr(steps, "launch", lambda step: ran.append(len(step.rows)) or launch(step))
     assert outputs(fast) == want
     assert max(ran) == 3
     if DEVICE == "cuda":
