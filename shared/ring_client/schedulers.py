@@ -32,7 +32,7 @@ class Served(msgspec.Struct, frozen=True):
                 return card
         if model in self.expected or not (self.expected or cards):
             raise not_ready(f"the model `{model}`")
-        raise RequestError(f"The model `{model}` does not exist.", "model", 404, code="model_not_found")
+        raise RequestError(f"The model `{model[:200]}` does not exist.", "model", 404, code="model_not_found")
 
 
 class Schedulers:

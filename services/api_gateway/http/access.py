@@ -60,6 +60,7 @@ class Guard:
 
     def __init__(self, api_keys: Sequence[AccessKey], admin_keys: Sequence[AccessKey]) -> None:
         self._routes: dict[web.AbstractRoute, Route] = {}
+        self._paths: dict[str, Api] = {}  # of routes that belong to an API
         self.replace_keys(api_keys, admin_keys)
 
     def replace_keys(self, api_keys: Sequence[AccessKey], admin_keys: Sequence[AccessKey]) -> None:
@@ -70,12 +71,15 @@ class Guard:
         """Registers a route at this path. GET also answers HEAD."""
         for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):
             self._routes[app.router.add_route(method, path, route.handler)] = route
+        if route.api is not None:
+            self._paths[path] = route.api
 
     def api(self, request: web.Request) -> Api:
-        """The API whose errors the client understands: the matched route's, else the one that its headers tell."""
+        """The API whose errors the client understands: the path's, else the one that its headers tell."""
         route = self._routes.get(request.match_info.route)
-        if route is not None and route.api is not None:
-            return route.api
+        api = self._paths.get(request.path) if route is None else route.api
+        if api is not None:
+            return api
         return MESSAGES if VERSION_HEADER in request.headers else CHAT
 
     def access(self, request: web.Request) -> Access:

@@ -126,11 +126,11 @@ def _ids(ids: list[int], field: str, card: ModelCard) -> Tokenize:
         data = pack(ids)
         if first_outside(data, card.vocab_size) is not None:
             raise OverflowError
-    except OverflowError:
+    except (OverflowError, TypeError):
+        if not all(isinstance(one, int) for one in ids):  # the first element is an id
+            raise _mixed(0) from None
         limits.token_ids(field, ids, card.vocab_size)  # raises with the id's place
         raise
-    except TypeError:  # the first element was an id
-        raise _mixed(0) from None
     return Tokenize(request_id="", model=card.names[0], token_ids=data, max_tokens=card.max_model_len)
 
 

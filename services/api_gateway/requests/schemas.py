@@ -11,7 +11,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL, Message
-from blockyard.shared.ring_client.request_fields.known_fields import decode_known
+from blockyard.shared.ring_client.request_fields.known_fields import decode_known, read_raw
 
 # field -> values that change nothing; null is always one
 NOT_BUILT: dict[str, tuple[object, ...]] = {
@@ -210,7 +210,7 @@ def decode(body: bytes, kind: type[T], strict: bool = False) -> tuple[T, list[st
 
 def _refuse_unbuilt(request: msgspec.Struct) -> None:
     for name in NOT_BUILT.keys() & set(request.__struct_fields__):
-        value = msgspec.json.decode(getattr(request, name))
+        value = read_raw(getattr(request, name), name)
         if isinstance(value, dict):  # empty fields of a client's object change nothing either
             value = {key: item for key, item in value.items() if item is not None}
         if value is not None and value not in NOT_BUILT[name]:

@@ -19,6 +19,7 @@ from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, Tokenize
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.choices import read_choices
 from blockyard.shared.ring_client.request_fields.forced_calls import calls_grammar
+from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 from blockyard.shared.ring_client.request_fields.logits_processors import read_logits_processors
 from blockyard.shared.ring_client.request_fields.output_format import (
     OutputForm,
@@ -215,7 +216,7 @@ def _generate_request(
             f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
         )
     processors = read_logits_processors(
-        msgspec.json.decode(request.logits_processors),
+        read_raw(request.logits_processors, "logits_processors"),
         settings.logits_processor_pattern,
         settings.logits_processors,
     )

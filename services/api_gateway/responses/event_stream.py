@@ -34,7 +34,7 @@ class EventStream:
     ) -> None:
         """Without a reader all text is content."""
         self._options, self._events, self._writer, self._usage, self._reader = options, events, writer, usage, reader
-        self._around_text, self._stamps = events.around_text, options.stamps
+        self._around_text, self._stamps, self._no_output = events.around_text, options.stamps, options.no_output
         # events that differ in more than text and stamp are built by `_data`
         self._plain = not (options.logprobs or options.continuous_usage or options.token_ids or options.echo)
         self._kept: list[Kept] = []
@@ -50,6 +50,8 @@ class EventStream:
         writer, text = self._writer, delta.text
         may_be_plain = self._plain and delta.finish is None and writer.chunked and not writer.paused
         if self._reader is not None:
+            if self._no_output:  # before the reader sees the token
+                delta = without_output(delta)
             parts = self._reader.push(delta)
             if not may_be_plain or len(parts) != 1 or parts[0].kind is not PartKind.CONTENT:
                 self._push_parts(delta, parts, now, stamp_s)
@@ -120,7 +122,7 @@ class EventStream:
             return b""
         if not text and delta.finish is None and self._plain:
             return b""
-        if self._options.no_output:
+        if self._no_output:
             delta, text = without_output(delta), ""
         return self._events.event(Part(PartKind.CONTENT, text), self._fields(delta, one.stamp_s))
 

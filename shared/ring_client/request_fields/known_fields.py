@@ -11,6 +11,8 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
+from blockyard.shared.errors import RequestError
+
 MAX_NAMES = 32  # reported fields of one body
 MAX_NAME_CHARS = 64
 MAX_WHOLE = 2**53  # larger floats do not determine one integer
@@ -43,6 +45,19 @@ def decode_known(data: bytes, kind: Any, strict: bool = False) -> tuple[Any, lis
     ignored: dict[str, None] = {}
     _remove_undeclared(value, _declared_in(kind), "", None if strict else ignored)
     return msgspec.json.decode(msgspec.json.encode(value), type=kind), list(ignored)
+
+
+def read_raw(raw: msgspec.Raw, field: str) -> Any:
+    """The value of a field that a struct keeps as JSON text.
+
+    Raises RequestError: that the text is JSON is known, but not whether its numbers fit into floats, or its nesting.
+    """
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError as e:
+        raise RequestError(f"{field}: {e}".replace("`$", f"`{field}"), field) from e
+    except RecursionError as e:
+        raise RequestError(f"{field} is nested too deeply", field) from e
 
 
 def _remove_undeclared(value: object, declared: Declared | None, where: str, ignored: dict[str, None] | None) -> None:

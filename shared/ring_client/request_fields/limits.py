@@ -17,6 +17,7 @@ MAX_STOP_CHARS = 1024
 MAX_LISTED = 1024  # entries of logit_bias, bad_words, stop_token_ids
 MAX_SALT_CHARS = 256
 UNLIMITED = -1  # of max_tokens
+MOST_TOKENS = 2**32  # more than any context has; larger numbers do not fit into frames
 ALL_LOGPROBS = -1  # the whole vocabulary, also as --max-logprobs
 MAX_USER_CHARS = 512
 

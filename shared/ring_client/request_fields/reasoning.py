@@ -11,7 +11,7 @@ def read_thinking_budget(value: int | None, defaults: ToolDefaults) -> int | Non
     """Most tokens of reasoning; None: no limit. -1 is no limit, too, as in vLLM. Raises RequestError."""
     if value is None or value == -1:
         return None
-    limits.integer(FIELD, value, 0, 0)
+    budget = min(limits.integer(FIELD, value, 0, 0), limits.MOST_TOKENS)
     if not defaults.reasoning_end:
         raise RequestError(f"{FIELD} needs a server with --reasoning-parser, which knows where reasoning ends", FIELD)
-    return value
+    return budget

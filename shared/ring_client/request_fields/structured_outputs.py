@@ -11,6 +11,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarDefaults, GrammarEngine, GrammarKind
+from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 
 NonEmpty = Annotated[str, msgspec.Meta(min_length=1)]
 JsonText = dict[str, Any] | str  # an object, or its JSON text
@@ -179,10 +180,7 @@ _GUIDED_NAMES = {"whitespace_pattern": "guided_whitespace_pattern", "backend": "
 
 def _decoded(request: StructuredRequest, field: str) -> object:
     """The field's value, without keys that are null: clients send every field of their own types."""
-    try:
-        value: object = msgspec.json.decode(getattr(request, field))
-    except RecursionError as e:
-        raise RequestError(f"{field} is nested too deeply", field) from e
+    value: object = read_raw(getattr(request, field), field)
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ToolDefaults
+from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 from blockyard.shared.ring_client.request_fields.tool_schemas import check_parameters, with_json_types
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT, TextGrammar, Tool, ToolKind
 
@@ -94,8 +95,8 @@ class _Allowed(msgspec.Struct):
 
 def read_tools(request: ToolRequest, defaults: ToolDefaults) -> ToolUse | None:
     """The tools of an HTTP request; None if it has none. Raises RequestError."""
-    tools, choice = _decoded(request.tools, "tools"), _decoded(request.tool_choice, "tool_choice")
-    functions, call = _decoded(request.functions, "functions"), _decoded(request.function_call, "function_call")
+    tools, choice = read_raw(request.tools, "tools"), read_raw(request.tool_choice, "tool_choice")
+    functions, call = read_raw(request.functions, "functions"), read_raw(request.function_call, "function_call")
     is_older = bool(functions) or call is not None
     if is_older and (tools or choice is not None):
         field = "functions" if functions else "function_call"
@@ -242,14 +243,6 @@ def _named(choice: _Choice, tools: list[Tool], where: str) -> Tool:
         if tool.name == named.name and tool.kind == choice.type:
             return tool
     raise RequestError(f"no {choice.type} of the request has the name {named.name[:128]!r}", where)
-
-
-def _decoded(raw: msgspec.Raw, field: str) -> object:
-    try:
-        value: object = msgspec.json.decode(raw)
-    except RecursionError as e:
-        raise RequestError(f"{field} is nested too deeply", field) from e
-    return value
 
 
 def _type(value: object) -> str:

@@ -21,7 +21,6 @@ from blockyard.shared.ring_client.request_fields.output_format import OutputForm
 from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar, json_grammar
 from blockyard.shared.ring_client.request_fields.tools import ToolUse
 
-MOST_TOKENS = 2**32  # more than any context has
 # fields that /v1/chat/completions names differently
 RENAMED = {
     "stop": "stop_sequences",
@@ -63,7 +62,7 @@ def _parsed(
     for field in REFUSED:
         if bytes(getattr(request, field)) not in EMPTY:
             raise not_built(field)
-    max_tokens = min(limits.integer("max_tokens", max_tokens, 0, 0), MOST_TOKENS)
+    max_tokens = min(limits.integer("max_tokens", max_tokens, 0, 0), limits.MOST_TOKENS)
     offered = read_offered_tools(request.tools, request.tool_choice, card.settings.tools, config.strict_fields)
     thinking = request.thinking
     is_off = thinking is not None and thinking.type == "disabled"
@@ -124,7 +123,7 @@ def _thinking_budget(request: MessagesRequest, card: ModelCard) -> int | None:
     if thinking.budget_tokens is None:
         raise RequestError("thinking of type enabled needs budget_tokens", "thinking.budget_tokens")
     budget = limits.integer("thinking.budget_tokens", thinking.budget_tokens, 0, 0)
-    return min(budget, MOST_TOKENS) if card.settings.tools.reasoning_end else None
+    return budget if card.settings.tools.reasoning_end else None
 
 
 def _grammar(request: MessagesRequest, card: ModelCard) -> FieldGrammar | None:

@@ -36,7 +36,7 @@ NOT_BUILT = ("compaction", "compaction_trigger", "configuration_update", "item_r
 
 def sealed(reasoning: str) -> str:
     """Reasoning as `encrypted_content`: a text that brings it back, and that clients do not look into."""
-    return SEAL + base64.urlsafe_b64encode(reasoning.encode("utf-8", "surrogatepass")).decode()
+    return SEAL + base64.urlsafe_b64encode(reasoning.encode()).decode()
 
 
 def unsealed(text: str, where: str) -> str | None:
@@ -44,7 +44,7 @@ def unsealed(text: str, where: str) -> str | None:
     if not text.startswith(SEAL):
         return None
     try:
-        return base64.b64decode(text[len(SEAL) :], altchars=b"-_", validate=True).decode("utf-8", "surrogatepass")
+        return base64.b64decode(text[len(SEAL) :], altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError) as e:
         raise RequestError("the encrypted content is damaged", where) from e
 

@@ -47,6 +47,7 @@ async def test_an_error_has_the_form_of_the_api_whose_route_it_is() -> None:
     async with TestClient(TestServer(app)) as client:
         answers = {path: await client.post(path) for path in ("/own", "/openai", "/none")}
         bodies = {path: await answer.text() for path, answer in answers.items()}
+        assert await (await client.get("/own")).text() == "own: /own does not take GET."
         of_version = await (await client.post("/none", headers={"Anthropic-Version": "2023-06-01"})).text()
     assert bodies["/own"] == "own: no"
     assert [json.loads(bodies[path])["error"]["message"][:8] for path in ("/openai", "/none")] == ["no", "There is"]

@@ -137,6 +137,7 @@ CASES += [
     (COMPLETION, text(prompt=[[]]), "prompt[0]"),
     (COMPLETION, text(prompt=["a", ""]), "prompt[1]"),
     (COMPLETION, text(prompt=[1, "a"]), "prompt[0]"),
+    (COMPLETION, text(prompt=[1, -1, 2**40, "a"]), "prompt[0]"),
     (COMPLETION, text(prompt=[[1], 2]), "prompt[1]"),
     (COMPLETION, text(prompt=[1, 300]), "prompt"),
     (COMPLETION, text(prompt=[[1], [-1]]), "prompt[1]"),
@@ -173,6 +174,18 @@ CASES += [
     ("/detokenize", {"tokens": [300]}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+]
+
+CASES += [  # numbers that no float and no integer holds, in fields that are kept as JSON text
+    (path, b'{"model": "tiny", %b, "%b": %b}' % (prompt, field.encode(), value), field)
+    for path, prompt, fields in (
+        (CHAT, b'"messages": [{"role": "user", "content": "hi"}]', ("tools", "tool_choice", "functions", "audio")),
+        (COMPLETION, b'"prompt": "x"', ("response_format", "structured_outputs", "guided_json", "logits_processors")),
+        (COMPLETION, b'"prompt": "x"', ("prompt_embeds", "guided_decoding_backend")),
+        ("/tokenize", b'"messages": [{"role": "user", "content": "hi"}]', ("tools",)),
+    )
+    for field in fields
+    for value in (b"1e999", b"[-1e400]", b'{"type": "json_object", "a": [1, 1e400]}', b"9" * 5000)
 ]
 
 STRICT = [  # unknown fields, which are a 400 with --strict-fields

@@ -9,8 +9,18 @@ from blockyard.services.api_gateway.requests.schemas import ChatRequest
 from blockyard.services.api_gateway.requests.validate import parse_chat
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
-from blockyard.shared.messages import Generate, Grammar, GrammarKind, ModelCard, ModelSettings, Tokenize, ToolDefaults
+from blockyard.shared.messages import (
+    Generate,
+    Grammar,
+    GrammarKind,
+    ModelCard,
+    ModelSettings,
+    OutputConstraint,
+    Tokenize,
+    ToolDefaults,
+)
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
+from blockyard.shared.ring_client.request_fields.reasoning import read_thinking_budget
 
 PROCESS = ProcessConfig(name="api_gateway", bus=BusConfig(registry="ipc:///none", bind="ipc:///none"))
 CHAT = "/v1/chat/completions"
@@ -84,6 +94,11 @@ def test_thinking_that_is_off_is_a_budget_beside_a_grammar(fields: dict[str, Any
     request = msgspec.json.decode(msgspec.json.encode(body), type=ChatRequest)
     parsed = parse_chat(request, card, GatewayConfig(process=PROCESS), OutputFormats.load(tools), "x")
     assert parsed.thinking_budget == budget
+
+
+def test_a_budget_of_any_size_fits_into_a_frame() -> None:
+    budget = read_thinking_budget(2**70, ToolDefaults(reasoning_end="</think>"))
+    assert budget is not None and budget >= 2**32 and msgspec.msgpack.encode(OutputConstraint(budget=budget))
 
 
 async def test_grammars_of_harmony_begin_with_the_answer(rig) -> None:

@@ -66,6 +66,19 @@ async def test_create(rig) -> None:
     assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "x", "Hi and ")
 
 
+async def test_a_stream_of_no_tokens_shows_none(rig) -> None:
+    async with rig(tools=PARSERS) as r, client(r.url) as c:
+        r.ring.script = script("<think>" + ANSWER)
+        for thinking in ("adaptive", "disabled"):
+            async with c.messages.stream(**asked(max_tokens=0, tools=TOOLS, thinking={"type": thinking})) as stream:
+                kinds = [event.type async for event in stream]
+                nothing = await stream.get_final_message()
+            assert kinds == ["message_start", "message_delta", "message_stop"]
+            assert (nothing.content, nothing.stop_reason, nothing.usage.output_tokens) == ([], "max_tokens", 0)
+            details = nothing.usage.output_tokens_details
+            assert details is not None and details.thinking_tokens == 0
+
+
 async def test_a_stream_has_all_events_and_adds_up_to_the_whole_answer(rig) -> None:
     async with rig(tools=PARSERS) as r, client(r.url) as c:
         r.ring.script = script("<think>" + ANSWER)

@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import msgspec
 import pytest
 
 from blockyard.shared.errors import RequestError
@@ -48,6 +49,10 @@ ITEMS: dict[str, tuple[list[Any], str]] = {
     "an unknown role": ([{"role": "tool", "content": "x"}], "input[0].role"),
     "a role that is no text": ([{"role": 1, "content": "x"}], "input[0].role"),
     "damaged reasoning": ([{"type": "reasoning", "encrypted_content": "by1.!"}], "input[0].encrypted_content"),
+    "reasoning that is not UTF-8": (
+        [{"type": "reasoning", "encrypted_content": "by1.7aCA"}],  # a surrogate
+        "input[0].encrypted_content",
+    ),
     "reasoning without text": ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0]"),
     "a wrong tool that was found": (
         [
@@ -76,6 +81,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "too many candidates": ({"top_logprobs": 21}, "top_logprobs"),
     "an unknown truncation": ({"truncation": "middle"}, "truncation"),
     "an unknown effort": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    "a summary that no float holds": ({"reasoning": {"summary": msgspec.Raw(b"1e999")}}, "reasoning.summary"),
     "an unknown format": ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     "a format without schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     "two limits of the text": (
