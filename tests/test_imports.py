@@ -70,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "metrics",
         "request_pipeline",
         "service",
+        "batches",
         "http",
         "endpoints",
         "api_tables",
