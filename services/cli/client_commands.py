@@ -1,4 +1,4 @@
-"""The commands that run a model or load a server themselves: `run-batch`, `bench`, `simulate`, `tune`, `quantize`, `api`.
+"""The commands that run a model or load a server themselves, and the tables of `api`.
 
 They load the offline engine, an HTTP client, the load generators or the gateway, which takes 0.1 s: `main` imports
 this module for them alone.
