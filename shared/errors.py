@@ -27,6 +27,12 @@ class DeviceError(BlockyardError):
     exit_code = 4
 
 
+class BatchError(BlockyardError):
+    """A batch ended before its last line. What was answered is in its output."""
+
+    exit_code = 5
+
+
 class TooLong(NamedTuple):
     """The length of a prompt that does not fit the context."""
 

@@ -70,6 +70,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "metrics",
         "request_pipeline",
         "service",
+        "batches",
         "http",
         "endpoints",
         "api_tables",
@@ -161,6 +162,7 @@ LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
 LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host")
+LAYERS["services/launcher"] += ("batches",)
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
 LAYERS["services/offline"] += (
     "session",

@@ -1,4 +1,4 @@
-"""`python -m blockyard.services.api_gateway SETTINGS`: the HTTP server of a deployment."""
+"""`python -m blockyard.services.api_gateway SETTINGS`: the HTTP server of a deployment, or its batch."""
 
 import asyncio
 import signal
@@ -7,6 +7,7 @@ import sys
 import uvloop
 
 from blockyard.services.api_gateway import garbage
+from blockyard.services.api_gateway.batches.batch_service import answer_batch
 from blockyard.services.api_gateway.server import listening
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.bus.links import Links
@@ -46,7 +47,7 @@ async def serve_async(config: GatewayConfig) -> None:
 
 def serve(config: GatewayConfig) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_async(config))
+        runner.run(serve_async(config) if config.batch is None else answer_batch(config, config.batch))
 
 
 if __name__ == "__main__":

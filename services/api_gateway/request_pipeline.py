@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable
 from contextlib import AbstractContextManager
 from typing import cast
@@ -12,7 +13,7 @@ from blockyard.services.api_gateway.apis.interface import Api, Echo
 from blockyard.services.api_gateway.requests.dropped_turns import TOO_LONG, longest_fitting
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
-from blockyard.services.api_gateway.responses.full_response import CollectedChoice
+from blockyard.services.api_gateway.responses.full_response import CollectedChoice, encode_full_response
 from blockyard.services.api_gateway.responses.http_generation import HttpGeneration, OpenRequests
 from blockyard.services.api_gateway.responses.logged_text import LoggedStream, choice_name, log_outputs, prompt_text
 from blockyard.services.api_gateway.responses.paced_stream import PacedStream
@@ -55,6 +56,21 @@ class RequestPipeline:
     def counted(self, request: GenerateRequest) -> AbstractContextManager[None]:
         """Counts an open request inside the block. Raises a 429 if there are as many as there may be."""
         return self._open.counted(request.choices.returned * len(request.prompts))
+
+    async def whole_answer(self, api: Api, request: GenerateRequest, tenant: str) -> bytes:
+        """Returns the body of the answer to a request that is not streamed. Raises RequestError."""
+        if api.count is not None:
+            prompts = await self.tokenizer_client.tokenize(request.prompts, secrets.token_hex(8), tenant=tenant)
+            return api.count(sum(num_ids(p.token_ids) for p in prompts))
+        with self.counted(request):
+            generation = await self.open(api, request, secrets.token_hex(10), tenant, None)
+            try:
+                await generation.wait_finished()
+                if generation.error is not None:
+                    raise generation.error
+                return encode_full_response(generation)
+            finally:
+                self.close(generation)
 
     async def open(
         self, api: Api, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None

@@ -15,6 +15,7 @@ from blockyard.shared.process import pipes
 
 USAGE = """\
 usage: blockyard serve [MODEL] [flags]    serve a model on this machine
+       blockyard run-batch -i IN -o OUT   answer a file of requests in OpenAI's batch format (--resume, flags of serve)
        blockyard bench WHAT [flags]       measure a server, a model or the GPU: serve, latency, suite, ...
        blockyard tune MODEL [flags]       compile GPU kernels and tune layers ahead of a start (--kernel-cache)
        blockyard quantize MODEL OUT       write a quantized checkpoint of a 16-bit one: --to fp8, fp8-block, int8, w4
@@ -33,6 +34,7 @@ Flags may also stand in a YAML file (--config FILE) or in the environment (BLOCK
 
 COMMANDS = (
     "serve",
+    "run-batch",
     "bench",
     "simulate",
     "tune",

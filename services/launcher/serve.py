@@ -43,7 +43,7 @@ def main(args: Sequence[str]) -> int:
         for note in (*notes, *deployment.notes):
             display.say(note)
         ring = Ring(deployment, run_dir.path, display)
-        asyncio.run(_serve(ring, display, deployment, values))
+        asyncio.run(run_ring(ring, display, values, _ready_line(deployment)))
     return 0
 
 
@@ -69,7 +69,8 @@ def make_display(deployment: Deployment, out: TextIO, shows_bars: bool = True) -
     return StartupProgressBars([spec.name for spec in service_specs(deployment)], out)
 
 
-async def _serve(ring: Ring, display: StartupDisplay, deployment: Deployment, values: Values) -> None:
+async def run_ring(ring: Ring, display: StartupDisplay, values: Values, ready_line: str) -> None:
+    """Runs a ring until a signal, or the end of its job. Shows `ready_line` once it is ready. Raises StartFailed."""
     drain_s = values.get("shutdown-timeout", float)
 
     def on_signal() -> None:
@@ -96,7 +97,7 @@ async def _serve(ring: Ring, display: StartupDisplay, deployment: Deployment, va
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         async with asyncio.TaskGroup() as tasks:
-            announcer = tasks.create_task(_announce(ring, display, deployment))
+            announcer = tasks.create_task(_announce(ring, display, ready_line))
             await ring.run(drain_s)
             announcer.cancel()
         display.say("stopped")
@@ -106,13 +107,16 @@ async def _serve(ring: Ring, display: StartupDisplay, deployment: Deployment, va
         display.close()
 
 
-async def _announce(ring: Ring, display: StartupDisplay, deployment: Deployment) -> None:
-    """Prints the model's names and URL once the ring is ready."""
+async def _announce(ring: Ring, display: StartupDisplay, ready_line: str) -> None:
     await ring.ready.wait()
     display.close()
+    display.say(f"{ready_line} after {ring.start_up.seconds:.1f} s")
+
+
+def _ready_line(deployment: Deployment) -> str:
+    """The model's names and URL."""
     gateway = deployment.gateways[0]
-    served = ", ".join(gateway.served_model_names)
-    display.say(f"{served} is served at {ports.url(gateway)} after {ring.start_up.seconds:.1f} s")
+    return f"{', '.join(gateway.served_model_names)} is served at {ports.url(gateway)}"
 
 
 def _has_terminal() -> bool:

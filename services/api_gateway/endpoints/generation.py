@@ -25,12 +25,11 @@ from blockyard.services.api_gateway.http.uploads import Uploads
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
-from blockyard.services.api_gateway.responses.full_response import encode_full_response
 from blockyard.services.api_gateway.responses.json_response import JSON, error_response, json_response
 from blockyard.services.api_gateway.responses.streamed_responses import HEADERS, StreamedResponses
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Tokenize
-from blockyard.shared.token_ids import num_ids, unpack
+from blockyard.shared.token_ids import unpack
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -90,30 +89,23 @@ class GenerationEndpoints:
         parsed = await self._parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
         api, request = APIS[parsed.api], parsed.request
-        if api.count is not None:
-            name, client = secrets.token_hex(8), self._pipeline.tokenizer_client
-            prompts = await client.tokenize(request.prompts, name, tenant=TENANT.get())
-            return web.Response(body=api.count(sum(num_ids(p.token_ids) for p in prompts)), content_type=JSON)
+        if api.count is not None or not request.options.stream:
+            return web.Response(body=await self._pipeline.whole_answer(api, request, TENANT.get()), content_type=JSON)
         with self._pipeline.counted(request):
-            return await self._respond(http_request, api, request)
+            return await self._stream(http_request, api, request)
 
-    async def _respond(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
-        writer = self._streams.writer() if request.options.stream else None
+    async def _stream(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
+        writer = self._streams.writer()
         try:
             generation = await self._pipeline.open(api, request, secrets.token_hex(10), TENANT.get(), writer)
         except RequestError as e:
-            if writer is None or e.code not in api.streamed_codes:
+            if e.code not in api.streamed_codes:
                 raise
             events = api.events(request.options)
             data = events.choice(0, None).opening(None) + events.failed(e)
             return web.Response(body=data, headers=HEADERS)
         try:
-            if writer is not None:
-                return await self._streams.run(http_request, generation, writer)
-            await generation.wait_finished()
-            if generation.error is not None:
-                raise generation.error
-            return web.Response(body=encode_full_response(generation), content_type=JSON)
+            return await self._streams.run(http_request, generation, writer)
         finally:
             self._pipeline.close(generation)
 

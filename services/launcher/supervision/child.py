@@ -14,6 +14,7 @@ import msgspec
 
 import blockyard
 from blockyard.shared.config.resolve import Deployment, ServiceStruct
+from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.simulation import SimulationConfig
 from blockyard.shared.process.home import home_variables
 
@@ -52,6 +53,11 @@ class ServiceSpec:
     @property
     def name(self) -> str:
         return self.config.process.name
+
+    @property
+    def is_job(self) -> bool:
+        """Whether the process ends by itself, and the ring with it."""
+        return isinstance(self.config, GatewayConfig) and self.config.batch is not None
 
 
 def service_specs(ring: Deployment) -> list[ServiceSpec]:

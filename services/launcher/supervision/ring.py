@@ -66,14 +66,17 @@ class Ring:
         self._kill.set()
 
     async def run(self, drain_s: float) -> None:
-        """Runs until `stop`, then lets running requests finish for `drain_s`. Raises StartFailed."""
+        """Runs until `stop` or the end of a job, then lets running requests finish for `drain_s`.
+
+        Raises StartFailed.
+        """
         links: Links[Hello] = Links("launcher", Role.LAUNCHER, self._deployment.registry.process.bus, Hello)
         try:
             with links:
                 async with asyncio.TaskGroup() as tasks:
                     for child in self.supervisor.children:
                         tasks.create_task(self.supervisor.supervise(child))
-                    work = (self._watch(links), self._kill_when_asked(), self._kill_hung())
+                    work = (self._watch(links), self._kill_when_asked(), self._kill_hung(), self._stop_after_job())
                     helpers = [tasks.create_task(coroutine) for coroutine in work]
                     await self._stop.wait()
                     await self.supervisor.drain(drain_s)
@@ -113,6 +116,10 @@ class Ring:
             for name, silent_s in self._hung.find_hung(now, self.supervisor.settled).items():
                 log.warning("%s is hung: no sign of life for %.0f s (--hung-timeout), it is killed", name, silent_s)
                 children[name].send(signal.SIGKILL)
+
+    async def _stop_after_job(self) -> None:
+        await self.supervisor.job_ended.wait()
+        self.stop()
 
     async def _kill_when_asked(self) -> None:
         await self._kill.wait()

@@ -14,7 +14,7 @@ from blockyard.services.launcher.supervision.child import (
     ServiceSpec,
     ending,
 )
-from blockyard.shared.errors import BlockyardError
+from blockyard.shared.errors import BatchError, BlockyardError
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # last: the others deregister.
 WAVES = (("api_gateway",), ("scheduler",), ("gpu_worker", "tokenizer_pool", "detokenizer"), ("message_bus",))
 MAX_STARTS = 3  # of a child before the ring is ready for the first time
+JOB_EXIT_CODES = (0, BatchError.exit_code)  # after others a job is started again and goes on
 GRACE_S = 5.0  # added to the time a child has to stop before it is killed
 
 
@@ -34,11 +35,16 @@ class StartFailed(BlockyardError):
 
 
 class Supervisor:
-    """Runs one task per child. After `settle`, called once all are ready, every exit leads to a restart."""
+    """Runs one task per child. After `settle`, called once all are ready, every exit leads to a restart.
+
+    A job is not started again when it is done or has failed for good.
+    """
 
     def __init__(self, specs: Sequence[ServiceSpec], folder: Path, make_command: MakeCommand | None = None) -> None:
         self.children = [Child(spec, folder, make_command) for spec in specs]
         self.settled = False
+        self.job_ended = asyncio.Event()  # the child that is a job has done its work, or failed for good
+        self.job_error = ""  # why it failed
 
     def settle(self) -> None:
         self.settled = True
@@ -52,8 +58,13 @@ class Supervisor:
                 except NotStarted as e:
                     await self._wait_before_restart(child, "could not be started", str(e))
                     continue
-                if not child.stop_asked.is_set():
-                    await self._on_exit(child, code)
+                if child.stop_asked.is_set():
+                    return
+                if child.spec.is_job and code in JOB_EXIT_CODES:
+                    self.job_error = child.read_error_line() if code else ""
+                    self.job_ended.set()
+                    return
+                await self._on_exit(child, code)
         finally:
             child.gone.set()
 

@@ -165,7 +165,7 @@ def test_a_flag_with_another_effect_prints_a_note(
     async def end(*_: object) -> None:
         """In place of a ring."""
 
-    monkeypatch.setattr(serve, "_serve", end)
+    monkeypatch.setattr(serve, "run_ring", end)
     monkeypatch.setattr(serve, "setproctitle", lambda title: None)
     monkeypatch.setattr(serve.logs, "setup", lambda *_: None)
     monkeypatch.setattr(serve.ports, "check", lambda gateways: None)
