@@ -1,4 +1,4 @@
-"""What an API is to the rest of the gateway."""
+"""The interface between an API and the rest of the gateway."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class EventFields:
-    """What a streamed event has besides a part."""
+    """The fields of a streamed event besides its part."""
 
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -83,18 +83,18 @@ class ChoiceEvents(Protocol):
 
 
 class AnswerEvents(Protocol):
-    """Writes one streamed answer. What its choices and its end have in common (a counter, an open item) is here."""
+    """Writes one streamed answer. Holds the state that its choices and its end share (a counter, an open item)."""
 
     def choice(self, index: int, prompt_ids: list[int] | None) -> ChoiceEvents:
         """`prompt_ids` are shown in the stream; None: they are not."""
         ...
 
     def ending(self, usage: Callable[[], Usage]) -> bytes:
-        """What follows the last event of the choices."""
+        """Returns the events behind the last event of the choices."""
         ...
 
     def failed(self, error: RequestError) -> bytes:
-        """What follows instead if the request fails."""
+        """Returns the events that end the answer of a failed request."""
         ...
 
 

@@ -94,7 +94,7 @@ def error_body(error: RequestError) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OpenAIEvents:
-    """The events of a streamed answer: those of its choices, its usage if asked for, and the mark of its end."""
+    """Writes a streamed answer: the events of its choices, its usage if asked for, and the mark of its end."""
 
     options: ResponseOptions
     make_choice: Callable[[ResponseOptions, int, list[int] | None], ChoiceEvents]

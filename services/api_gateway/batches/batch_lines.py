@@ -20,7 +20,7 @@ class RequestLine(msgspec.Struct, frozen=True):
 
 
 class AnyLine(msgspec.Struct, frozen=True):
-    """What identifies a line of the input that is otherwise wrong."""
+    """The fields that identify a line of the input that is otherwise wrong."""
 
     custom_id: str | None = None
 
@@ -34,7 +34,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class LineResponse(msgspec.Struct, frozen=True):
-    """What a server would have answered."""
+    """The answer that a server would have sent."""
 
     status_code: int
     request_id: str
@@ -49,7 +49,7 @@ class AnswerLine(msgspec.Struct, frozen=True):
 
 
 class WrittenLine(msgspec.Struct, frozen=True):
-    """What is read again of a line of the output."""
+    """The fields that are read again of a line of the output."""
 
     custom_id: str | None
     error: LineError | None = None

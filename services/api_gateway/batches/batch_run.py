@@ -63,7 +63,7 @@ class BatchRun:
         self.num_answered = self.num_failed = self.num_skipped = 0  # failed ones are among the answered
 
     def stop(self) -> None:
-        """Reads no further line; those that were read are answered."""
+        """Reads no further line; the run answers the lines that were read."""
         self._stopping = True
 
     async def run(self) -> None:

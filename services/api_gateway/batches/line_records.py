@@ -11,7 +11,7 @@ DIGEST_BYTES = 16
 
 
 class Known(enum.IntEnum):
-    """What is known of a `custom_id`."""
+    """The states of a `custom_id`."""
 
     NEW = 0
     READ = 1  # a line of the input had it
@@ -38,7 +38,7 @@ class LineRecords:
             self._execute("INSERT OR IGNORE INTO reported VALUES (?)", digest)
 
     def read(self, custom_id: str) -> Known:
-        """Returns what was known of the id of a line of the input, before this line."""
+        """Takes the id of a line of the input. Returns the id's state before this line."""
         row = self._execute("SELECT known FROM ids WHERE digest = ?", _digest(custom_id)).fetchone()
         known = Known.NEW if row is None else Known(row[0])
         if known is not Known.READ:

@@ -26,7 +26,7 @@ from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.ring_client.schedulers import Served
 from blockyard.shared.token_ids import pack
 
-INVOCATION, TOKENIZE, DETOKENIZE = "invocation", "tokenize", "detokenize"  # endpoints besides those of `APIS`
+INVOCATION, TOKENIZE, DETOKENIZE = "invocation", "tokenize", "detokenize"  # endpoints that `APIS` lacks
 
 
 class Invocation(msgspec.Struct):

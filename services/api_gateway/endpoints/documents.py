@@ -22,7 +22,7 @@ Json = dict[str, Any]
 VERSION = "3.1.0"  # of OpenAPI
 KEYS: dict[Access, list[Json]] = {Access.OPEN: [], Access.KEY: [{"key": []}], Access.OPERATOR: [{"adminKey": []}]}
 TAGS = {Access.OPEN: "status", Access.KEY: "text", Access.OPERATOR: "operators"}
-# routes besides those of `APIS` that take a body -> the Structs it may be
+# routes that take a body and that `APIS` lacks -> the Structs it may be
 BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/tokenize": (TokenizeRequest,),
     "/detokenize": (DetokenizeRequest,),

@@ -75,7 +75,7 @@ class Guard:
             self._paths[path] = route.api
 
     def api(self, request: web.Request) -> Api:
-        """The API whose errors the client understands: the path's, else the one that its headers tell."""
+        """Returns the API that the client speaks, for errors: the path's API, else the API that its headers tell."""
         route = self._routes.get(request.match_info.route)
         api = self._paths.get(request.path) if route is None else route.api
         if api is not None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-TURNS = 2  # requests whose handling begins in one iteration: about 1 ms, with bodies of 64 KiB up to 20 ms
+TURNS = 2  # requests that begin in one iteration: about 1 ms of handling, with bodies of 64 KiB up to 20 ms
 
 
 class Turns:

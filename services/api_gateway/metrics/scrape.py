@@ -19,7 +19,7 @@ from blockyard.shared.ring_client.ring_links import RingLinks
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SCRAPE_TIMEOUT_S = 0.5  # a gateway that does not answer in time is counted by its last answer
-MAX_TEXTS = 64  # gateways whose last answer is kept; older answers are kept as one sum
+MAX_TEXTS = 64  # last answers that are kept, one a gateway; older answers are kept as one sum
 
 
 class Metrics:

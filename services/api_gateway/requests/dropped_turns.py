@@ -1,4 +1,4 @@
-"""A conversation without its oldest turns, for requests that would rather lose those than be refused."""
+"""A conversation without its oldest turns, for requests that prefer losing turns to an error."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -46,9 +46,9 @@ class Conversation:
 
 
 async def longest_fitting(messages: bytes, tokenize: Callable[[bytes, int], Awaitable[T]]) -> T | None:
-    """What `tokenize` returns for the messages without as few of the oldest units as it takes to fit.
+    """Returns the result of `tokenize` for the messages without as few of the oldest units as it takes to fit.
 
-    It is called with messages and the number of dropped units, and raises RequestError for a prompt that is too long.
+    `tokenize` takes messages and the number of dropped units, and raises RequestError for a prompt that is too long.
     None if the last unit alone does not fit. Raises its other errors.
     """
     conversation = Conversation(messages)

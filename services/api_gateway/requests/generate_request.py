@@ -13,7 +13,7 @@ MAX_ID_CHARS = 128  # of a request's id, in the header or the body
 
 @dataclass(frozen=True, slots=True)
 class MessagesOptions:
-    """What the answers of /v1/messages need besides."""
+    """Further options of the answers of /v1/messages."""
 
     max_tokens: int  # that the request asks for
     max_model_len: int
@@ -22,7 +22,7 @@ class MessagesOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesOptions:
-    """What the answers of /v1/responses need besides."""
+    """Further options of the answers of /v1/responses."""
 
     repeated: bytes  # the fields of the request that its answer repeats: JSON without braces
     tool_names: dict[str, tuple[str, str]]  # of tools in a namespace, by the model's name: the namespace and their own
@@ -53,7 +53,7 @@ class ResponseOptions:
     prompt_tokens_details: bool = False
     include_reasoning: bool = True
     has_reader: bool = False  # the text is read into parts: an answer may be without content
-    custom_tools: tuple[str, ...] = ()  # names of tools whose calls have a text in place of arguments
+    custom_tools: tuple[str, ...] = ()  # names of tools that take a text in place of arguments
     function_call: bool = False  # a call is shown as OpenAI's older function_call
     messages: MessagesOptions | None = None  # set for /v1/messages
     responses: ResponsesOptions | None = None  # set for /v1/responses
@@ -81,7 +81,7 @@ class GenerateRequest:
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
     drops_turns: bool = False  # the oldest turns of a conversation that does not fit
-    ignored: tuple[str, ...] = ()  # what was left out, such as tools that this server does not run; clients are told
+    ignored: tuple[str, ...] = ()  # tools and items that this server leaves out, for a header of the answer
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""

@@ -13,7 +13,7 @@ from blockyard.shared.ring_client.request_fields.chat_messages import read_messa
 from blockyard.shared.ring_client.request_fields.tools import ToolUse
 from blockyard.shared.token_ids import first_outside, pack
 
-REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables of templates whose models may leave reasoning out
+REASONING_SWITCHES = ("enable_thinking", "thinking")  # variables of templates that switch reasoning off
 
 
 OUTPUT_SHARE = 2  # of the context, the most that is kept free for an answer when texts around a hole are cut

@@ -242,7 +242,7 @@ def _byte_offset(text: str) -> int | None:
 
 
 def field_before(body: bytes, at: int) -> str:
-    """The key whose value holds byte `at` of malformed JSON, or "" if no key directly precedes it."""
+    """Returns the key of the value that holds byte `at` of malformed JSON; "" if no key directly precedes it."""
     window = body[max(0, at - MAX_KEY_BYTES) : at]
     end = window.rfind(b'"')
     if end < 1 or not window[end + 1 :].lstrip().startswith(b":"):

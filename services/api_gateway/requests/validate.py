@@ -88,7 +88,7 @@ def conversation_request(
 ) -> GenerateRequest:
     """The request of a chat, in any API: with tools, and an answer that is read into parts. Raises RequestError.
 
-    `grammar` is the one that the request asks for; calls may replace it. `thinks`: the template is not told otherwise.
+    The request asks for `grammar`; calls may replace it. `thinks`: the template is not told otherwise.
     """
     if tools is not None:
         _check_auto(tools, card)
@@ -132,7 +132,7 @@ def _check_auto(tools: ToolUse, card: ModelCard) -> None:
 def parse_completion(
     request: CompletionRequest, card: ModelCard, config: GatewayConfig, _formats: OutputFormats, name: str
 ) -> GenerateRequest:
-    """Parses a completion, whose text is not read into parts: see `parse_chat`."""
+    """Parses a completion. No reader splits its text into parts: see `parse_chat`."""
     echo = bool(request.echo)
     if echo and request.suffix:
         raise RequestError("echo shows a prompt without a hole: it cannot be combined with suffix", "echo")

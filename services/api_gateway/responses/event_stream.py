@@ -161,7 +161,7 @@ class EventStream:
 
 
 class Kept(NamedTuple):
-    """A delta, or several as one. Those of a reader have parts in place of text."""
+    """A delta, or several as one. A reader's deltas have parts in place of text."""
 
     delta: TextDelta
     parts: list[Part]

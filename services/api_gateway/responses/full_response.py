@@ -39,7 +39,7 @@ class CollectedChoice:
         else:
             parts = self._reader.push(delta)
             self._parts += parts
-            if delta.logprobs:  # the delta's tokens are those of its last part
+            if delta.logprobs:  # the delta's tokens belong to its last part
                 self.logprob_ends += [len(self.logprobs)] * (len(self._parts) - len(self.logprob_ends))
                 if parts:
                     self.logprob_ends[-1] += len(delta.logprobs)

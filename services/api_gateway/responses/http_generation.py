@@ -28,7 +28,7 @@ class HttpGeneration:
         self.api, self.request = api, request
         self.events = api.events(request.options)  # of a streamed answer
         self.entries: list[JournalEntry] = []
-        self._reasoning_readers: list[ChoiceReader] = []  # those that count its tokens
+        self._reasoning_readers: list[ChoiceReader] = []  # they count its tokens of reasoning
         self.error: RequestError | None = None
         self._close = close
         self._num_unaccepted = self._num_unfinished = len(request.prompts)
@@ -101,7 +101,7 @@ class HttpGeneration:
 
 
 class OpenRequests:
-    """Counts requests from their parsed body to the end of their answer. Those in the ring are kept."""
+    """Counts requests from their parsed body to the end of their answer, and keeps the requests in the ring."""
 
     def __init__(self, max_choices: int | None, max_tokens: int | None) -> None:
         """None: no bound."""

@@ -65,7 +65,7 @@ def prompt_text(asked: Tokenize, prompt: Tokenized, max_len: int) -> str:
 
 
 def shown(text: str, max_len: int | None) -> str:
-    """The beginning of a text on one line, with what is not printable escaped, so that no text forges a line."""
+    """Returns the beginning of a text on one line, with unprintable characters escaped: no text forges a line."""
     part = text if max_len is None else text[:max_len]
     return repr(part) + _more(len(text) - len(part))
 

@@ -1,4 +1,4 @@
-"""A product whose parts are kept in different forms: one product for each run of equal parts."""
+"""A product of parts in different forms: one product for each run of parts with equal forms."""
 
 from collections.abc import Sequence
 

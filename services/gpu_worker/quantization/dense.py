@@ -91,7 +91,7 @@ class UnquantizedLinear:
 
 
 class Float32Linear(UnquantizedLinear):
-    """A weight in float32, also in models of another dtype, whose kernels do not read it."""
+    """A weight in float32, also in models of another dtype. The kernels of that dtype do not read it."""
 
     __slots__ = ()
     form = None
@@ -198,9 +198,9 @@ def place_rows(
     stored: frozenset[torch.dtype] = FLOATS,
     fill: Fill | None = None,
 ) -> None:
-    """As `place_weights`, of one number for each row, [out] or [experts, out].
+    """Places one number for each row, [out] or [experts, out], as `place_weights` places weights.
 
-    is_added: they are a bias, which is in one of several partial sums; other numbers are in all.
+    is_added: the numbers are a bias, which is in one of several partial sums; other numbers are in all.
     """
     for one, target, arrange in targets(table, spec, rows, -1):
         cut = spec.bias_cut(one, table.shard) if is_added else spec.row_cut(one, table.shard)

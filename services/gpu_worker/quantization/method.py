@@ -24,11 +24,11 @@ class LinearMethod(Protocol):
 
     @property
     def form(self) -> str | None:
-        """The layout that kernels read, a key of `linear_tuning.products`. None: there are only those of `apply`."""
+        """The layout that kernels read, a key of `linear_tuning.products`. None: `apply` alone multiplies."""
 
     @property
     def fusions(self) -> frozenset[Fusion]:
-        """What kernels of this form can compute together with the product. A layer that asks for more gets none."""
+        """Operations that kernels of this form can fuse with the product. A layer that asks for more gets none."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -56,7 +56,7 @@ class ExpertMethod(Protocol):
 
     @property
     def form(self) -> str:
-        """As of `LinearMethod`: a key of the kernels of experts."""
+        """The layout that kernels of experts read, a key of these kernels."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class ExpertMethod(Protocol):
         """Returns the weight of one expert, for devices that multiply expert by expert."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """As of `LinearMethod`."""
+        """Returns the tensors of the weight by name, as `LinearMethod.tensors` does."""
 
 
 class Format(Protocol):

@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.loading.weights import PREFIXES, TEXT_PART
 from blockyard.shared.errors import ConfigError
 
 REGEX = "re:"
-FUSED = {  # names of products -> those of their parts
+FUSED = {  # names of products -> names of their parts
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -82,7 +82,7 @@ def compile_regex(text: str, shown: str) -> re.Pattern[str]:
 
 
 def bare(name: str) -> str:
-    """The name without what differs between checkpoints of one model."""
+    """Returns the name without the prefixes that differ between checkpoints of one model."""
     name = name.removeprefix("model.").removeprefix(TEXT_PART)
     for prefix in PREFIXES:
         if prefix:

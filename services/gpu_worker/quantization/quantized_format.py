@@ -3,7 +3,7 @@
 - Parts of a product with equal forms share memory, others are cut into products of their own, with a line.
 - Each tensor of a form has the rows of its matrix, so `arrange` reorders codes and scales alike, and a rank takes the
   same rows of all, or the inputs that elements stand for.
-- A matrix that is needed as numbers is dequantized while it is loaded, with a line. So is one whose columns are in an
+- A matrix that is needed as numbers is dequantized while it is loaded, with a line. So is a matrix with columns in an
   order of their own, where matrices share memory (experts) or ranks divide the inputs.
 """
 
@@ -112,7 +112,7 @@ class QuantizedFormat:
         return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
 
     def _of_expert(self, spec: ExpertSpec, number: int, dtype: torch.dtype) -> list[StoredMatrix | None]:
-        """How the parts of an expert are stored, or those of all if they are stacked."""
+        """Finds the storage of an expert's parts, or of all experts' parts if they are stacked."""
         found = []
         for one in spec.matrix.parts:
             matrix = _matrix(one, spec.matrix)
@@ -132,7 +132,7 @@ class QuantizedFormat:
         numbers = _as_numbers(stored, spec.in_features, dtype)
 
         def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            if len(tensors) > 1:  # a format may take what is not quantized, too
+            if len(tensors) > 1:  # a format may take unquantized weights, too
                 table.note("dequantized at load", one.name)
             return numbers.to_kept(tensors)
 
@@ -160,7 +160,7 @@ class _Placement:
                 memory[name].zero_()
 
     def place(self, stored: Sequence[StoredMatrix], expert: int | None = None, stacked: int = 0) -> None:
-        """stored: of the parts. expert: whose tensors these are. stacked: they are those of so many experts."""
+        """stored: one a part. expert: the number of the parts' expert. stacked: how many experts a tensor has."""
         start = 0
         for one, how in zip(self._spec.parts, stored, strict=True):
             rows = self._spec.rows(one, self._table.shard)
@@ -232,7 +232,7 @@ def _without_order(stored: StoredMatrix | None, inputs: int, dtype: torch.dtype)
 
 
 def _in_order(one: MatrixPart, rows: Tensor) -> Tensor:
-    """The rows of a part in the order of the product, from those of the checkpoint."""
+    """Brings a part's rows from the checkpoint's order into the order of the product."""
     if one.interleaved:
         rows = torch.unflatten(rows, 0, (-1, len(one.rows))).transpose(0, 1).flatten(0, 1)
     return rows if one.arrange is None else one.arrange(rows)

@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.quantization.method import Format
 from blockyard.services.gpu_worker.quantization.quantized_format import QuantizedFormat
 from blockyard.shared.quantization import quantization_method
 
-# module in `formats/` -> what makes the format of quantization_config
+# module in `formats/` -> the function that makes the format of quantization_config
 FORMATS: dict[str | None, Callable[[Mapping[str, Any], WeightTable], Format]] = {
     None: lambda said, table: UnquantizedFormat(),
     "auto_round": lambda said, table: QuantizedFormat(AutoRoundScheme(said, table.dtype), table),

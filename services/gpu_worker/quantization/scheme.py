@@ -1,4 +1,4 @@
-"""What a format says of one matrix: the interface that each file in `formats/` implements."""
+"""How a format stores one matrix: the interface that each file in `formats/` implements."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from blockyard.services.gpu_worker.quantization.names import NamePatterns
 
 WEIGHT = "weight"
 
-# takes the tensors of one matrix by key, without those that are optional and not there; returns the form's tensors by
-# name, rows as stored
+# takes the tensors of one matrix by key, without optional tensors that the checkpoint lacks; returns the form's tensors
+# by name, rows as stored
 ToKept = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 
@@ -61,21 +61,21 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMatrix:
-    """How a checkpoint has a matrix, and what it becomes."""
+    """How a checkpoint stores a matrix, and the form that it becomes."""
 
     form: KeptForm
     tensors: Mapping[str, StoredTensor]  # by key
     to_kept: ToKept  # of stacked experts it is called for each expert
     unused: tuple[str, ...] = ()  # names of tensors that files have without a use, if the model does not know them
-    note: str = ""  # what the start's report says of all matrices that are so
+    note: str = ""  # a line of the start's report on all matrices with this note
     is_certain: bool = True  # False: the tensors that the checkpoint has say whether the matrix is quantized
 
 
 class Scheme(Protocol):
-    """What the quantization_config of one checkpoint means. A file in `formats/` has one, or several."""
+    """The meaning of one checkpoint's quantization_config. A file in `formats/` has one Scheme, or several."""
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         """Whether and how a matrix is quantized. None: it is not. Raises ConfigError for sizes that it cannot have."""
 
     def patterns(self) -> list[NamePatterns]:
-        """The lists of names of the file, of which those that mean no matrix are named at the start."""
+        """Returns the file's lists of names. The start's report shows the names that mean no matrix."""

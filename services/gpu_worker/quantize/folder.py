@@ -28,7 +28,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of 
 
 @dataclass(slots=True)
 class Layer:
-    """What has become of a layer of the model."""
+    """The sizes and the error of a layer of the model."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -42,7 +42,7 @@ class Layer:
 
 @dataclass(slots=True)
 class Written:
-    layers: dict[str, Layer] = field(default_factory=dict)  # by prefix; "" has what is in no layer
+    layers: dict[str, Layer] = field(default_factory=dict)  # by prefix; "" has the matrices in no layer
     ignored: list[str] = field(default_factory=list)
     weight_map: dict[str, str] = field(default_factory=dict)  # tensor -> file
     size_bytes: int = 0

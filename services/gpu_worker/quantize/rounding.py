@@ -1,6 +1,6 @@
 """Rounds matrices to nearest and stores them in the layouts of compressed-tensors.
 
-Scales are those of the package (`calculate_qparams`): of the largest absolute value, or with zeros of the range.
+Scales equal the package's (`calculate_qparams`): by the largest absolute value, or with zeros by the range.
 `quantization/formats/stored_codes.py` describes the layouts.
 """
 
@@ -23,7 +23,7 @@ Made = tuple[dict[str, Tensor], Tensor]  # tensors to store by key, and the numb
 
 
 class Rounding(msgspec.Struct, frozen=True):
-    """What `blockyard quantize` is asked for."""
+    """The settings of `blockyard quantize`."""
 
     to: str
     group: int = 128  # inputs of a scale, of w4

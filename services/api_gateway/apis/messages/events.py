@@ -17,7 +17,7 @@ encode = msgspec.json.Encoder().encode
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-# what a delta of each kind of part is
+# the delta of each kind of part
 DELTAS = {
     PartKind.CONTENT: (b"text_delta", b"text"),
     PartKind.REASONING: (b"thinking_delta", b"thinking"),
@@ -30,7 +30,7 @@ class ThinkingTokens(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`input_tokens` are those of the prompt that were not found in the prefix cache."""
+    """`input_tokens` counts the prompt's tokens that were not found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int

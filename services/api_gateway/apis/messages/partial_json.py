@@ -30,9 +30,9 @@ def _is_object(text: str) -> bool:
 
 
 def _closed(text: str) -> tuple[str, str]:
-    """The text with what is open at its end closed, and the same behind its last string, list or object.
+    """Closes the open lists and objects: at the text's end, and behind its last string, list, object or number.
 
-    The first is JSON if the text ends with a whole value: a number so far is one.
+    Returns both texts. The first is JSON if the text ends with a whole value: a number so far is one.
     """
     opened: list[str] = []
     whole, closers = 0, ""

@@ -1,7 +1,7 @@
 """OpenAI's /v1/responses without stored state: items in, items out.
 
     fields.py           the Struct of a body, and the checks of fields that stand alone
-    tools.py            tools of every type -> those that the answer may call, and their names
+    tools.py            tools of every type -> the tools that the answer may call, and their names
     input_items.py      items of the input -> the messages of a prompt
     parse.py            a body -> `GenerateRequest`
     output_items.py     parts of an answer -> its items, in the order in which the model wrote them

@@ -52,7 +52,7 @@ PIECES |= {MessageItem: PartKind.CONTENT, ReasoningItem: PartKind.REASONING}
 
 
 class ResponsesEvents:
-    """Writes the events of the answer and of its only choice, whose items they share."""
+    """Writes the events of the answer and of its only choice: both share their items."""
 
     def __init__(self, options: ResponseOptions) -> None:
         self._options, self._items = options, OutputItems(options)
@@ -60,7 +60,7 @@ class ResponsesEvents:
         self._head = b""  # of an event with a piece of the open item's text, up to that
         self._pieces: list[str] = []  # of the open item
         self._goes_on: PartKind | None = None  # parts of this kind are pieces of the open item's text
-        self._held: list[TextLogprobs] = []  # of tokens whose text has not come yet
+        self._held: list[TextLogprobs] = []  # of tokens that wait for their text
         self._call_ended = False  # by the event before
         self._is_cut = False
 
@@ -86,7 +86,7 @@ class ResponsesEvents:
             return b'%b%b,"sequence_number":%d}\n\n' % (self._head, encode(part.text), number)
         data, behind_call = b"", self._call_ended
         self._call_ended = part is not None and part.kind is PartKind.CALL_END
-        if fields.logprobs and not (behind_call and part is None):  # those are of the call's end
+        if fields.logprobs and not (behind_call and part is None):  # they belong to the call's end
             self._held += fields.logprobs
         if part is not None and (part.text or part.kind is not PartKind.CONTENT):
             data = self._part(part)
@@ -143,7 +143,7 @@ class ResponsesEvents:
 
     def _close(self, item: OpenItem, status: str) -> bytes:
         data = b""
-        if self._held and item.kind is MessageItem:  # tokens without text: special ones, or those of a cut character
+        if self._held and item.kind is MessageItem:  # tokens without text: special tokens, or tokens of a cut character
             logprobs, self._held = content_tokens(self._held, self._options), []
             item.logprobs += logprobs
             number, self._next = self._next, self._next + 1

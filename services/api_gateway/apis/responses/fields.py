@@ -21,7 +21,7 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-# fields that need what this server does not have, with what to send instead
+# fields that need features that this server lacks -> the replacement that clients can send
 REFUSED = {
     "background": "",
     "conversation": "send the whole conversation as input",
@@ -29,7 +29,7 @@ REFUSED = {
     "previous_response_id": "send the whole conversation as input",
     "prompt": "send its text as instructions and input",
 }
-# fields of chat completions -> what says the same here; not to be ignored, since an answer would be another one
+# fields of chat completions -> their replacements; not to be ignored, since an answer would be another one
 OF_CHAT = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",

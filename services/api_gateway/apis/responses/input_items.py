@@ -1,7 +1,7 @@
 """Items of the input as the messages of a prompt.
 
-Reasoning, text and calls that follow each other are one message of the assistant. What comes between a call and its
-output waits until behind it, because chat templates take the two together.
+Reasoning, text and calls that follow each other are one message of the assistant. Messages between a call and its
+output wait until behind the output, because chat templates take the two together.
 """
 
 import base64
@@ -52,7 +52,7 @@ def unsealed(text: str, where: str) -> str | None:
 def read_input(
     given: str | list[InputItem] | None, instructions: str | None, tools: ResponseTools, strict: bool
 ) -> bytes:
-    """The messages as JSON for Tokenize. What is left out is added to `tools.ignored`. Raises RequestError."""
+    """Returns the messages as JSON for Tokenize. Adds items left out to `tools.ignored`. Raises RequestError."""
     if given is None or given == []:
         raise RequestError("`input` is missing" if given is None else "`input` is empty", "input")
     reader = _InputReader(tools, strict)
@@ -130,7 +130,7 @@ class _InputReader:
         turn.content = f"{turn.content}\n{text}" if turn.content and text else turn.content or text
 
     def _reasoning(self, item: InputItem, where: str) -> None:
-        """Its text; without it what `encrypted_content` of this server brings back, or the summary."""
+        """Reads its text; without a text, the reasoning in `encrypted_content` of this server, or the summary."""
         content = [ItemPart(type="text", text=item.content)] if isinstance(item.content, str) else item.content
         text = _reasoning_text(content, f"{where}.content")
         if not text and item.encrypted_content:
@@ -186,7 +186,7 @@ class _InputReader:
             self._waiting = []
 
     def _say(self, message: Message) -> None:
-        """Adds what is not the assistant's."""
+        """Adds a message of another role than the assistant's."""
         if self._open:
             self._waiting.append(message)
         else:

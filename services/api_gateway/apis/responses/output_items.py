@@ -166,7 +166,7 @@ def item_kind(part: Part, options: ResponseOptions) -> type[OutputItem]:
 
 
 def content_tokens(logprobs: Sequence[TextLogprobs], options: ResponseOptions, text: str = "") -> list[ContentToken]:
-    """Those of the text, which may come behind tokens of markers that are in no text; without a text, all."""
+    """Returns the text's tokens, which may follow tokens of markers that are in no text; without a text, all tokens."""
     first = len(logprobs)
     if text and options.has_reader and not options.tokens_as_ids:
         left = len(text.encode("utf-8", "replace"))

@@ -42,7 +42,7 @@ def parse_responses(
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
     try:
         return _parse(request, card, config, formats, name)
-    except RecursionError as e:  # what was decoded with difficulty may not be encoded
+    except RecursionError as e:  # a deep body may be decoded and not encoded
         raise RequestError("the body is nested too deeply") from e
 
 
@@ -82,7 +82,7 @@ def _template_fields(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _room(asked: int | None, context: int) -> int:
-    """How many tokens a prompt may have that can be shortened. `asked` are those of the answer."""
+    """Returns the most tokens of a prompt that can be shortened. `asked` counts the answer's tokens."""
     return max(1, context - min(asked or context // AUTO_SHARE, context // 2))
 
 

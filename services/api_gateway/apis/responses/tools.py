@@ -1,4 +1,4 @@
-"""The tools of a request: those that the answer may call, and those that are left out.
+"""The tools of a request: the tools that the answer may call, and the names of tools that are left out.
 
 A `namespace` groups tools that are called by their own names. The client itself runs `tool_search`: the tools that it
 finds are in an item of the input. They are shown there and not among the others, so that the prompt of a turn stays the
@@ -65,7 +65,7 @@ class ResponseTools:
     use: ToolUse | None
     offered: list[OfferedTool]
     given: list[Any]  # the entries of the request's field that count
-    ignored: list[str]  # names of what was left out
+    ignored: list[str]  # types of tools and items that were left out
     names: dict[ToolKey, str]  # that the model knows
     brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the input, as templates show tools
 
@@ -155,10 +155,10 @@ class _ToolReader:
         return True
 
     def found(self) -> tuple[list[OfferedTool], dict[int, list[dict[str, Any]]]]:
-        """All tools, and what each item of the input brought. Raises RequestError.
+        """Returns all tools, and the tools that each item of the input brought. Raises RequestError.
 
-        Where two have one name, that without a namespace keeps it, or the earlier one: a tool that is found later does
-        not change the names of those before it.
+        Where two tools have one name, the tool without a namespace keeps it, or the earlier one: a tool that is found
+        later does not change the names of the tools before it.
         """
         keys = [ToolKey(one.namespace, _name(one)) for one in self._entries]
         known = {key.name for key in keys if not key.namespace}
@@ -180,7 +180,7 @@ class _ToolReader:
         return list(found.values()), brought
 
     def _settled(self, key: ToolKey, earlier: OfferedTool | None, known: set[str], where: str) -> str:
-        """The name that the model knows. Adds it to those that are known."""
+        """Returns the name that the model knows, and adds it to the known names."""
         if earlier is not None:
             return earlier.tool.name
         name = key.name

@@ -1,4 +1,4 @@
-"""AutoRound: `quant_method` auto-round, whose files are GPTQ's or AWQ's (gemm).
+"""AutoRound: `quant_method` auto-round. Its files have the layout of GPTQ or of AWQ (gemm).
 
 `packing_format` (in older files `backend`) names one of them: with "awq" in it AWQ's, with "gptq" the first version of
 GPTQ's, as without any, and otherwise (auto_round, auto_round:gptqmodel) the second one. `extra_config` has other

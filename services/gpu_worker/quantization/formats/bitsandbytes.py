@@ -1,4 +1,4 @@
-"""`quant_method` bitsandbytes: codes of the tables nf4 and fp4, or integers of 8 bits, whose inputs stay as they are.
+"""`quant_method` bitsandbytes: codes of the tables nf4 and fp4, or integers of 8 bits. Inputs stay as they are.
 
 With `load_in_4bit`, a matrix [outputs, inputs] is n codes in the order of rows. It is stored as
 
@@ -203,7 +203,7 @@ def _read_state(name: str, stored: Tensor) -> _State:
 
 
 def _absmax(name: str, state: _State, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The scales of blocks in float32, also of those that are quantized."""
+    """Returns the scales of blocks in float32, and dequantizes scales that are quantized."""
     absmax = tensors[ABSMAX]
     if absmax.dtype != torch.uint8:
         return absmax

@@ -2,8 +2,8 @@
 
 `config_groups` has for each group `targets` (names, `re:` with a regular expression, or a module's class, of which
 `Linear` is known), `weights` and `input_activations`, and in mixed-precision files a `format`. A matrix has the group
-that names it, else the one whose expression matches, else that of its class; what `ignore` names has none. Embeddings
-and routers are no linear layers, a head is one. `stored_codes` says how each format stores a matrix.
+that names it, else the group with a matching expression, else the group of its class; a matrix in `ignore` has none.
+Embeddings and routers are no linear layers, a head is one. `stored_codes` says how each format stores a matrix.
 
 With weights of 4 bits, or of groups of inputs, inputs stay as they are, with a line: the accuracy is at least as good.
 Documented by the package compressed-tensors (quantization/quant_config.py, quant_scheme.py, quant_args.py).
@@ -88,7 +88,7 @@ class CompressedSettings(msgspec.Struct, frozen=True):
 
 
 class _GroupTargets:
-    """What the groups call matrices."""
+    """The targets of the groups: names, expressions and classes of matrices."""
 
     def __init__(self, groups: Mapping[str, MatrixGroup]) -> None:
         self.names, self.expressions, self._classes = {}, {}, dict[str, str]()
@@ -114,7 +114,7 @@ class _GroupTargets:
 
 
 def _is_name(target: str) -> bool:
-    """Whether it is no class: those are words with a capital."""
+    """Whether a target is no class: names of classes are words with a capital."""
     return not target.startswith(REGEX) and (not target[:1].isupper() or "." in target)
 
 
@@ -124,8 +124,8 @@ class CompressedTensorsScheme:
     def __init__(
         self, said: Mapping[str, Any], dtype: torch.dtype, device: torch.device, note: Callable[[str, str], None]
     ) -> None:
-        """dtype: of the model. note: says what is done about a matrix by its name. Raises ConfigError for settings that
-        it does not know."""
+        """dtype: of the model. note: reports the treatment of a matrix by its name. Raises ConfigError for unknown
+        settings."""
         self._settings, self._dtype, self._note = read(said, CompressedSettings), dtype, note
         self._has_products = has_products(device)
         self._ignored = NamePatterns(self._settings.ignore)
@@ -177,7 +177,7 @@ def _refuse(format_: str, where: str, known: tuple[str, ...]) -> None:
 
 
 def _scheme(key: str, group: MatrixGroup) -> CodeScheme | None:
-    """None: weights of the group are not quantized. Raises ConfigError for what has no layout."""
+    """None: weights of the group are not quantized. Raises ConfigError for weights without a layout."""
     args = group.weights
     if args is None:
         return None

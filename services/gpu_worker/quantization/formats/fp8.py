@@ -100,7 +100,7 @@ class Fp8Scheme:
             is_used = self._form.static and self._has_products and not matrix.plain
             one = matrix.stored(INPUT_SCALE, (), FLOATS, other_shapes=((1,),), optional=not is_used)
             tensors[INPUT_SCALE] = one
-        if matrix.plain:  # files do not say whether what is no linear layer is quantized: if it is, it has a scale
+        if matrix.plain:  # no linear layer: files do not say whether it is quantized; if it is, it has a scale
             tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES | FLOATS), SCALE: replace(scale, optional=True)}
             return StoredMatrix(form=PLAIN, tensors=tensors, to_kept=partial(self._to_numbers, matrix, scale.name))
         tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES), SCALE: scale}

@@ -138,8 +138,8 @@ def _to_kept(matrix: Matrix, own: Integers, is_first: bool, tensors: Mapping[str
 
 
 def _find_order(matrix: Matrix, own: Integers, groups: Tensor) -> Tensor | None:
-    """What sorts the inputs by group. None: they are sorted. Raises LoadError for groups that config.json does not
-    mean."""
+    """Returns the order that sorts the inputs by group. None: they are sorted. Raises LoadError for groups that
+    config.json does not mean."""
     name, last = matrix.tensor(GROUPS), own.num_groups(matrix.inputs) - 1
     low, high = (int(one) for one in groups.aminmax())
     if low < 0 or high > last:

@@ -3,13 +3,13 @@
 A matrix [outputs, inputs] is n numbers in the order of rows, in groups of `group_size`: with `axis` 1 of successive
 ones, as rows of [n / group_size, group_size]; with `axis` 0 as columns of [group_size, n / group_size]. It is stored as
 
-- `W_q` U8, or I32 for 3 bits: integers of this matrix whose rows are cut into as many parts as fit an element; the
+- `W_q` U8, or I32 for 3 bits: integers of this matrix. Its rows are cut into as many parts as fit an element; the
   first part is in the upper bits. With `view_as_float` its bytes have a float dtype.
 - `scale` and `zero` [n / group_size, 1] or [1, n / group_size]: a number is (integer - zero) * scale,
 - `nbits`, `group_size`, `axis`, `shape` and more that repeat the settings.
 
 Documented in hqq (core/quantize.py, core/bitpack.py) and transformers (integrations/hqq.py). `quant_config` has the
-settings of all matrices, or those of some by a tag, the name without "model", "layers" and numbers. 4 and 8 bits along
+settings of all matrices, or of some by a tag, the name without "model", "layers" and numbers. 4 and 8 bits along
 axis 1 are kept; others are dequantized. Scales are kept in the dtype of the model, which is the file's unless --dtype
 says otherwise.
 """
@@ -63,7 +63,7 @@ class WeightParams(msgspec.Struct, frozen=True):
 
 
 class QuantConfig(msgspec.Struct, frozen=True):
-    """Of all matrices, or of some."""
+    """The settings of all matrices, or of some."""
 
     weight_quant_params: WeightParams
     scale_quant_params: None = None  # that are quantized themselves belong to releases before 0.2
@@ -184,7 +184,7 @@ def _unpack(stored: Tensor, bits: int) -> Tensor:
 
 
 def _check(matrix: Matrix, params: WeightParams, tensors: Mapping[str, Tensor]) -> None:
-    """Raises LoadError for scales that are not finite, and settings that are not those of the config."""
+    """Raises LoadError for scales that are not finite, and settings that differ from the config's."""
     for key in (SCALE, ZERO):
         if key not in tensors:
             raise LoadError(f"the checkpoint lacks {matrix.tensor(key)}")

@@ -103,7 +103,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """What `unpack` undoes. The codes fill whole bytes."""
+    """Packs codes as `unpack` reads them. The codes fill whole bytes."""
     if bits == 8:
         return codes
     if bits == 4:
@@ -146,8 +146,8 @@ def check_middle(name: str, zeros: Tensor, allowed: tuple[int, ...]) -> None:
 
 
 def is_outside(name: str, with_head: bool = False) -> bool:
-    """Whether a matrix is none of those that these methods quantize: the linear layers of a decoder's blocks, without
-    routers, and perhaps the head."""
+    """Whether these methods leave a matrix out. They quantize the linear layers of a decoder's blocks, without routers,
+    and perhaps the head."""
     if name.rpartition(".")[2] == HEAD:
         return not with_head
     return _IN_BLOCK.search(name) is None or is_left_out(name)

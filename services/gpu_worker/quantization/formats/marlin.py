@@ -37,7 +37,7 @@ CODES_OF_WORD = 8
 
 
 class MarlinKeys(NamedTuple):
-    """What the tensors of a matrix are called."""
+    """The names of the tensors of a matrix."""
 
     codes: str = "B"
     scales: str = "s"

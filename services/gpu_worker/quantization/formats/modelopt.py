@@ -10,9 +10,9 @@
   `input_scale` is for products of inputs in 4 bits; here they keep 16 bits.
 - MIXED_PRECISION: `quantized_layers` has the algorithm of each matrix by name; others are not quantized.
 
-`exclude_modules` and `ignore` have globs of what is left out. `k_proj.k_scale` and `v_proj.v_scale` are scales of the
-KV cache, which `kv.scales` reads. Documented in ModelOpt ("Unified HuggingFace checkpoint", modelopt/torch/export),
-and vLLM ("NVIDIA TensorRT Model Optimizer").
+`exclude_modules` and `ignore` have globs of matrices that are left out. `k_proj.k_scale` and `v_proj.v_scale` are
+scales of the KV cache, which `kv.scales` reads. Documented in ModelOpt ("Unified HuggingFace checkpoint",
+modelopt/torch/export), and vLLM ("NVIDIA TensorRT Model Optimizer").
 """
 
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ class ModelOptScheme:
         return StoredMatrix(form=PLAIN, tensors=found, to_kept=partial(_to_numbers, matrix, form, to_kept))
 
     def _algorithm(self, name: str) -> str | None:
-        """Of a matrix; None: it is not quantized. A name may stand for all matrices of a part of the model."""
+        """Finds a matrix's algorithm. None: not quantized. A name may mean all matrices in a part of a model."""
         if self._settings.quant_algo != MIXED:
             return self._settings.quant_algo
         short = bare(name)

@@ -123,7 +123,7 @@ def _in_blocks(cut: Cut) -> Cut:
 
 
 def _fill_with_ones(scales: Tensor, _: torch.Generator) -> None:
-    """Of dummy weights, whose values are written as those of other formats."""
+    """Fills the scales of dummy weights. Their values are filled as in other formats."""
     scales.fill_(BIAS)
 
 

@@ -3,7 +3,7 @@
 `global_quant_config` says how weights and `input_tensors` are quantized: `dtype` (fp8_e4m3, int8, or fp4 in groups of
 32 with exponents as scales), `qscheme` (per_tensor, per_channel, per_group), `symmetric`, `is_dynamic`.
 `layer_quant_config` has the same by names or globs, of which the first that matches counts, and `exclude` the names of
-what is not quantized. Tensors are those of `stored_codes` with codes one by one: `weight`, `weight_scale`,
+matrices that are not quantized. Tensors are as in `stored_codes` with codes one by one: `weight`, `weight_scale`,
 `input_scale`; codes of fp4 are bytes uint8 [outputs, inputs / 2] in `weight`, with scales uint8 [outputs, inputs / 32].
 
 Documented in Quark ("Exporting to Hugging Face safetensors", "Quark's quantization_config") and vLLM ("AMD Quark").

@@ -128,7 +128,7 @@ def _from_words(
 
 
 def _find_order(matrix: Matrix, group: int | None, groups: Tensor) -> Tensor:
-    """What sorts the inputs by group. Raises LoadError for groups that config.json does not mean."""
+    """Returns the order that sorts the inputs by group. Raises LoadError for groups that config.json does not mean."""
     assert group is not None
     name, last = matrix.tensor(GROUPS), -(-matrix.inputs // group) - 1
     low, high = (int(one) for one in groups.aminmax())

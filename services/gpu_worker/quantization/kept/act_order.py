@@ -1,4 +1,4 @@
-"""Columns that are in another order than inputs, so that those of a group are side by side (GPTQ's act order)."""
+"""Columns in another order than inputs, so that the columns of a group are side by side (GPTQ's act order)."""
 
 from collections.abc import Mapping
 

@@ -14,7 +14,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """Implements `KeptForm`; products of it are those of unquantized weights."""
+    """Implements `KeptForm`; the kernels of unquantized weights multiply it."""
 
     dtype: torch.dtype  # of the model
     name = FORM

@@ -1,4 +1,4 @@
-"""Numbers of 8 bits with scales: what the forms `Fp8W8A8` and `W8A16` share."""
+"""Numbers of 8 bits with scales: functions that the forms `Fp8W8A8` and `W8A16` share."""
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,8 @@ def expand(scales: Tensor, group: int | None, inputs: int) -> Tensor:
 def to_e4m3(x: Tensor, group: int | None = None, most: float | None = None) -> tuple[Tensor, Tensor]:
     """Rounds x [rows, inputs] to e4m3 with a scale for each row, or each row and group.
 
-    most: a row counts as having at most this absolute value, and what is above is clamped. Returns codes [rows, inputs]
-    and scales float32 [rows] or [rows, groups].
+    most: a row counts as having at most this absolute value, and larger numbers are clamped. Returns codes
+    [rows, inputs] and scales float32 [rows] or [rows, groups].
     """
     x = x.float()
     if group is None:

@@ -1,4 +1,4 @@
-"""What a kept form says of itself, and the linear layers and experts that are made of one."""
+"""The interface of a kept form, and the linear layers and experts that are made of one."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
-DUMMY_SCALE = 0.02  # standard deviation of what dummy weights stand for
+DUMMY_SCALE = 0.02  # standard deviation of the numbers that dummy weights stand for
 
 UNPACKED_ELEMENTS = 1 << 26  # at a time, because references compute in float32
 
@@ -65,7 +65,7 @@ class KeptForm(Protocol):
         """x [rows, inputs] -> [rows, outputs], without bias. None: this device or dtype has only the plain product."""
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
-        """Writes dummy weights: what they stand for has a standard deviation of DUMMY_SCALE."""
+        """Writes dummy weights: their numbers have a standard deviation of DUMMY_SCALE."""
 
 
 @runtime_checkable
@@ -73,13 +73,13 @@ class HostForm(Protocol):
     """A form of which the CPU multiplies some weights without making numbers of them all."""
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
-        """Whether it multiplies those of this shape, inputs and outputs, in a model of this dtype."""
+        """Whether it multiplies weights of this shape, inputs and outputs, in a model of this dtype."""
 
     def for_host(self, kept: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
         """The tensors that it multiplies, made once."""
 
     def host_product(self, x: Tensor, packed: Mapping[str, Tensor]) -> Tensor | None:
-        """As `product`, of these tensors. None: for so many rows it is quicker to dequantize."""
+        """Multiplies as `product` does, by tensors of `for_host`. None: to dequantize is quicker for so many rows."""
 
 
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
@@ -130,7 +130,7 @@ class KeptLinear:
             self._dense = UnquantizedLinear(self.dequantized(), self._bias)
             self._dense.prepare()
             self.size_bytes = self._dense.size_bytes
-            # what `round_inputs` needs stays
+            # the tensors that `round_inputs` needs stay
             self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
 
     def apply(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
 from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor
 
 CODES, SCALES, INPUT_SCALE = "codes", "scales", "input_scale"
-ALIGNMENT = 16  # numbers; of what `torch._scaled_mm` multiplies
+ALIGNMENT = 16  # numbers; `torch._scaled_mm` requires it
 DUMMY_STD = 112.0  # of codes: a quarter of the largest
 DUMMY_INPUT_SCALE = 0.05
 

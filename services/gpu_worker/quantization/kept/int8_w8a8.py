@@ -70,7 +70,7 @@ class Int8W8A8:
         return ((codes if zeros is None else codes - zeros) * scales).to(x.dtype)
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        """By `torch._int_mm`, whose sums are exact: a row does not depend on how many there are."""
+        """Multiplies by `torch._int_mm`. Its sums are exact: a row does not depend on the number of rows."""
         weight, rows = kept[CODES], len(x)
         if not self.symmetric or x.device.type not in ("cpu", "cuda"):
             return None

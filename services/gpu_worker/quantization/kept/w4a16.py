@@ -5,7 +5,7 @@ A weight [outputs, inputs] is (code - zero) * scale, with codes from 0 to 15. It
 - `codes` uint8 [outputs, ceil(inputs / 2)]: two codes a byte, of an even input in the lower half and of the next one in
   the upper half (`pack`, `unpack`).
 - `scales` [outputs, groups], or [outputs] if `group` is None, in the dtype that the file has. Kernels read 16 bits;
-  float32 is for files whose scales are products that 16 bits would round.
+  float32 is for files with scales that are products, which 16 bits would round.
 - `zeros`, as many as scales, if `zeros` is a dtype: uint8 for whole ones, one to a byte, so that 16 fits as well as 0;
   a float dtype for others. Without them every zero is 8. A weight of code * scale + offset has the zero
   -offset / scale; where its scale is 0, it is code 0 with the scale -offset and the zero 1.
@@ -38,7 +38,7 @@ class W4A16:
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: torch.dtype | None = None  # uint8, or a float dtype; None: every zero is 8
     scales: torch.dtype = torch.float16  # as the file has them
-    order: str = ""  # the name of a matrix whose columns are in another order than inputs
+    order: str = ""  # the name of a matrix with columns in another order than inputs
     name = "W4A16"
     multiplies_on_host = False
 

@@ -31,7 +31,7 @@ class W8A16:
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: bool = False  # each scale has a zero, in its dtype
     scales: torch.dtype = torch.float32  # as the file has them
-    order: str = ""  # the name of a matrix whose columns are in another order than inputs
+    order: str = ""  # the name of a matrix with columns in another order than inputs
     name = "W8A16"
     multiplies_on_host = False
 
