@@ -63,6 +63,10 @@ class ScriptedMatcher:
         self.num_first_masks += sum(isinstance(answer, FirstMask) for answer in answers)
         return answers
 
+    def was_killed(self) -> bool:
+        """It ends by itself, as with a grammar that breaks it."""
+        return False
+
     def kill(self) -> None:
         self.is_alive = False
         if self in self.running:

@@ -182,7 +182,7 @@ class HostRows:
             x = self._thread.run(row.processors, ids[: state.num_prompt_tokens].tolist(), output.tolist(), x)
         if allowed is not None:
             x = x.masked_fill(~allowed, -math.inf)
-        x = self._edited(x, row, len(ids), output.tolist())
+        x = self._edited(x, row, len(ids), output.tolist() if row.words else [])
         if row.edits.has_penalties:
             x = self._penalized(x, state, ids, output)
         return x

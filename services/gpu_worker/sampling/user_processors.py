@@ -5,6 +5,7 @@ A processor is called with (output ids, logits) or (prompt ids, output ids, logi
 request alone. Processors run in a thread: a step waits for them, but not for one that hangs.
 """
 
+import contextlib
 import ctypes
 import inspect
 import queue
@@ -40,7 +41,7 @@ class UserProcessor:
     takes_prompt: bool
 
     def apply(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
-        """The logits that the processor returns. Raises ProcessorError."""
+        """The logits that the processor returns, on the device and in the dtype of `logits`. Raises ProcessorError."""
         try:
             known = (prompt_ids, output_ids) if self.takes_prompt else (output_ids,)
             changed = self.call(*known, logits)
@@ -49,7 +50,7 @@ class UserProcessor:
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
             what = list(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
             raise ProcessorError(f"logits processor {self.name}: returned {what}, not logits of {list(logits.shape)}")
-        return changed
+        return changed.to(logits)
 
 
 def load_processor(named: LogitsProcessor) -> UserProcessor:
@@ -92,13 +93,16 @@ class ProcessorThread:
     def run(
         self, processors: Sequence[UserProcessor], prompt_ids: list[int], output_ids: list[int], logits: Tensor
     ) -> Tensor:
-        """Applies processors to logits [vocab] in order. Raises ProcessorError."""
+        """Applies processors to logits [vocab] in order, on the caller's CUDA stream. Raises ProcessorError."""
+        # each thread has a current stream of its own
+        stream = torch.cuda.current_stream(logits.device) if logits.is_cuda else None
 
         def job() -> Tensor:
-            changed = logits.float().clone()
-            for processor in processors:
-                changed = processor.apply(prompt_ids, output_ids, changed)
-            return changed
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                changed = logits.float().clone()
+                for processor in processors:
+                    changed = processor.apply(prompt_ids, output_ids, changed)
+                return changed
 
         if self._thread is None:
             self._thread = threading.Thread(
@@ -136,3 +140,4 @@ def _work(
             return
         except ProcessorError as e:
             answers.put(e)
+        del job  # it holds the logits

@@ -37,7 +37,7 @@ def test_the_config_of_another_folder_is_the_models(tmp_path: Path) -> None:
 
 def test_logits_are_reported_in_place_of_log_probabilities(tmp_path: Path) -> None:
     BY_NAME["llama"].save(tmp_path)
-    driver = Driver(start(tmp_path, logprobs_mode=LogprobsMode.RAW_LOGITS))
+    driver = Driver(start(tmp_path, logprobs_mode=LogprobsMode.RAW_LOGITS, run_ahead_penalties=False))
     stream = driver.add([5, 6, 7], GREEDY)
     driver.run()
     (first, _), expected = stream.logprobs, logprobs(tmp_path)

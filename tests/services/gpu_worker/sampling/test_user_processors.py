@@ -44,6 +44,7 @@ def module() -> Iterator[None]:
     made.constant = 5  # type: ignore[attr-defined]
     made.one_argument = lambda logits: logits  # type: ignore[attr-defined]
     made.forgets = lambda output_ids, logits: None  # type: ignore[attr-defined]
+    made.other_dtype = lambda output_ids, logits: logits.double() + 1  # type: ignore[attr-defined]
     made.fails = lambda output_ids, logits: 1 / 0  # type: ignore[attr-defined]
     sys.modules["own_processors"] = made
     yield
@@ -60,6 +61,11 @@ def test_functions_and_classes_are_applied_in_order() -> None:
     changed = ProcessorThread().run(processors, [7, 8], [9], logits)
     assert changed.tolist() == [21, 21, float("-inf"), 21, float("-inf"), 21]
     assert logits.tolist() == [0] * 6  # log-probabilities are read from them
+
+
+def test_the_dtype_is_that_of_the_logits() -> None:
+    changed = ProcessorThread().run([load_processor(named("other_dtype"))], [7], [9], torch.zeros(3))
+    assert changed.dtype is torch.float32 and changed.tolist() == [1, 1, 1]
 
 
 def test_a_class_without_arguments_is_instantiated() -> None:

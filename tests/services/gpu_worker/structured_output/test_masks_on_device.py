@@ -127,6 +127,9 @@ def ahead(device: tuple[Runner, CudaSteps], ops: TroubledOps) -> Runner:
     """A runner with a device whose matcher makes masks in time."""
     ops.likely, ops.kills = 1.0, 0.0
     ScriptedMatcher.works_at_once = False
+    settled = Driver(device[0])  # a matcher may have ended with the last step of the test before
+    settled.add(*STREAMS[0])
+    settled.run()
     return device[0]
 
 
