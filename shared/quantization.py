@@ -101,6 +101,8 @@ def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     found = NAMES.get(method.lower().removeprefix(VENDOR)) if isinstance(method, str) else None
+    if found is not None and not found.module and found.of_16_bits is None and len(found.alias_of) == 1:
+        found = NAMES[found.alias_of[0]]
     if found is not None and found.module:
         return found
     if method is None:

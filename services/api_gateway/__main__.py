@@ -18,7 +18,10 @@ from blockyard.shared.process.liveness import LivenessPipe
 
 
 async def serve_async(config: GatewayConfig) -> None:
-    stopped = asyncio.Event()
+    stopped, asked_to_reload = asyncio.Event(), asyncio.Event()
+    has_key_files = bool(config.api_key_file or config.admin_key_file)
+    if has_key_files:  # without a handler the signal would end a gateway that still starts
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked_to_reload.set)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     process, liveness = config.process, LivenessPipe(config.process.liveness_fd)
@@ -30,8 +33,10 @@ async def serve_async(config: GatewayConfig) -> None:
             garbage.begin()
             collecting = tasks.create_task(garbage.collect(gateway))
             refreshing = tasks.create_task(server.refresh_certificates())
-            if config.api_key_file or config.admin_key_file:
+            if has_key_files:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_keys)
+                if asked_to_reload.is_set():
+                    server.reload_keys()
             links.update(
                 ready=True,
                 phase="ready",

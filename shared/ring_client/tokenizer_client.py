@@ -218,7 +218,7 @@ def _is_quick(work: Work, is_check: bool) -> bool:
         return len(work.token_ids) <= QUICK_BYTES
     if is_check and work.grammar is not None and len(work.grammar.source) > QUICK_GRAMMAR_BYTES:
         return False
-    texts = (work.text, work.messages, work.token_ids, work.tools, work.template_kwargs)
+    texts = (work.text, work.suffix, work.messages, work.token_ids, work.tools, work.template_kwargs)
     return work.chat_template is None and sum(len(text) for text in texts if text) <= QUICK_BYTES
 
 

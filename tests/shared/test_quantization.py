@@ -141,3 +141,11 @@ def test_what_another_file_says_is_merged_with_overrides() -> None:
     assert overrides(LLAMA, "--hf-overrides", '{"quantization_config": null}', quantization=fields) == {
         "quantization_config": None
     }
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"), [("gptq_marlin", "gptq"), ("awq_marlin", "awq"), ("modelopt_fp4", "modelopt")]
+)
+def test_files_may_have_a_name_that_stands_for_another(stored: str, read: str) -> None:
+    assert quantization_method(quantized(stored)) == NAMES[read]
+    assert overrides(quantized(stored), "-q", read) == overrides(quantized(stored), "-q", stored) == {}

@@ -71,7 +71,10 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
     api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
-    request = api.parse(fields, card, config, formats.of(card), context.request_id)
+    try:
+        request = api.parse(fields, card, config, formats.of(card), context.request_id)
+    except RecursionError as e:  # a deep body may be decoded and not encoded
+        raise RequestError("the body is nested too deeply") from e
     check_lengths(request)
     return ParsedGeneration(api.name, request, [*ignored, *request.ignored])
 

@@ -8,6 +8,7 @@ import msgspec
 from blockyard.shared.errors import RequestError
 
 TOO_LONG = "context_length_exceeded"
+MAX_BYTES = 4 << 20  # of messages to shorten: each attempt encodes them again in the loop that serves streams
 T = TypeVar("T")
 
 
@@ -49,8 +50,10 @@ async def longest_fitting(messages: bytes, tokenize: Callable[[bytes, int], Awai
     """Returns the result of `tokenize` for the messages without as few of the oldest units as it takes to fit.
 
     `tokenize` takes messages and the number of dropped units, and raises RequestError for a prompt that is too long.
-    None if the last unit alone does not fit. Raises its other errors.
+    None if the last unit alone does not fit, or the messages have more than `MAX_BYTES`. Raises its other errors.
     """
+    if len(messages) > MAX_BYTES:
+        return None
     conversation = Conversation(messages)
     found, low, high = None, 1, conversation.most_dropped
     while low <= high:

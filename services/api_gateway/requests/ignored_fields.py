@@ -2,7 +2,10 @@
 
 import logging
 from collections.abc import Iterable
+from itertools import islice
 from urllib.parse import quote
+
+from blockyard.shared.ring_client.request_fields.known_fields import MAX_NAME_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -19,11 +22,12 @@ class IgnoredFields:
 
     def note(self, names: Iterable[str]) -> str:
         """Logs new names. Returns the header's value, which ends in `...` where names are left out."""
-        escaped = [quote(name, safe="", errors="replace") or '""' for name in names]
+        cut_names = dict.fromkeys(name[:MAX_NAME_CHARS] for name in names)  # each once
+        escaped = [quote(name, safe="", errors="replace") or '""' for name in islice(cut_names, MAX_LOGGED + 1)]
         for name in escaped:
             self._log_once(name)
         value = ", ".join(escaped)
-        if len(value) <= MAX_HEADER_CHARS:
+        if len(value) <= MAX_HEADER_CHARS and len(escaped) == len(cut_names):
             return value
         cut = value[: MAX_HEADER_CHARS - len(", ...")]
         return cut.rpartition(", ")[0] + ", ..."

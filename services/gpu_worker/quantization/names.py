@@ -114,8 +114,9 @@ def split_fused(name: str) -> list[str]:
 def is_left_out(name: str) -> bool:
     """Whether methods that quantize all linear layers leave this one out without saying so: heads, routers and
     embeddings."""
-    last = name.rpartition(".")[2]
-    return last in (HEAD, *ROUTERS) or _EMBEDDING.match(last) is not None
+    *_, parent, last = "", *name.split(".")
+    is_router = last in ROUTERS or parent in ROUTERS  # some routers are modules with a matrix
+    return last == HEAD or is_router or _EMBEDDING.match(last) is not None
 
 
 def find_rule(rules: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:

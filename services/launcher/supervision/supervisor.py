@@ -77,7 +77,7 @@ class Supervisor:
 
     def signal_gateways(self, number: signal.Signals) -> None:
         for child in self.children:
-            if child.spec.service == "api_gateway":
+            if child.spec.service == "api_gateway" and not child.spec.is_job:
                 child.send(number)
 
     def kill(self) -> None:

@@ -47,7 +47,7 @@ def read_offered_tools(
         if tool.type is not None and tool.type.startswith(RUN_BY_SERVERS):
             if strict or (choice is not None and choice.name is not None and choice.name == tool.name):
                 raise RequestError(f"this server runs no tools: {tool.type[:80]!r} is not built", f"{where}.type")
-            ignored.append(f"tools.{tool.type}")
+            ignored.append(f"tools.{tool.type[:80]}")
             continue
         named, shown = _read(tool, where)
         if named.name in read:

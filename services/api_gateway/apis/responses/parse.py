@@ -40,15 +40,6 @@ def parse_responses(
     request: ResponsesRequest, card: ModelCard, config: GatewayConfig, formats: OutputFormats, name: str
 ) -> GenerateRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    try:
-        return _parse(request, card, config, formats, name)
-    except RecursionError as e:  # a deep body may be decoded and not encoded
-        raise RequestError("the body is nested too deeply") from e
-
-
-def _parse(
-    request: ResponsesRequest, card: ModelCard, config: GatewayConfig, formats: OutputFormats, name: str
-) -> GenerateRequest:
     check_fields(request)
     settings = card.settings
     asked = limits.max_tokens("max_output_tokens", request.max_output_tokens, None)

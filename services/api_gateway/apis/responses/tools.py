@@ -103,6 +103,8 @@ class _Entry(NamedTuple):
 def read_response_tools(request: ResponsesRequest, defaults: ToolDefaults, strict: bool) -> ResponseTools:
     """Raises RequestError. `strict`: a tool that would be left out is an error."""
     reader = _ToolReader(strict)
+    if len(request.tools or ()) > MAX_TOOLS:
+        raise RequestError(f"tools has at most {MAX_TOOLS} entries, got {len(request.tools or ())}", "tools")
     for i, value in enumerate(request.tools or ()):
         if reader.read(value, f"tools[{i}]", None):
             reader.given.append(value)

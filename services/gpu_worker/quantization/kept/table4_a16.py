@@ -13,6 +13,7 @@ Kernels know groups of 16, 32 and 64; the plain product takes any.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,12 @@ NF4: Table = (
 )
 
 
+@cache
+def _numbers(table: Table, device: torch.device) -> Tensor:
+    """[16]. A step copies nothing to the device: CUDA graphs refuse that while they are captured."""
+    return torch.tensor(table, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class Table4A16:
     """Implements `KeptForm`. The module says what its tensors hold."""
@@ -55,7 +62,7 @@ class Table4A16:
 
     def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
         codes = unpack(kept[CODES], inputs)
-        values = torch.tensor(self.table, device=codes.device)[codes.int()]
+        values = _numbers(self.table, codes.device)[codes.int()]
         values *= expand(kept[SCALES].float(), self.group, inputs)
         if self.row_scales:
             values *= kept[ROW_SCALES][..., None]

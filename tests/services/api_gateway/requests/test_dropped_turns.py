@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.dropped_turns import Conversation
+from blockyard.services.api_gateway.requests.dropped_turns import MAX_BYTES, Conversation, longest_fitting
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "s"},
@@ -28,3 +28,12 @@ def test_what_is_left() -> None:
 def test_a_conversation_of_one_message_cannot_be_shorter() -> None:
     for messages in (MESSAGES[:1], MESSAGES[:2], MESSAGES[1:2], []):
         assert Conversation(msgspec.json.encode(messages)).most_dropped == 0
+
+
+async def test_a_very_long_conversation_is_not_shortened() -> None:
+    async def fits(messages: bytes, count: int) -> int:
+        return count
+
+    assert await longest_fitting(msgspec.json.encode(MESSAGES), fits) == 1
+    long = [MESSAGES[0], *({"role": "user", "content": "x" * 1000} for _ in range(MAX_BYTES // 1000))]
+    assert await longest_fitting(msgspec.json.encode(long), fits) is None

@@ -60,6 +60,7 @@ def test_a_wrong_expression() -> None:
     [
         *(("lm_head", True), (GATE, True), ("model.embed_tokens", True), ("transformer.wte", True)),
         *((Q, False), ("model.layers.1.mlp.gate_proj", False), ("model.layers.1.mlp.shared_expert_gate", True)),
+        *(("model.layers.1.block_sparse_moe.router.layer", True), ("model.layers.1.router.proj", True)),
     ],
 )
 def test_what_is_left_out_unsaid(name: str, is_out: bool) -> None:
