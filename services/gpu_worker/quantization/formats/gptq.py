@@ -35,6 +35,7 @@ from blockyard.services.gpu_worker.quantization.formats.integers import (
     unpack,
 )
 from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, find_rule
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
@@ -140,18 +141,10 @@ def _to_kept(matrix: Matrix, own: Integers, is_first: bool, tensors: Mapping[str
 def _find_order(matrix: Matrix, own: Integers, groups: Tensor) -> Tensor | None:
     """Returns the order that sorts the inputs by group. None: they are sorted. Raises LoadError for groups that
     config.json does not mean."""
-    name, last = matrix.tensor(GROUPS), own.num_groups(matrix.inputs) - 1
-    low, high = (int(one) for one in groups.aminmax())
-    if low < 0 or high > last:
-        raise LoadError(f"{name}: the checkpoint has group {low if low < 0 else high}, expected 0 to {last}")
-    if own.group is None:
-        return None
-    order = groups.argsort(stable=True)
-    sizes = torch.arange(matrix.inputs, device=groups.device) // own.group
-    if not torch.equal(groups[order], sizes):
-        raise LoadError(f"{name}: the checkpoint has groups of other sizes than {own.group} inputs")
-    if own.order:
+    order = act_order.sorting(matrix.tensor(GROUPS), own.group, groups)
+    if order is None or own.order:
         return order
-    if not torch.equal(groups, sizes):
+    if not torch.equal(order, torch.arange(matrix.inputs, device=order.device)):
+        name = matrix.tensor(GROUPS)
         raise LoadError(f"{name}: groups of inputs are in another order, but desc_act is false")
     return None

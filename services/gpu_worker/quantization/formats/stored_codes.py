@@ -109,7 +109,7 @@ def _from_words(
         means = [matrix.outputs, matrix.inputs]
         raise LoadError(f"{matrix.tensor(SHAPE)}: the checkpoint has {shape.tolist()}, config.json means {means}")
     codes = unpack(tensors[PACKED], own.bits, matrix.inputs)
-    order = _find_order(matrix, group, tensors[GROUPS].long()) if GROUPS in tensors else None
+    order = act_order.sorting(matrix.tensor(GROUPS), group, tensors[GROUPS].long()) if GROUPS in tensors else None
     if order is not None:
         codes = codes[:, order]
     scales = _of_rows(_exactly(matrix, tensors[SCALE], dtype), matrix.outputs, group)
@@ -125,19 +125,6 @@ def _from_words(
         made = {w8a16.CODES: (codes.short() - middle).to(torch.int8), w8a16.SCALES: scales}
         made |= {} if zeros is None else {w8a16.ZEROS: (zeros.short() - middle).to(dtype)}
     return made if order is None else made | {act_order.ORDER: order.int()}
-
-
-def _find_order(matrix: Matrix, group: int | None, groups: Tensor) -> Tensor:
-    """Returns the order that sorts the inputs by group. Raises LoadError for groups that config.json does not mean."""
-    assert group is not None
-    name, last = matrix.tensor(GROUPS), -(-matrix.inputs // group) - 1
-    low, high = (int(one) for one in groups.aminmax())
-    if low < 0 or high > last:
-        raise LoadError(f"{name}: the checkpoint has group {low if low < 0 else high}, expected 0 to {last}")
-    order = groups.argsort(stable=True)
-    if not torch.equal(groups[order], torch.arange(matrix.inputs, device=groups.device) // group):
-        raise LoadError(f"{name}: the checkpoint has groups of other sizes than {group} inputs")
-    return order
 
 
 def _num_words(count: int, bits: int) -> int:
