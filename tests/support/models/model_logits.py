@@ -3,9 +3,13 @@
 import numpy as np
 import torch
 
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.attention.triton_attention import build_attention
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.services.gpu_worker.step import InputVectors, Step
+from blockyard.services.gpu_worker.step import Attend, InputVectors, Step
 
 
 def all_logits(
@@ -15,23 +19,15 @@ def all_logits(
 
     vectors: inputs [hidden] in place of ids, by position.
     """
-    size = runner.geometry.block_size
-    table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[: -(-len(ids) // size)]
+    blocks = -(-len(ids) // runner.geometry.block_size)
+    table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[:blocks]
     device = runner.pool.device
     parts, done = [], 0
     with torch.inference_mode():
         for count in chunks:
             positions = np.arange(done, done + count)
             done += count
-            attend = CpuMetadataBuilder(runner.pool).attention(
-                table[positions // size],
-                positions % size,
-                table[None],
-                np.array([count]),
-                np.array([done]),
-                np.array([0]),
-                num_decodes=int(count == 1),
-            )
+            attend = _attend(runner.pool, table, positions)
             tokens = torch.tensor(ids, device=device)[positions]
             given = [(row, at) for row, at in enumerate(positions.tolist()) if at in (vectors or {})]
             inputs = None
@@ -43,3 +39,33 @@ def all_logits(
             parts.append(runner.model.logits(hidden))
     assert done == len(ids)
     return torch.cat(parts)
+
+
+def _attend(pool: KVPool, table: np.ndarray, positions: np.ndarray) -> Attend:
+    """The attention of one chunk of a prompt: on a GPU by its kernels. table: the blocks of the prompt."""
+    if pool.device.type == "cpu":
+        return CpuMetadataBuilder(pool).attention(
+            table[positions // pool.block_size],
+            positions % pool.block_size,
+            table[None],
+            np.array([len(positions)]),
+            np.array([positions[-1] + 1]),
+            np.array([0]),
+            num_decodes=int(len(positions) == 1),
+        )
+    rows = PagedKVMetadata(
+        torch.zeros(len(positions), dtype=torch.int64, device=pool.device),
+        torch.from_numpy(positions).to(pool.device),
+        torch.from_numpy(table[None].astype(np.int32)).to(pool.device),
+    )
+    starts = torch.tensor([0, len(positions)], dtype=torch.int32, device=pool.device)
+    return build_attention(
+        pool,
+        AttentionMetadata(
+            rows,
+            query_start_loc=None if len(positions) == 1 else starts,
+            num_decodes=int(len(positions) == 1),
+            max_seq_len=int(positions[-1]) + 1,
+            max_context_len=int(positions[0]),
+        ),
+    )

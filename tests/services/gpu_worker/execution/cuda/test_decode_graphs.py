@@ -196,7 +196,7 @@ def test_the_host_samples_slots_beside_steps_in_flight(tmp_path: Path) -> None:
             driver.add(prompt, Sampling(**({"max_tokens": 16, "temperature": 0.0, "ignore_eos": True} | fields)))
         driver.run()
         found.append([(s.output, sorted(s.prompt_logprobs), len(s.logprobs)) for s in driver.streams])
-        assert (driver.num_waits > 0) == (runner is gpu)
+        assert driver.num_waits > 0
     assert found[1:] == found[:1] * 3
 
 
