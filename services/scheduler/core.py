@@ -26,6 +26,7 @@ from blockyard.services.scheduler.planning.prefill_planner import PrefillLimits,
 from blockyard.services.scheduler.planning.result_applier import ResultApplier
 from blockyard.services.scheduler.planning.step_planner import StepPlanner
 from blockyard.services.scheduler.queue.policies import POLICIES
+from blockyard.services.scheduler.queue.batch_lines_last import BatchLinesLast
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
@@ -114,7 +115,7 @@ class Scheduler:
         """
         self._names, self._num_steps = settings.names, 0
         self._answered: set[int] = set()  # workers with a result since the last call of `step`
-        policy = POLICIES[settings.policy]()
+        policy = BatchLinesLast(POLICIES[settings.policy]())
         self.outbox = Outbox()
         self.worker_groups = WorkerGroups(
             incarnation, settings.batch, BlockHasher(settings.block_scope, settings.prefix_caching)
@@ -178,7 +179,7 @@ class Scheduler:
     def _make_planning(self, incarnation: int, settings: SchedulerSettings, policy: Policy) -> None:
         partial, lifecycle, waiting = settings.partial_prefills, self.lifecycle, self.waiting
         self.delay = PrefillDelay(settings.delay_factor) if settings.delay_factor else None
-        self.fair_limiter = FairStepLimiter(policy) if policy.has_classes else None
+        self.fair_limiter = FairStepLimiter(policy)
         self.partial_prefills = PartialPrefills(partial, waiting) if partial.max_partial > 1 else None
         limits = PrefillLimits(
             *(self.delay, self.fair_limiter, self.partial_prefills, partial.whole_prompts),
@@ -373,7 +374,7 @@ class Scheduler:
             host_blocks_total=sum(group.kv_cache.blocks.host.num_ids for group in groups),
             blocks_saved_total=cache_stats.num_saved,
             blocks_fetched_total=cache_stats.num_fetched,
-            waiting_tokens=waiting.usage.amount.tokens,
+            waiting_tokens=waiting.usage.amount.tokens + waiting.batch_usage.amount.tokens,
             wait_s=self.bounds.wait_s,
             displaced_total=self.prefills.num_displaced,
             refused=[RefusalCount(reason, total) for reason, total in self.requests.num_refused.items()],

@@ -120,6 +120,7 @@ class Generate(Frame, frozen=True):
     extra_keys: Annotated[
         list[ExtraKey], msgspec.Meta(max_length=MAX_EXTRA_KEYS)
     ] = []  # `block_hashes` contain them, and hashes of generated blocks will
+    batch_line: bool = False  # of a batch file: it waits behind every online request, and gives way to them
 
 
 class Cancel(Frame, frozen=True):

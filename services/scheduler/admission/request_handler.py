@@ -79,7 +79,7 @@ class Acceptance:
             request = self._lifecycle.requests.get(request_id)
             if request is None or request.attempt != attempt or request.accepted:
                 continue
-            if self._refuses and not request.attempt:
+            if self._refuses and not request.attempt and not request.is_batch_line:
                 refused.append(request)
             elif not self.accept(request):
                 self._pending.append((now + self._max_wait_s, request_id, attempt))
@@ -188,7 +188,11 @@ class RequestHandler:
         """Whether a new request may wait. If the queue is full, refuses it, or other requests in its place."""
         owner = (frame.tenant, frame.user)
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        gone = self._bounds.make_room(owner, QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids)))
+        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
+        if frame.batch_line:
+            gone = [] if self._bounds.takes_batch_line(amount) else None
+        else:
+            gone = self._bounds.make_room(owner, amount)
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
             self._answer(
@@ -241,6 +245,7 @@ class RequestHandler:
             num_ids(frame.prompt_ids),
             arrival_s=old.arrival_s if old is not None else now,
             owner=old.owner if old is not None else (frame.tenant, frame.user),
+            is_batch_line=old.is_batch_line if old is not None else frame.batch_line,
         )
         self._lifecycle.add(request)
         self._add_sequences(request, frame.choices, found)

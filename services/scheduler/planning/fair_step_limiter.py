@@ -1,4 +1,4 @@
-"""Limits prefill tokens per step under the fair policy, because a step that was sent cannot be cancelled.
+"""Limits prefill tokens per step where a policy has classes, because a step that was sent cannot be cancelled.
 
 Prompts of a tenant above its share take at most as much time of a step as its decodes, so that a new request of another
 tenant does not wait long for the end of the step. A waiting sequence of a lower class gets the next step without the
@@ -15,7 +15,7 @@ MAX_TOKENS_DIVISOR = 8  # prompts may take at least this part of `max_num_batche
 
 
 class FairStepLimiter:
-    """Only for a policy with classes."""
+    """To be asked only while the policy has classes."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

@@ -27,7 +27,7 @@ class PrefillLimits:
     """What limits prefills besides slots, blocks and the token budget. None: it is off."""
 
     delay: PrefillDelay | None
-    fair: FairStepLimiter | None
+    fair: FairStepLimiter
     partial: PartialPrefills | None
     whole_prompts: bool  # no chunked prefill: a prompt waits for a step that takes all of it
     reserve_whole_prompts: bool = True  # a prompt starts with blocks for all of its tokens, else for its first chunk
@@ -89,6 +89,23 @@ class PrefillPlanner:
             self.num_displaced += 1
             self._lifecycle.preempt(group, victims.pop())
 
+    def preempt_batch_lines(self, group: WorkerGroup) -> None:
+        """Preempts batch lines for the online sequences that the next plan can start, not only for the first of them.
+
+        With several groups it is not known which of them start here.
+        """
+        running, waits = group.running, self._waiting.usage.amount
+        if self._router.is_needed or not running or not running[-1].sequence.request.is_batch_line:
+            return
+        num_starts = min(waits.sequences, 1 + group.max_num_batched_tokens * waits.sequences // max(1, waits.tokens))
+        while (
+            running
+            and running[-1].sequence.request.is_batch_line
+            and group.max_num_seqs - len(running) < min(num_starts, group.max_num_seqs)
+        ):
+            self.num_displaced += 1
+            self._lifecycle.preempt(group, running[-1])
+
     def schedule_first(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence) -> bool:
         """Schedules waiting sequences up to the class of `sequence`, no unfinished prompts. False if none fits."""
         self.schedule(group, builder, [], self._policy.key(sequence)[0] + 1)
@@ -123,7 +140,7 @@ class PrefillPlanner:
     ) -> int:
         """Tokens that this plan may compute of a prompt; 0 or less: none."""
         left = builder.token_budget - (longs.reserved_tokens if longs is not None else 0)
-        if self._whole_prompts or self._fair is None:
+        if self._whole_prompts or not self._policy.has_classes:
             return left
         used = sum(builder.record.chunk_sizes.values())
         return min(left, self._fair.max_prefill_tokens(group, sequence) - used)

@@ -25,9 +25,9 @@ class StepPlanner:
         waiting: WaitingQueue,
         parallel_sampling: ParallelSampling,
         beam_scheduler: BeamScheduler,
-        fair: FairStepLimiter | None,
+        fair: FairStepLimiter,
     ) -> None:
-        """`scheduler`: this scheduler's incarnation. `fair`: None for a policy without classes."""
+        """`scheduler`: this scheduler's incarnation."""
         self._scheduler, self._prefills, self._lifecycle, self._waiting = scheduler, prefills, lifecycle, waiting
         self._parallel_sampling, self._beam_scheduler, self._fair = parallel_sampling, beam_scheduler, fair
 
@@ -36,10 +36,12 @@ class StepPlanner:
         if group.kv_cache.hash_queue:
             group.kv_cache.hash_full_blocks()
         sequence = None  # the next waiting one, where the policy may favour it
-        if self._fair is not None and self._waiting.num_sequences:
+        if self._waiting.num_sequences and self._waiting.policy.has_classes:
             sequence = self._prefills.next(group, now)
             if sequence is not None:
                 self._prefills.preempt_for(group, sequence)
+                if not sequence.request.is_batch_line:
+                    self._prefills.preempt_batch_lines(group)
         builder = PlanBuilder(group.plan_clock.last_sent + 1, group.max_num_batched_tokens, now)
         # beams that continue with another token than their worker sampled start again in their slots
         restarts = {running: slot_start(group, running) for running in group.restarts} if group.restarts else {}
@@ -60,7 +62,7 @@ class StepPlanner:
         if those would double the time of the step.
         """
         prefills, fair = self._prefills, self._fair
-        if fair is None or sequence is None or not fair.excludes_other_prefills(group, sequence):
+        if sequence is None or not fair.excludes_other_prefills(group, sequence):
             unfinished = self._schedule_decodes(group, builder)
             if unfinished or self._waiting.num_sequences:
                 prefills.schedule(group, builder, unfinished)

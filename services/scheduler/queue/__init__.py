@@ -1,6 +1,7 @@
 """The waiting queue: which sequences wait, in which order, how many may, and for how long.
 
-`WaitingQueue` owns the waiting sequences, in the order of its `Policy` (fcfs, priority or fair). `QueueBounds` says
+`WaitingQueue` owns the waiting sequences, in the order of its `Policy` (fcfs, priority or fair; `BatchLinesLast` puts
+lines of batch files behind each of them). `QueueBounds` says
 what fits and which request is refused to make room, by what each user has in the queue (`QueueUsage`). `WaitEstimate`
 computes Retry-After, from the lengths of earlier outputs (`OutputLengths`).
 

@@ -16,7 +16,9 @@ class Policy(Protocol):
     ones of higher classes. Within a class no running sequence is preempted for a waiting one.
     """
 
-    has_classes: bool  # False: all sequences are of one class
+    @property
+    def has_classes(self) -> bool:
+        """False: all sequences that wait and run are of one class."""
 
     def push(self, sequence: Sequence) -> None:
         """The sequence waits, under its current ticket. With another ticket, or none, the entry is stale."""

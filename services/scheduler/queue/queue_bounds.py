@@ -18,7 +18,10 @@ class QueueLimits:
 
 
 class QueueBounds:
-    """Bounds for new requests. An accepted request that has to wait again always fits."""
+    """Bounds for new requests. An accepted request that has to wait again always fits.
+
+    Lines of batch files take the room that online requests leave, and count for nothing when one of those comes.
+    """
 
     def __init__(self, waiting: WaitingQueue, wait: WaitEstimate, limits: QueueLimits) -> None:
         self.max_delay_s = limits.max_delay_s
@@ -76,6 +79,12 @@ class QueueBounds:
             return after.sequences > self._max_sequences or after.tokens > self._max_tokens or self._is_slow(left)
 
         return self._waiting.usage.evict_for(owner, amount, lacks, self._share)
+
+    def takes_batch_line(self, amount: QueueAmount) -> bool:
+        """Whether a new line of a batch file may wait. An empty queue takes a line of any size."""
+        waits = self._waiting.usage.amount.plus(self._waiting.batch_usage.amount)
+        after = waits.plus(amount)
+        return not waits.sequences or (after.sequences <= self._max_sequences and after.tokens <= self._max_tokens)
 
     @property
     def wait_s(self) -> float:

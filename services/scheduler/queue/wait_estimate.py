@@ -2,7 +2,8 @@
 
 A waiting sequence starts when running ones end. When they end follows from how long outputs are, from their
 `max_tokens`, and from the tokens a second of a slot. Each slot that becomes free serves further sequences in the same
-way. If slots are free, prompts wait for the token budget of steps only.
+way. If slots are free, prompts wait for the token budget of steps only. Slots and blocks of batch lines count as free:
+they give way.
 """
 
 from bisect import bisect_left
@@ -110,7 +111,7 @@ class WaitEstimate:
 
     def _make_forecast(self, now: float) -> StartForecast:
         """Forecasts when running sequences end, and the ones that start in their slots."""
-        sequences = [running for group in self._groups.values() for running in group.running]
+        sequences = [running for group in self._groups.values() for running in _online(group)]
         stride = max(1, -(-len(sequences) // NUM_SAMPLES))
         sampled = sequences[stride // 2 :: stride] or sequences[:1]
         weight = len(sequences) / len(sampled) if sampled else 0.0
@@ -157,17 +158,27 @@ class WaitEstimate:
     def _num_free(self, mean: float, left: float) -> float:
         """Free slots for which there are blocks, if the running sequences get `left` more tokens in all."""
         amount, free = self._waiting.usage.amount, 0.0
-        num_total = sum(len(group.running) for group in self._groups.values())
+        online = {worker: _online(group) for worker, group in self._groups.items()}
+        num_total = sum(len(running) for running in online.values())
         known = amount.tokens / max(amount.sequences, 1)
-        for group in self._groups.values():
-            pool, num_running = group.kv_cache.blocks, len(group.running)
-            num_held = sum(len(running.table.blocks) - running.table.num_freed for running in group.running)
+        for worker, group in self._groups.items():
+            pool, num_running = group.kv_cache.blocks, len(online[worker])
+            num_held = _num_held(group.running)
             shared = pool.num_used / num_held if num_held else 1.0
+            num_used = pool.num_used - shared * (num_held - _num_held(online[worker]))
             growth = left * num_running / max(num_total, 1) / 2
-            room = (pool.num_ids - pool.num_used) * pool.block_size - growth
+            room = (pool.num_ids - num_used) * pool.block_size - growth
             fits = max(0.0, room / max(known * shared + mean / 2, 1.0))
             free += min(group.max_num_seqs - num_running, fits)
         return free
+
+
+def _online(group: WorkerGroup) -> list[RunningSequence]:
+    return [running for running in group.running if not running.sequence.request.is_batch_line]
+
+
+def _num_held(running: Iterable[RunningSequence]) -> int:
+    return sum(len(one.table.blocks) - one.table.num_freed for one in running)
 
 
 def _limit(running: RunningSequence) -> OutputLimit:

@@ -1,6 +1,7 @@
 """The waiting queue, and what each tenant and user has in it. A policy orders it, and queue_bounds.py bounds it.
 
 It counts sequences: a request with `n` 128 is 128 of them. Parked sequences count too, but cannot be scheduled yet.
+Lines of batch files are counted apart: for an online request, and for its wait, they are not there.
 """
 
 from collections import Counter, defaultdict
@@ -109,10 +110,11 @@ class WaitingQueue:
     def __init__(self, policy: Policy) -> None:
         self.peek = policy.peek
         self.policy = policy
-        self.usage = QueueUsage()
+        self.usage = QueueUsage()  # of online requests
+        self.batch_usage = QueueUsage()
         self.output_lengths = OutputLengths()  # of sequences that have ended
-        self.output_limits: Counter[OutputLimit] = Counter()  # numbers of waiting sequences
-        self.num_dequeued = 0  # since the start
+        self.output_limits: Counter[OutputLimit] = Counter()  # numbers of waiting online sequences
+        self.num_dequeued = 0  # online sequences since the start
         self.num_dequeued_tokens = 0  # tokens of all dequeued sequences
         self._tickets = 0
         self._requests: Counter[str] = Counter()  # waiting and parked sequences by request
@@ -127,7 +129,7 @@ class WaitingQueue:
         request = sequence.request
         self.num_sequences += 1
         self._count(sequence)
-        if not request.accepted and not request.attempt:
+        if not request.accepted and not request.attempt and not request.is_batch_line:
             self.usage.add_unaccepted(request)
 
     def park(self, sequence: Sequence) -> None:
@@ -139,7 +141,7 @@ class WaitingQueue:
 
     def dequeue(self, sequence: Sequence) -> None:
         """Takes out a sequence that is scheduled."""
-        self.num_dequeued += 1
+        self.num_dequeued += not sequence.request.is_batch_line
         self.num_dequeued_tokens += sequence.num_tokens
         self.discard(sequence)
 
@@ -169,7 +171,7 @@ class WaitingQueue:
         if sequence.ticket:
             more = QueueAmount(0, num_tokens)
             sequence.queue_amount = sequence.queue_amount.plus(more)
-            self.usage.add(sequence.request.owner, more)
+            self._usage_of(sequence.request).add(sequence.request.owner, more)
 
     def on_accepted(self, request: Request) -> None:
         """The request can no longer be refused to make room."""
@@ -178,21 +180,28 @@ class WaitingQueue:
     def _count(self, sequence: Sequence) -> None:
         self._requests[sequence.request.id] += 1
         sequence.queue_amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens)
-        self.usage.add(sequence.request.owner, sequence.queue_amount)
-        self.output_limits[_limit(sequence.request)] += sequence.num_beams
+        self._usage_of(sequence.request).add(sequence.request.owner, sequence.queue_amount)
+        if not sequence.request.is_batch_line:
+            self.output_limits[_limit(sequence.request)] += sequence.num_beams
 
     def _uncount(self, sequence: Sequence) -> None:
         request, amount = sequence.request, sequence.queue_amount
-        limit = _limit(request)
-        self.output_limits[limit] -= sequence.num_beams
-        if not self.output_limits[limit]:
-            del self.output_limits[limit]
+        if not request.is_batch_line:
+            self._uncount_limit(_limit(request), sequence.num_beams)
         sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1  # from now on it stands for itself alone
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
             del self._requests[request.id]
             self.usage.remove_unaccepted(request)
-        self.usage.add(request.owner, NO_AMOUNT.less(amount))
+        self._usage_of(request).add(request.owner, NO_AMOUNT.less(amount))
+
+    def _uncount_limit(self, limit: OutputLimit, num_sequences: int) -> None:
+        self.output_limits[limit] -= num_sequences
+        if not self.output_limits[limit]:
+            del self.output_limits[limit]
+
+    def _usage_of(self, request: Request) -> QueueUsage:
+        return self.batch_usage if request.is_batch_line else self.usage
 
     def _enter(self, sequence: Sequence) -> None:
         self._tickets += 1

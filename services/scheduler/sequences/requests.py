@@ -72,6 +72,7 @@ class Request:
     arrival_s: float = 0.0
     owner: tuple[str, str] = ("", "")  # tenant and user, of the first attempt
     search: "ActiveBeamSearch | None" = None
+    is_batch_line: bool = False  # every online request comes before it
 
     @property
     def has_fixed_length(self) -> bool:

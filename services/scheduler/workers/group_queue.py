@@ -77,6 +77,10 @@ class GroupQueue:
         """The next plan is full: only a sequence with a cached prefix here should wait for this group."""
         return self.backlog >= self.group.max_num_batched_tokens
 
+    @property
+    def ends_with_batch_line(self) -> bool:
+        return bool(self.entries) and self.entries[-1].sequence.request.is_batch_line
+
     def num_blocks_in_progress(self, hashes: list[bytes], num_cached_blocks: int) -> int:
         """Leading blocks that will be cached once the unfinished sequences are computed.
 
@@ -121,6 +125,16 @@ class GroupQueue:
                     handovers.drop(routed.sequence)
                 waiting.requeue(routed.sequence)
         self.entries = []
+
+    def requeue_batch_lines(self, waiting: WaitingQueue) -> None:
+        """As `requeue`, of lines of batch files alone, and not of those whose prompts are computed already."""
+        kept = []
+        for routed in self.entries:
+            if routed.waits and routed.sequence.request.is_batch_line and routed.sequence.handover is None:
+                waiting.requeue(routed.sequence)
+            else:
+                kept.append(routed)
+        self.entries = kept
 
     def add(self, routed: RoutedSequence) -> None:
         insort(self.entries, routed, key=_by_key)

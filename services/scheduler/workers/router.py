@@ -62,11 +62,15 @@ class Router:
         self._is_bypassed = False
         self._round += 1
         chosen = self._queue_arrived() if self._handovers.arrived else []
-        if len(self._groups) < 2 or self._next() is None:
+        if len(self._groups) < 2 or (first := self._next()) is None:
             return chosen
+        gives_way = not first.request.is_batch_line
         for worker, queue in list(self._nonempty.items()):
             queue.refresh(self._round)
             self._requeue_stalled(queue)
+            if gives_way and queue.ends_with_batch_line:
+                queue.requeue_batch_lines(self._waiting)
+                queue.refresh(self._round)
             if not queue.entries:
                 del self._nonempty[worker]
         if self.roles.is_active:

@@ -10,6 +10,7 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
 from blockyard.services.scheduler.lifecycle.parallel_sampling import _computes_prompt
 from blockyard.services.scheduler.plan_pacer import PlanClock
+from blockyard.services.scheduler.queue.batch_lines_last import BatchLinesLast
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
@@ -173,13 +174,17 @@ def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
     first = policy.peek()
     assert (first is not None) == bool(waiting)
     assert first is None or first in waiting
-    if not isinstance(policy, FairPolicy):
+    assert isinstance(policy, BatchLinesLast)
+    assert first is None or not first.request.is_batch_line or all(c.request.is_batch_line for c in waiting)
+    fair = policy.online
+    if not isinstance(fair, FairPolicy) or (first is not None and first.request.is_batch_line):
         assert first is None or policy.key(first) == min(policy.key(choice) for choice in waiting)
         return
-    waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting)
-    all_running = [running for group in core.groups.values() for running in group.running]
+    waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting if not c.request.is_batch_line)
+    everything = [running for group in core.groups.values() for running in group.running]
+    all_running = [running for running in everything if not running.sequence.request.is_batch_line]
     runs = Counter((s.sequence.request.frame.tenant, s.sequence.request.frame.user) for s in all_running)
-    for tenant in policy.tenants.shares.values():
+    for tenant in fair.tenants.shares.values():
         for user in tenant.users.shares.values():
             name = (tenant.name, user.name)
             assert (user.num_waiting, user.num_running) == (waits.pop(name, 0), runs.pop(name, 0)), name
@@ -204,6 +209,10 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     if core.router.roles.is_active or core.ledger.transfers:
         return  # a group waits for sequences that are routed to it, or for blocks
     assert core.controls.paused or not (idle and ready), "a group idles"
+
+
+def _amount(sequences: list[Sequence]) -> QueueAmount:
+    return QueueAmount(sum(c.queue_amount.sequences for c in sequences), sum(c.queue_amount.tokens for c in sequences))
 
 
 def check_searches(core: Scheduler) -> None:
@@ -299,8 +308,10 @@ def check(core: Scheduler, turn: int) -> None:
     check_searches(core)
     arriving = [c for r in core.lifecycle.requests.values() for c in r.active_sequences if c.phase is Phase.ARRIVING]
     queued = [*waiting, *arriving, *(c for r in awaiting_prompt for c in r.awaiting_prompt)]
-    amounts = QueueAmount(sum(c.queue_amount.sequences for c in queued), sum(c.queue_amount.tokens for c in queued))
+    lines = [c for c in queued if c.request.is_batch_line]
+    amounts, of_lines = _amount([c for c in queued if not c.request.is_batch_line]), _amount(lines)
     assert amounts == core.waiting.usage.amount
+    assert of_lines == core.waiting.batch_usage.amount
     assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)
     assert core.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:

@@ -151,6 +151,7 @@ class Program:
             user=f"{b % 2}",
             priority=a % 5 - 2,
             beam=beam,
+            batch_line=(a + b) % 6 == 5,
             **sampling,
         )
 

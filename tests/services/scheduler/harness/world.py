@@ -238,6 +238,7 @@ class World:
         beam: Beam | None = None,
         *,
         extra_keys: Sequence[ExtraKey] = (),
+        batch_line: bool = False,
         **sampling: object,
     ) -> Generate:
         """Every other request carries its block hashes. `prompt` replaces the usual one of this length."""
@@ -257,6 +258,7 @@ class World:
             priority=priority,
             beam=beam,
             extra_keys=list(extra_keys),
+            batch_line=batch_line,
         )
         self.tell(gateway.incarnation, frame)
         return frame
