@@ -71,6 +71,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "request_pipeline",
         "service",
         "batches",
+        "batch_api",
         "http",
         "endpoints",
         "api_tables",

@@ -11,15 +11,16 @@ Any number of gateways may run; each serves alone.
     apis/                the APIs that clients speak: fields in, bytes of answers and errors out
     bodies/              bytes of a body -> the request, by its API
     batches/             requests from a file in place of connections
+    batch_api/           files and batches over HTTP: their records, and the loop that answers them
     responses/           text deltas -> an answer, whole or as server-sent events
     metrics/             /metrics
     page/                the playground, served as it is
     api_tables.py        the README's tables of routes and fields
     garbage.py           when Python's cyclic garbage is collected
 
-Imports point one way: server -> endpoints -> http -> batches -> service -> request_pipeline, metrics -> responses ->
-bodies -> apis -> requests. Tokenizing, dispatch, and the journal of open requests are in `shared/ring_client`, which
-offline inference uses too.
+Imports point one way: server -> endpoints -> http -> batch_api -> batches -> service -> request_pipeline, metrics ->
+responses -> bodies -> apis -> requests. Tokenizing, dispatch, and the journal of open requests are in
+`shared/ring_client`, which offline inference uses too.
 
 To add an API: write one file in `apis/` that ends in its `Api` (paths, the Struct of its body, `parse` to a
 `GenerateRequest`, `events` of a streamed answer, the `whole` answer, the body of its errors), and add it to

@@ -3,10 +3,13 @@
 import asyncio
 import signal
 import sys
+from pathlib import Path
 
 import uvloop
 
 from blockyard.services.api_gateway import garbage
+from blockyard.services.api_gateway.batch_api.jobs import BatchJobs
+from blockyard.services.api_gateway.batch_api.store import BatchStore
 from blockyard.services.api_gateway.batches.batch_service import answer_batch
 from blockyard.services.api_gateway.server import listening
 from blockyard.services.api_gateway.service import Gateway
@@ -28,10 +31,13 @@ async def serve_async(config: GatewayConfig) -> None:
     links: Links[GatewayIn] = Links(process.name, Role.API_GATEWAY, process.bus, GatewayIn, liveness=liveness)
     with links:
         gateway = Gateway(config, links)
-        async with listening(config, gateway) as server, asyncio.TaskGroup() as tasks:
+        store = BatchStore(Path(config.batch_dir), config.batch_retention_s) if config.batch_dir else None
+        async with listening(config, gateway, store) as server, asyncio.TaskGroup() as tasks:
             ring = tasks.create_task(gateway.run(links))
             garbage.begin()
             collecting = tasks.create_task(garbage.collect(gateway))
+            jobs = BatchJobs(config, store, gateway.pipeline, gateway.body_parser) if store is not None else None
+            answering = tasks.create_task(jobs.run()) if jobs is not None else None
             refreshing = tasks.create_task(server.refresh_certificates())
             if has_key_files:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload_keys)
@@ -44,6 +50,8 @@ async def serve_async(config: GatewayConfig) -> None:
                 notes=[f"socket {config.uds}" if config.uds else f"port {config.port}"],
             )
             await stopped.wait()
+            if answering is not None:  # another gateway, or this one's successor, goes on
+                answering.cancel()
             await server.drain()
             ring.cancel()
             collecting.cancel()

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
+from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
 from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
@@ -17,7 +19,7 @@ from blockyard.shared.errors import ConfigError
 BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
 END = "<!-- end of routes and fields -->"
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
-ENDPOINTS = (GenerationEndpoints, StatusEndpoints, OperatorEndpoints)
+ENDPOINTS = (GenerationEndpoints, FileEndpoints, BatchEndpoints, StatusEndpoints, OperatorEndpoints)
 
 
 def main(args: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import msgspec
@@ -26,11 +26,13 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry, Sink
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats, finds_reasoning
+from blockyard.shared.ring_client.schedulers import not_ready
 from blockyard.shared.token_ids import num_ids, unpack
 
 ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
 
+BATCH_LINES = " (batch lines)"  # behind the tenant's name, at the tokenizers
 MAX_LOGGED = 8  # prompt lengths in one log line
 # sampling fields in the log line of a request: the temperature, and others that differ from their default
 LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
@@ -62,7 +64,7 @@ class RequestPipeline:
         if api.count is not None:
             prompts = await self.tokenizer_client.tokenize(request.prompts, secrets.token_hex(8), tenant=tenant)
             return api.count(sum(num_ids(p.token_ids) for p in prompts))
-        with self.counted(request):
+        with self.counted(request) if not request.batch_line else nullcontext():
             generation = await self.open(api, request, secrets.token_hex(10), tenant, None)
             try:
                 await generation.wait_finished()
@@ -81,13 +83,13 @@ class RequestPipeline:
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.schedulers.check_capacity(model, arrived_s, tenant, request.user)
-        self._open.check_tokens()
+        self._check_room(request)
         prompts = await self._tokenize(request, name, tenant)
         self._meters.tokenized(self.clock() - arrived_s)
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
         num_tokens = sum(num_ids(p.token_ids) for p in prompts)
-        self._open.check_tokens()  # others may have come meanwhile
+        self._check_room(request)  # others may have come meanwhile
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
         generation = HttpGeneration(api, request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -106,6 +108,7 @@ class RequestPipeline:
                 user=request.user,
                 cache_salt=request.cache_salt,
                 beam=request.choices.beam,
+                batch_line=request.batch_line,
             )
             logs = [ChoiceLog(k, self._outer(generation, frame, k, sink)) for k, sink in enumerate(sinks)]
             entry = JournalEntry(
@@ -115,7 +118,8 @@ class RequestPipeline:
                 for sink in sinks:
                     sink.prepend(Echo(*echoes[i], entry.prompt_logprobs))
             generation.entries.append(entry)
-        self._open.add(generation)
+        if not request.batch_line:
+            self._open.add(generation)
         if self._config.log_requests:
             _log(generation)
         if self._logs_prompts:
@@ -127,8 +131,17 @@ class RequestPipeline:
             self._dispatch.open(entry, self.clock())
         return generation
 
+    def _check_room(self, request: GenerateRequest) -> None:
+        """Raises a 429 or a 503. A line of a batch file is not held while there is no scheduler: it is repeated."""
+        if not request.batch_line:
+            self._open.check_tokens()
+        elif not self.schedulers.of(request.card.names[0]):
+            raise not_ready(f"the model `{request.card.names[0]}`")
+
     async def _tokenize(self, request: GenerateRequest, name: str, tenant: str) -> list[Tokenized]:
         """Errors of messages name the API's own field."""
+        if request.batch_line:
+            tenant = f"{tenant}{BATCH_LINES}"  # tenants take turns: many lines do not delay one online prompt
         asked, echo, grammar_field = request.prompts, request.options.echo, request.grammar_field
         if self._logs_prompts:
             asked = [msgspec.structs.replace(prompt, want_text=True) for prompt in asked]

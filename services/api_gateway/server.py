@@ -11,7 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
+from blockyard.services.api_gateway.batch_api.store import BatchStore
+from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
+from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
 from blockyard.services.api_gateway.endpoints.status import Pages, StatusEndpoints, installed_version
@@ -97,15 +100,20 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def listening(config: GatewayConfig, gateway: Gateway) -> AsyncIterator[HttpServer]:
-    """Binds and serves HTTP inside the block. Raises ConfigError if the port or the key files are not usable."""
+async def listening(
+    config: GatewayConfig, gateway: Gateway, store: BatchStore | None = None
+) -> AsyncIterator[HttpServer]:
+    """Binds and serves HTTP inside the block. `store`: of files and batches; None: there are none.
+
+    Raises ConfigError if the port or the key files are not usable.
+    """
     context = None if config.tls is None else tls_context(config.tls)
     guard = Guard(*read_keys(config))
     limits = {"max_headers": config.max_headers, "max_line_size": config.max_header_bytes}
     handling = _HANDLING | limits | {"max_field_size": config.max_header_bytes}
     async with AsyncExitStack() as stack:
         most = connections.bound(config.max_connections, open_files.raise_limit())
-        app = BoundedRunner(build_app(config, gateway, guard), most, **handling)
+        app = BoundedRunner(build_app(config, gateway, guard, store), most, **handling)
         runners = [await _serve(stack, app, lambda: _site(config, app, context))]
         if config.uds:
             stack.callback(Path(config.uds).unlink, missing_ok=True)
@@ -122,7 +130,9 @@ def read_keys(config: GatewayConfig) -> tuple[list[AccessKey], list[AccessKey]]:
     return api_keys, all_keys(config.admin_keys, config.admin_key_file, f"--admin-key-file {config.admin_key_file}")
 
 
-def build_app(config: GatewayConfig, gateway: Gateway, guard: Guard) -> web.Application:
+def build_app(
+    config: GatewayConfig, gateway: Gateway, guard: Guard, store: BatchStore | None = None
+) -> web.Application:
     preflights, cors_headers = middleware.cors(config.cors)
     app = web.Application(
         client_max_size=config.max_body_bytes,
@@ -143,6 +153,8 @@ def build_app(config: GatewayConfig, gateway: Gateway, guard: Guard) -> web.Appl
     pages, version = Pages(), installed_version()
     endpoints = (
         GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads),
+        FileEndpoints(store, config.max_file_bytes, config.body_timeout_s),
+        BatchEndpoints(store, uploads),
         StatusEndpoints(gateway, pages, version),
         OperatorEndpoints(gateway.client.controls),
     )

@@ -32,7 +32,8 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         """Raises BatchError if the file cannot be written to."""
-        self._path = path
+        self.path = path
+        self.num_lines = 0  # that it has, once it was read
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as e:
@@ -51,7 +52,9 @@ class OutputFile:
             self._num_bytes = self._end_of_lines()
             os.ftruncate(self._fd, self._num_bytes)
             with open(os.dup(self._fd), "rb") as file:
-                yield from read_lines(file, max_bytes)
+                for number, line in read_lines(file, max_bytes):
+                    self.num_lines += 1
+                    yield number, line
             os.lseek(self._fd, self._num_bytes, os.SEEK_SET)
         except OSError as e:
             raise self._failed(e) from e
@@ -67,6 +70,7 @@ class OutputFile:
                 os.ftruncate(self._fd, self._num_bytes)
             raise self._failed(e) from e
         self._num_bytes += len(line) + 1
+        self.num_lines += 1
 
     def close(self) -> None:
         os.close(self._fd)
@@ -83,4 +87,4 @@ class OutputFile:
         return 0
 
     def _failed(self, e: OSError) -> BatchError:
-        return BatchError(f"{self._path}: {e.strerror or e}")
+        return BatchError(f"{self.path}: {e.strerror or e}")

@@ -103,6 +103,11 @@ def repeated(custom_id: str, number: int) -> WrongLine:
     return _wrong(custom_id, REPEATED, text, number)
 
 
+def other_url(custom_id: str, number: int, url: str) -> WrongLine:
+    text = f"line {number}: the url must be {url}, the batch's endpoint"
+    return _wrong(custom_id, "mismatched_endpoint", text, number)
+
+
 def answer_line(line_id: str, custom_id: str, response: LineResponse) -> bytes:
     """The line of the output for a request; it has no end of line."""
     return _encode(AnswerLine(line_id, custom_id, response, None))

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -15,6 +17,7 @@ from blockyard.services.api_gateway.batches.batch_lines import (
     answer_line,
     decode_written,
     error_line,
+    other_url,
     read_line,
     repeated,
     too_long,
@@ -31,10 +34,23 @@ log = logging.getLogger(__name__)
 
 READY_S = 0.05  # between two looks for a scheduler
 PATIENCE_S = 600.0  # a line that the ring refuses for this long, because it is busy or not ready, has that answer
+TURN_S = 0.01  # of reading the output, until the links get a turn
 PROGRESS_S = 10.0  # between two lines of the log
 ENVELOPE_BYTES = 64 * 1024  # of a line beside its body
 MOST_OUTPUT_BYTES = 2**30  # of a line of the output that is read again
-TENANT = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LineLimits:
+    """What lines may be, and for whom they are answered."""
+
+    max_body_bytes: int  # of a request; the lines at a time have four times as many, or are one line
+    tenant: str = ""
+    url: str = ""  # all lines are for it; empty: for any
+    behind_online: bool = False  # lines wait and run behind online requests
+    patience_s: float = PATIENCE_S
+
+
 FAILED = RequestError("The server failed at this request.", status=500)
 
 
@@ -44,17 +60,18 @@ class BatchRun:
     def __init__(
         self,
         config: BatchConfig,
-        max_body_bytes: int,
+        limits: LineLimits,
         pipeline: RequestPipeline,
         body_parser: BodyParser,
         output: OutputFile,
+        errors: OutputFile,
         records: LineRecords,
     ) -> None:
-        """`max_body_bytes`: of a request; the lines at a time have four times as many, or are one line."""
+        """`errors` gets the lines of failed requests; it may be the output."""
         self._config, self._pipeline, self._body_parser = config, pipeline, body_parser
-        self._output, self._records = output, records
+        self._output, self._errors, self._records, self._limits = output, errors, records, limits
+        max_body_bytes = limits.max_body_bytes
         self._max_line_bytes, self._max_bytes = max_body_bytes + ENVELOPE_BYTES, 4 * max_body_bytes
-        self._max_body_bytes = max_body_bytes
         self._num_bytes = 0  # of lines that are being answered
         self._reading = asyncio.Lock()  # held while a line is read and waits for room: one line waits, not one a task
         self._freed = asyncio.Event()  # a line is answered
@@ -68,7 +85,8 @@ class BatchRun:
 
     async def run(self) -> None:
         """Returns when every line is answered, or after `stop` every line that was read. Raises BatchError."""
-        self._read_output()
+        for written in dict.fromkeys((self._output, self._errors)):
+            await self._read_output(written)
         while not self._pipeline.schedulers.cards() and not self._stopping:
             await asyncio.sleep(READY_S)
         try:
@@ -84,13 +102,17 @@ class BatchRun:
         except ExceptionGroup as group:
             raise _cause(group) from None
 
-    def _read_output(self) -> None:
+    async def _read_output(self, file: OutputFile) -> None:
         """Raises BatchError if the output has a line that no batch writes: it may be another file."""
-        for number, line in self._output.read(MOST_OUTPUT_BYTES):
+        turn_s = time.monotonic()
+        for number, line in file.read(MOST_OUTPUT_BYTES):
+            if (now := time.monotonic()) > turn_s + TURN_S:
+                await asyncio.sleep(0)
+                turn_s = now
             try:
                 self._records.written(decode_written(line or b""))
             except (msgspec.DecodeError, UnicodeDecodeError) as e:
-                raise BatchError(f"{self._config.output}: line {number} is no line of a batch's output: {e}") from e
+                raise BatchError(f"{file.path}: line {number} is no line of a batch's output: {e}") from e
 
     async def _answer_lines(self, lines: Iterator[tuple[int, bytes | None]]) -> None:
         """Answers lines until there are none. Several tasks share the iterator."""
@@ -112,19 +134,22 @@ class BatchRun:
                 self._freed.set()
 
     async def _answer(self, number: int, line: bytes | None) -> None:
-        read = too_long(number, self._max_body_bytes) if line is None else read_line(line, number)
+        read = too_long(number, self._limits.max_body_bytes) if line is None else read_line(line, number)
         known = Known.NEW if read.custom_id is None else self._records.read(read.custom_id)
         if known is Known.ANSWERED:
             self.num_skipped += 1
             return
         if known is Known.READ and read.custom_id is not None:
             read = repeated(read.custom_id, number)
+        if isinstance(read, BatchRequest) and self._limits.url not in ("", *read.api.paths):
+            read = other_url(read.custom_id, number, self._limits.url)
         if isinstance(read, WrongLine):
             self._report(read)
             return
         name = secrets.token_hex(16)
         response = await self._respond(read, name)
-        self._output.append(answer_line(f"batch_req_{name}", read.custom_id, response))
+        file = self._output if response.status_code < 400 else self._errors
+        file.append(answer_line(f"batch_req_{name}", read.custom_id, response))
         self.num_answered += 1
         self.num_failed += response.status_code >= 400
 
@@ -132,7 +157,7 @@ class BatchRun:
         if self._records.is_reported(wrong):
             self.num_skipped += 1
             return
-        self._output.append(error_line(f"batch_req_{secrets.token_hex(16)}", wrong))
+        self._errors.append(error_line(f"batch_req_{secrets.token_hex(16)}", wrong))
         self.num_answered += 1
         self.num_failed += 1
 
@@ -150,7 +175,7 @@ class BatchRun:
         return LineResponse(status, name, msgspec.Raw(api.error_body(error)))
 
     async def _repeat(self, line: BatchRequest, name: str) -> bytes:
-        until = self._pipeline.clock() + PATIENCE_S
+        until = self._pipeline.clock() + self._limits.patience_s
         while True:
             try:
                 return await self._generate(line, name)
@@ -161,7 +186,7 @@ class BatchRun:
 
     async def _generate(self, line: BatchRequest, name: str) -> bytes:
         context = ParseContext(line.api.name, name, self._pipeline.schedulers.served())
-        if len(line.body) > self._max_body_bytes:
+        if len(line.body) > self._limits.max_body_bytes:
             raise RequestError("The body is larger than this server takes.", "body", status=413)
         parsed = await self._body_parser.parse(line.body, context)
         assert isinstance(parsed, ParsedGeneration)
@@ -169,7 +194,8 @@ class BatchRun:
             self._ignored.note(parsed.ignored)
         if parsed.request.options.stream:
             raise RequestError("a line of a batch is answered whole; leave `stream` out", "stream")
-        return await self._pipeline.whole_answer(line.api, parsed.request, TENANT)
+        request = replace(parsed.request, batch_line=self._limits.behind_online)
+        return await self._pipeline.whole_answer(line.api, request, self._limits.tenant)
 
     async def _log_progress(self) -> None:
         while True:

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from blockyard.services.api_gateway.batches.batch_files import OutputFile
-from blockyard.services.api_gateway.batches.batch_run import BatchRun
+from blockyard.services.api_gateway.batches.batch_run import BatchRun, LineLimits
 from blockyard.services.api_gateway.batches.line_records import LineRecords
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.bus.links import Links
@@ -33,7 +33,8 @@ async def answer_batch(config: GatewayConfig, batch: BatchConfig) -> None:
     with links, contextlib.closing(OutputFile(Path(batch.output))) as output:
         gateway = Gateway(config, links)
         with contextlib.closing(LineRecords()) as records:
-            run = BatchRun(batch, config.max_body_bytes, gateway.pipeline, gateway.body_parser, output, records)
+            limits = LineLimits(config.max_body_bytes)
+            run = BatchRun(batch, limits, gateway.pipeline, gateway.body_parser, output, output, records)
             failed: BlockyardError | None = None
             async with asyncio.TaskGroup() as tasks:
                 ring = tasks.create_task(gateway.run(links))

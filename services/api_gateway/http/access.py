@@ -35,6 +35,7 @@ class Route(NamedTuple):
     handler: Handler
     access: Access
     api: Api | None = None  # that the route belongs to; None: to none alone
+    body_type: str = "application/json"  # of a POST; empty: it needs no body
 
 
 class Keys:
@@ -81,6 +82,11 @@ class Guard:
         if api is not None:
             return api
         return MESSAGES if VERSION_HEADER in request.headers else CHAT
+
+    def body_type(self, request: web.Request) -> str:
+        """The content type that the matched route takes in a POST; empty: it needs no body."""
+        route = self._routes.get(request.match_info.route)
+        return "application/json" if route is None else route.body_type
 
     def access(self, request: web.Request) -> Access:
         """The access of the matched route; OPEN if none matched, because the answer is a 404 or a 405 then."""

@@ -12,7 +12,7 @@ from blockyard.services.api_gateway.http.access import Access, Guard
 from blockyard.services.api_gateway.http.client_text import escaped
 from blockyard.services.api_gateway.http.request_context import REQUEST_ID, TENANT
 from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHARS
-from blockyard.services.api_gateway.responses.json_response import JSON, error_response
+from blockyard.services.api_gateway.responses.json_response import error_response
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.services.gateway import CorsConfig, GatewayConfig
 from blockyard.shared.errors import RequestError
@@ -82,7 +82,10 @@ def authorized(guard: Guard) -> Middleware:
 
 
 def json_only(guard: Guard) -> Middleware:
-    """Answers 415 to other content types: browsers send text/plain to any server without a preflight."""
+    """Answers 415 to other content types: browsers send text/plain to any server without a preflight.
+
+    A form, which a browser sends without one too, is taken where a route asks for it.
+    """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -90,8 +93,9 @@ def json_only(guard: Guard) -> Middleware:
             given = request.headers.get("Content-Type", "")
             kind = given.partition(";")[0].strip().lower()
             bodiless = kind in BODILESS and not request.can_read_body and guard.access(request) is not Access.KEY
-            if kind != JSON and not bodiless:
-                raise RequestError(f"Content-Type must be {JSON}, got {given[:100]!r}", "Content-Type", status=415)
+            wanted = guard.body_type(request)
+            if wanted and kind != wanted and not bodiless:
+                raise RequestError(f"Content-Type must be {wanted}, got {given[:100]!r}", "Content-Type", status=415)
         return await handler(request)
 
     return middleware

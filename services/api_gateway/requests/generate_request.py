@@ -82,6 +82,7 @@ class GenerateRequest:
     output: OutputForm | None = None  # how the text is read; None: it is content
     drops_turns: bool = False  # the oldest turns of a conversation that does not fit
     ignored: tuple[str, ...] = ()  # tools and items that this server leaves out, for a header of the answer
+    batch_line: bool = False  # of a batch file: it waits and runs behind every online request
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""

@@ -190,7 +190,7 @@ class RequestHandler:
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
         amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
         if frame.batch_line:
-            gone = [] if self._bounds.takes_batch_line(amount) else None
+            gone = list[Request]() if self._bounds.takes_batch_line(amount) else None
         else:
             gone = self._bounds.make_room(owner, amount)
         if gone is None:

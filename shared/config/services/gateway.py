@@ -90,4 +90,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_log_len: int | None = None  # characters of a text in a log line; beside log_requests it shows prompts
     max_num_queued_reqs: int | None = None  # generation requests that wait or run; a further one is a 429
     max_num_queued_tokens: int | None = None  # prompt tokens of requests without output, from which on one is a 429
+    batch_dir: str = ""  # of files and batches; empty: none are kept
+    max_file_bytes: int = 512 * 2**20  # of an uploaded file
+    batch_retention_s: float = 30 * 86400.0  # files and ended batches are removed after it
+    batch_lines: int = 256  # of a batch that are answered at a time
     batch: BatchConfig | None = None  # set: this gateway does not listen

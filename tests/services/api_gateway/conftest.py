@@ -5,6 +5,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,8 @@ import uvloop
 from fake_ring import CARD, FakeRing
 from tcp_addresses import free_port
 
+from blockyard.services.api_gateway.batch_api.jobs import BatchJobs
+from blockyard.services.api_gateway.batch_api.store import BatchStore
 from blockyard.services.api_gateway.server import HttpServer, listening
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -69,13 +72,18 @@ async def _rig(join: bool = True, max_model_len: int = CARD.max_model_len, **fie
     ring = FakeRing(ModelSettings(**settings), max_model_len)
     gateway = Gateway(config, ring)
     ring.receive = gateway.handle
-    async with listening(config, gateway) as server:
+    store = BatchStore(Path(config.batch_dir), config.batch_retention_s) if config.batch_dir else None
+    async with listening(config, gateway, store) as server:
         loop = asyncio.create_task(gateway.run(_silence()))
+        jobs = None if store is None else BatchJobs(config, store, gateway.pipeline, gateway.body_parser)
+        answering = asyncio.create_task(asyncio.sleep(0) if jobs is None else jobs.run())
         if join:
             ring.join_all()
         port = server.port
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
             yield Rig(ring, gateway, server, port, http, config)
+        answering.cancel()
+        await asyncio.wait((answering,))
         loop.cancel()
 
 

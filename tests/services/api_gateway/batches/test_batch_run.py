@@ -14,7 +14,7 @@ from fake_ring import FakeRing
 
 from blockyard.services.api_gateway.batches import batch_run
 from blockyard.services.api_gateway.batches.batch_files import OutputFile
-from blockyard.services.api_gateway.batches.batch_run import BatchRun
+from blockyard.services.api_gateway.batches.batch_run import BatchRun, LineLimits
 from blockyard.services.api_gateway.batches.batch_service import run_until
 from blockyard.services.api_gateway.batches.line_records import LineRecords
 from blockyard.shared.config.services.batch import BatchConfig
@@ -54,12 +54,14 @@ class Batch:
         return found
 
     @asynccontextmanager
-    async def opened(self, max_lines: int = 8, **fields: Any) -> AsyncIterator[tuple[BatchRun, FakeRing]]:
+    async def opened(
+        self, max_lines: int = 8, patience_s: float = batch_run.PATIENCE_S, **fields: Any
+    ) -> AsyncIterator[tuple[BatchRun, FakeRing]]:
         async with self._rig(**fields) as r:
             output, records = OutputFile(self.output), LineRecords()
             config = BatchConfig(input=str(self.input), output=str(self.output), max_lines=max_lines)
-            most, gateway = r.gateway_config.max_body_bytes, r.gateway
-            yield BatchRun(config, most, gateway.pipeline, gateway.body_parser, output, records), r.ring
+            limits, gateway = LineLimits(r.gateway_config.max_body_bytes, patience_s=patience_s), r.gateway
+            yield BatchRun(config, limits, gateway.pipeline, gateway.body_parser, output, output, records), r.ring
             output.close()
             records.close()
             assert gateway.pipeline.num_active == 0
@@ -207,9 +209,8 @@ async def test_a_busy_ring_is_asked_again(batch: Batch, monkeypatch: pytest.Monk
         ring.refuse = busy
         await run.run()
     assert [each["response"]["status_code"] for each in batch.lines()] == [200, 200] and refusals > 4
-    monkeypatch.setattr(batch_run, "PATIENCE_S", 0.05)
     batch.output.unlink()
-    async with batch.opened() as (run, ring):
+    async with batch.opened(patience_s=0.05) as (run, ring):
         ring.refuse = lambda frame: refused(frame, 0.02)
         await run.run()
     assert [each["response"]["status_code"] for each in batch.lines()] == [429, 429]
