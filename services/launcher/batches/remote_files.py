@@ -72,6 +72,16 @@ def _check(response: aiohttp.ClientResponse) -> None:
         raise RemoteError(f"status {response.status} {response.reason or ''}".strip(), response.status >= 500)
 
 
+def _said(error: Exception) -> str:
+    """The error without the URL, or that of a redirect, whose query may be secret."""
+    name = type(error).__name__
+    if isinstance(error, aiohttp.InvalidURL):
+        return f"the URL cannot be used ({name})"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return f"status {error.status} {error.message}".strip() + f" ({name})"
+    return str(error) or name
+
+
 async def _repeat(attempt: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
     """Raises RemoteError after the last attempt, and OSError of the local file."""
     async with aiohttp.ClientSession(timeout=TIMEOUT, trust_env=True, auto_decompress=True) as session:
@@ -84,5 +94,5 @@ async def _repeat(attempt: Callable[[aiohttp.ClientSession], Awaitable[None]]) -
                     raise
             except (aiohttp.ClientError, TimeoutError) as e:
                 if delay_s is None or isinstance(e, aiohttp.InvalidURL):
-                    raise RemoteError(str(e) or type(e).__name__, may_pass=False) from e
+                    raise RemoteError(_said(e), may_pass=False) from None  # its text may have the URL
             await asyncio.sleep(delay_s)

@@ -55,25 +55,26 @@ class BatchFiles:
 
     def prepare(self, resumes: bool) -> None:
         """Makes the local files: all of the input, and what the output has so far. Raises ConfigError."""
+        shown_input, shown_output = remote_files.shown(self.given_input), remote_files.shown(self.given_output)
         if remote_files.is_url(self.given_input):
             asyncio.run(remote_files.fetch(self.given_input, self.input))
         if self.input.exists() and not self.input.is_file():
-            raise ConfigError(f"-i {self.given_input}: is no regular file")
+            raise ConfigError(f"-i {shown_input}: is no regular file")
         try:
             with self.input.open("rb") as file:
                 if not any(piece.strip() for piece in iter(lambda: file.read(PIECE_BYTES), b"")):
-                    raise ConfigError(f"-i {remote_files.shown(self.given_input)}: has no lines")
+                    raise ConfigError(f"-i {shown_input}: has no lines")
         except OSError as e:
-            raise ConfigError(f"-i {self.given_input}: {e.strerror}") from e
+            raise ConfigError(f"-i {shown_input}: {e.strerror}") from e
         if resumes and self.output_is_remote:
             asyncio.run(remote_files.fetch(self.given_output, self.output, may_be_missing=True))
         try:
             if self.output.exists() and self.output.samefile(self.input):
-                raise ConfigError(f"-o {self.given_output}: is the input")
+                raise ConfigError(f"-o {shown_output}: is the input")
             with self.output.open("ab" if resumes else "wb"):
                 pass
         except OSError as e:
-            raise ConfigError(f"-o {self.given_output}: {e.strerror}") from e
+            raise ConfigError(f"-o {shown_output}: {e.strerror}") from e
 
     def deliver(self) -> None:
         """Sends the output where it is a URL. Raises BatchError."""

@@ -21,6 +21,7 @@ class Store(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Objects)
         self.objects: dict[str, bytes] = {}
         self.failures = 0
+        self.redirects: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -31,6 +32,12 @@ class Objects(BaseHTTPRequestHandler):
     server: Store
 
     def do_GET(self) -> None:
+        if self.path in self.server.redirects:
+            self.send_response(302)
+            self.send_header("Location", self.server.redirects[self.path])
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         data = self.server.objects.get(self.path)
         self._answer(404 if data is None else 200, data or b"")
 
@@ -88,6 +95,15 @@ def test_failed_transfers_name_no_secret(store: Store, tmp_path: Path) -> None:
         asyncio.run(remote_files.send(path, f"{store.url}/out?key=secret"))
     with pytest.raises(ConfigError, match="cannot be read"):
         asyncio.run(remote_files.fetch("http://127.0.0.1:1/in", tmp_path / "file"))
+
+
+def test_urls_that_cannot_be_used_name_no_secret(store: Store, tmp_path: Path) -> None:
+    store.redirects = {"/loop": f"{store.url}/loop?key=secret", "/loop?key=secret": f"{store.url}/loop?key=secret"}
+    store.redirects["/away"] = "http://[secret?key=secret"
+    for url in (f"{store.url}/loop", f"{store.url}/away", "http://:0bad/in?key=secret"):
+        with pytest.raises(ConfigError, match="cannot be read") as caught:
+            asyncio.run(remote_files.fetch(url, tmp_path / "file"))
+        assert "secret" not in str(caught.value)
 
 
 def test_the_output_of_before_is_kept_to_resume_alone(store: Store, tmp_path: Path) -> None:
