@@ -25,9 +25,8 @@ from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
 from blockyard.services.scheduler.planning.prefill_planner import PrefillLimits, PrefillPlanner
 from blockyard.services.scheduler.planning.result_applier import ResultApplier
 from blockyard.services.scheduler.planning.step_planner import StepPlanner
-from blockyard.services.scheduler.queue.batch_lines_last import BatchLinesLast
 from blockyard.services.scheduler.queue.policies import POLICIES
-from blockyard.services.scheduler.queue.policy import Policy
+from blockyard.services.scheduler.queue.policy import BatchLinesLast, Policy
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
 from blockyard.services.scheduler.queue.wait_estimate import WaitEstimate
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue

@@ -61,7 +61,9 @@ class WorkerGroup:
         self.kv_cache = KVCacheManager(
             geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats, limits.watermark
         )
-        self.slots = IdPool(replace(limits, max_num_seqs=self.max_num_seqs).num_slots, self.plan_clock)
+        num_slots = replace(limits, max_num_seqs=self.max_num_seqs).num_slots
+        self._num_spare_slots = num_slots - self.max_num_seqs
+        self.slots = IdPool(num_slots, self.plan_clock)
         longest = max_len(geometry.window, geometry.block_size, geometry.num_blocks)
         self.max_model_len = min(geometry.max_model_len, longest)
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
@@ -77,6 +79,11 @@ class WorkerGroup:
     @property
     def can_schedule(self) -> bool:
         return len(self.running) < self.max_num_seqs and self.slots.num_free > 0
+
+    @property
+    def can_schedule_batch_line(self) -> bool:
+        """Spare slots are for online sequences: one that preempts a batch line needs its own slot at once."""
+        return self.can_schedule and self.slots.num_free > self._num_spare_slots
 
     def schedule(self, sequence: Sequence, num_blocks: int, found: PrefixMatch) -> RunningSequence:
         """Starts a sequence with the blocks found and `num_blocks` more. The caller has checked that they are free."""

@@ -174,7 +174,8 @@ class PrefillPlanner:
             most = self._max_tokens(group, builder, longs, sequence)
             if self._end_unscheduled(group, sequence):
                 continue
-            if most <= 0 or not group.can_schedule:
+            is_line = sequence.request.is_batch_line
+            if most <= 0 or not (group.can_schedule_batch_line if is_line else group.can_schedule):
                 return
             found = self._find_prefix(group, builder, sequence)
             if found is None:

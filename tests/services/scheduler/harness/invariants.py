@@ -10,8 +10,8 @@ from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
 from blockyard.services.scheduler.lifecycle.parallel_sampling import _computes_prompt
 from blockyard.services.scheduler.plan_pacer import PlanClock
-from blockyard.services.scheduler.queue.batch_lines_last import BatchLinesLast
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
+from blockyard.services.scheduler.queue.policy import BatchLinesLast
 from blockyard.services.scheduler.sequences.handover import Handover
 from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
 from blockyard.services.scheduler.transfers.handovers import NOT_LANDED

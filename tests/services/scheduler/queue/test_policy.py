@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blockyard.services.scheduler.queue.batch_lines_last import BATCH_CLASS
+from blockyard.services.scheduler.queue.policy import BATCH_CLASS
 from blockyard.services.scheduler.sequences.requests import QueueAmount
 from blockyard.shared.messages import StepPlan
 
@@ -150,4 +150,18 @@ def test_lines_hold_nothing_that_an_online_request_waits_for(
             is_online = first is not None and not first.request.is_batch_line and not first.awaits_results()
             if is_online and group.plan_clock.last_sent > sent:
                 assert not any(one.sequence.request.is_batch_line for one in group.running)
+    it.finish()
+
+
+def test_a_line_takes_no_spare_slot(ring: type[Ring]) -> None:
+    """A slot that was freed is pending while plans are in flight: an online request may use a spare one, a line waits."""
+    it = ring(**(BUSY | {"depth": 2}))
+    for name in ("line 1", "line 2", "line 3"):
+        it.submit(name, 5, max_tokens=30, batch_line=True)
+    it.steps(3)
+    group = it.world.core.groups[it.worker.incarnation]
+    assert running_ids(it) == ["line 1", "line 2"] and group.slots.num_free == 1
+    it.world.core.lifecycle.drop(it.world.core.lifecycle.requests["line 1"])
+    assert group.can_schedule and not group.can_schedule_batch_line
+    it.journal("line 1").cancelled = True
     it.finish()
