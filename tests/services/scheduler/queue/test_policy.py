@@ -154,7 +154,7 @@ def test_lines_hold_nothing_that_an_online_request_waits_for(
 
 
 def test_a_line_takes_no_spare_slot(ring: type[Ring]) -> None:
-    """A slot that was freed is pending while plans are in flight: an online request may use a spare one, a line waits."""
+    """A freed slot is pending while plans are in flight: an online request may use a spare one, a line waits."""
     it = ring(**(BUSY | {"depth": 2}))
     for name in ("line 1", "line 2", "line 3"):
         it.submit(name, 5, max_tokens=30, batch_line=True)
