@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.errors import RequestError, not_built, shortened
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL, Message
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known, read_raw
 
@@ -235,7 +235,7 @@ def _invalid(text: str) -> RequestError:
         if found:
             name = name.removesuffix("`")
             field = f"{field}.{name}" if field else name
-    return RequestError(_shortened(text).replace("`$.", "`"), _shortened(field))
+    return RequestError(shortened(text, MAX_CHARS).replace("`$.", "`"), shortened(field, MAX_CHARS))
 
 
 def _byte_offset(text: str) -> int | None:
@@ -260,8 +260,3 @@ def _is_escaped(text: bytes, at: int) -> bool:
     """True if an odd number of backslashes stands before byte `at`."""
     before = text[:at]
     return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
-
-
-def _shortened(text: str) -> str:
-    half = MAX_CHARS // 2
-    return text if len(text) <= MAX_CHARS else f"{text[:half]} ... {text[-half:]}"
