@@ -33,6 +33,10 @@ class BatchError(BlockyardError):
     exit_code = 5
 
 
+MAX_MESSAGE_CHARS = 1000  # of a RequestError: messages repeat values of clients
+MAX_FIELD_CHARS = 300
+
+
 class TooLong(NamedTuple):
     """The length of a prompt that does not fit the context."""
 
@@ -44,7 +48,8 @@ class RequestError(BlockyardError, ValueError):
     """A request cannot be served. `field` names the wrong field, `status` is the HTTP status.
 
     Also a ValueError, which users of the offline API expect. `code` is OpenAI's error code, if it does not follow from
-    the status. `retry_after_s` is set if a later repetition may succeed, and `too_long` if the prompt does not fit.
+    the status. The middle of a long message or field is left out. `retry_after_s` is set if a later repetition may
+    succeed, and `too_long` if the prompt does not fit.
     """
 
     def __init__(
@@ -56,12 +61,18 @@ class RequestError(BlockyardError, ValueError):
         retry_after_s: float | None = None,
         too_long: TooLong | None = None,
     ) -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(shortened(message, MAX_MESSAGE_CHARS))
+        self.field = shortened(field, MAX_FIELD_CHARS)
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s
         self.too_long = too_long
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of about `most` characters at the most, without its middle."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def not_built(field: str, instead: str = "") -> RequestError:

@@ -146,7 +146,9 @@ class RequestPipeline:
         if self._logs_prompts:
             asked = [msgspec.structs.replace(prompt, want_text=True) for prompt in asked]
         try:
-            return await self.tokenizer_client.tokenize(asked, name, request.truncate, echo, grammar_field, tenant)
+            return await self.tokenizer_client.tokenize(
+                asked, name, request.truncate, echo, grammar_field, tenant, keeps_start=request.keeps_start
+            )
         except RequestError as e:
             if e.field == "messages":
                 e.field = request.prompt_field

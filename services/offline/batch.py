@@ -19,7 +19,7 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
 from blockyard.shared.ring_client.request_fields.sampling_fields import fitting_truncation
-from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, kept_end
+from blockyard.shared.ring_client.tokenizer_client import TokenizerClient, cut_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class RequestBatch:
         works = [self._work(f"{self._name}-{i}", request) for i, request in enumerate(self._requests)]
         done = await self._tokenize_all(works)
         cut = [
-            kept_end(work, whole, kept, work.want_text)
+            cut_prompt(work, whole, kept, work.want_text)
             for work, whole, kept in zip(works, done, map(self._kept, self._requests), strict=True)
             if kept is not None
         ]

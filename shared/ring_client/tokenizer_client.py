@@ -101,18 +101,19 @@ class TokenizerClient:
         want_text: bool = False,
         grammar_field: str = "",
         tenant: str = "",
+        keeps_start: bool = False,
     ) -> list[Tokenized]:
         """Returns the answers in order of `prompts`; `name` prefixes their request ids. Raises RequestError.
 
-        With `truncate` only this many last ids of a prompt are kept; `want_text` then returns the text of these ids. A
-        short prompt of ids, already checked by the caller, is returned at once and without block hashes. The error
-        of a grammar that no engine takes names `grammar_field`.
+        With `truncate` only this many last ids of a prompt are kept, or with `keeps_start` first ids; `want_text` then
+        returns the text of these ids. A short prompt of ids, already checked by the caller, is returned at once and
+        without block hashes. The error of a grammar that no engine takes names `grammar_field`.
         """
         named = [msgspec.structs.replace(p, request_id=f"{name}-{i}", tenant=tenant) for i, p in enumerate(prompts)]
         done = await self._all(named, grammar_field)
         if truncate is None:
             return done
-        cut = [kept_end(p, d, truncate, want_text) for p, d in zip(named, done, strict=True)]
+        cut = [cut_prompt(p, d, truncate, want_text, keeps_start) for p, d in zip(named, done, strict=True)]
         return await self._all(cut, grammar_field)
 
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
@@ -250,7 +251,10 @@ def _is_done(work: Tokenize) -> bool:
     return not (work.want_text or work.want_pieces or work.bad_words or work.grammar or asks_of_end)
 
 
-def kept_end(work: Tokenize, done: Tokenized, num_tokens: int, want_text: bool = False) -> Tokenize:
-    """Returns the work of hashing the blocks of a prompt cut to its last `num_tokens` ids."""
-    ids = done.token_ids[-4 * num_tokens :]
+def cut_prompt(
+    work: Tokenize, done: Tokenized, num_tokens: int, want_text: bool = False, keeps_start: bool = False
+) -> Tokenize:
+    """Returns the work of hashing the blocks of a prompt cut to its last (or first) `num_tokens` ids."""
+    kept = slice(4 * num_tokens) if keeps_start else slice(-4 * num_tokens, None)
+    ids = done.token_ids[kept]
     return msgspec.structs.replace(work, text=None, messages=None, token_ids=ids, want_text=want_text)

@@ -1,16 +1,18 @@
 """Bounds the open HTTP connections of a gateway, so that idle ones cannot use up the file descriptors.
 
 At the bound, a new connection replaces the connection that has been idle longest. If all are busy, the first request
-of the new connection is answered with a 503.
+of the new connection is answered with a 503. Bytes that are not valid HTTP are answered in JSON too.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
 
+from blockyard.services.api_gateway.http.client_text import escaped
 from blockyard.services.api_gateway.http.turns import Turns
 from blockyard.services.api_gateway.responses.json_response import error_response
 from blockyard.shared.errors import ConfigError, RequestError
@@ -21,6 +23,7 @@ RESERVE = 256  # file descriptors for links, logs and files; a sixteenth of a la
 SURPLUS = 32  # connections above the bound that get a 503; further ones are closed at once
 MOST_BY_DEFAULT = 16_384  # an idle connection takes 6 kB
 IDLE_S = 1.0  # a connection opened or used within this time is not replaced
+MAX_PARSER_CHARS = 200  # of the HTTP parser's message, which repeats what the client sent
 LOG_S = 60.0  # at most one log line in this time
 
 
@@ -37,6 +40,32 @@ def bound(asked: int | None, open_files: int) -> int:
     return asked
 
 
+class JsonErrorHandler(web.RequestHandler):
+    """aiohttp's handler of one connection. Bytes that are not valid HTTP get the error body of OpenAI's APIs.
+
+    No route, and so no API, is known then. The connection closes after the answer.
+    """
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Raises ConnectionError if an answer has begun."""
+        super().handle_error(request, status, exc, message)  # writes the log
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            text = "The server failed at this request."
+        else:
+            text = f"the request is not valid HTTP: {escaped(' '.join((message or '').split())[:MAX_PARSER_CHARS])}"
+        response = error_response(RequestError(text, status=status))
+        response.force_close()
+        return response
+
+
 class BoundedServer(web.Server):
     """aiohttp's server with a bound on its connections."""
 
@@ -49,6 +78,9 @@ class BoundedServer(web.Server):
         self._surplus: set[web.RequestHandler] = set()
         self._logged_s = -LOG_S
         self._turns = Turns()
+
+    def __call__(self) -> web.RequestHandler:
+        return JsonErrorHandler(self, loop=self._loop, **self._kwargs)
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)

@@ -72,7 +72,7 @@ class GenerateRequest:
     choices: Choices
     seed: int | None
     max_tokens: int | None  # None: as many as the context leaves
-    truncate: int | None  # truncate_prompt_tokens: keep this many of the prompt's last ids
+    truncate: int | None  # truncate_prompt_tokens: keep this many of the prompt's ids
     priority: int
     user: str
     cache_salt: str
@@ -81,6 +81,7 @@ class GenerateRequest:
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
     drops_turns: bool = False  # the oldest turns of a conversation that does not fit
+    keeps_start: bool = False  # `truncate` keeps the prompt's first ids, not its last ones
     ignored: tuple[str, ...] = ()  # tools and items that this server leaves out, for a header of the answer
     batch_line: bool = False  # of a batch file: it waits and runs behind every online request
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.errors import RequestError, not_built, shortened
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL, Message
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known, read_raw
 
@@ -18,9 +18,9 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
+    "moderation": (),
     "logprob_token_ids": (),
     "repetition_detection": (),
-    "truncation_side": ("left",),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": ([],),
@@ -37,6 +37,7 @@ MAX_KEY_BYTES = 300
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
+TruncationSide = Literal["left", "right"]  # of the prompt, that is cut
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,6 +79,7 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     return_stamps: bool | None = None
@@ -92,6 +94,7 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     safety_identifier: msgspec.Raw = NULL
     prompt_cache_key: msgspec.Raw = NULL
     prompt_cache_retention: msgspec.Raw = NULL
+    prompt_cache_options: msgspec.Raw = NULL
     logits_processors: msgspec.Raw = NULL
     # structured output
     response_format: msgspec.Raw = NULL
@@ -107,7 +110,6 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     # refused by name
     logprob_token_ids: msgspec.Raw = NULL
     repetition_detection: msgspec.Raw = NULL
-    truncation_side: msgspec.Raw = NULL
     mm_processor_kwargs: msgspec.Raw = NULL
     kv_transfer_params: msgspec.Raw = NULL
     vllm_xargs: msgspec.Raw = NULL
@@ -153,6 +155,7 @@ class ChatRequest(GenerationFields):
     modalities: msgspec.Raw = NULL
     audio: msgspec.Raw = NULL
     web_search_options: msgspec.Raw = NULL
+    moderation: msgspec.Raw = NULL
     media_io_kwargs: msgspec.Raw = NULL
     return_prompt_text: msgspec.Raw = NULL
 
@@ -232,7 +235,7 @@ def _invalid(text: str) -> RequestError:
         if found:
             name = name.removesuffix("`")
             field = f"{field}.{name}" if field else name
-    return RequestError(_shortened(text).replace("`$.", "`"), _shortened(field))
+    return RequestError(shortened(text, MAX_CHARS).replace("`$.", "`"), shortened(field, MAX_CHARS))
 
 
 def _byte_offset(text: str) -> int | None:
@@ -257,8 +260,3 @@ def _is_escaped(text: bytes, at: int) -> bool:
     """True if an odd number of backslashes stands before byte `at`."""
     before = text[:at]
     return (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
-
-
-def _shortened(text: str) -> str:
-    half = MAX_CHARS // 2
-    return text if len(text) <= MAX_CHARS else f"{text[:half]} ... {text[-half:]}"

@@ -136,6 +136,8 @@ def parse_completion(
     echo = bool(request.echo)
     if echo and request.suffix:
         raise RequestError("echo shows a prompt without a hole: it cannot be combined with suffix", "echo")
+    if request.suffix and request.truncation_side == "right":
+        raise RequestError("texts around a hole are cut far from it: truncation_side has no say", "truncation_side")
     asked = limits.max_tokens("max_tokens", request.max_tokens, DEFAULT_SAMPLING.max_tokens, 0 if echo else 1)
     num_top = _num_logprobs("logprobs", request.logprobs, card)
     prompts = [
@@ -264,6 +266,7 @@ def _generate_request(
         seed=None if request.seed is None else request.seed % 2**64,
         max_tokens=max_tokens,
         truncate=truncate,
+        keeps_start=request.truncation_side == "right",
         user=limits.name("user", request.user, limits.MAX_USER_CHARS),
         priority=limits.integer("priority", request.priority, 0, -(2**31), 2**31 - 1),
         cache_salt=salt,

@@ -292,6 +292,19 @@ async def test_truncation_keeps_the_end(rig) -> None:
     assert unpack(frame.prompt_ids) == [97, 98, 99] and answer["choices"][0]["text"].startswith("abcw0 ")
 
 
+async def test_truncation_of_the_right_side_keeps_the_start(rig) -> None:
+    kept = {"truncate_prompt_tokens": 3, "truncation_side": "right"}
+    async with rig() as r:
+        _, answer = await r.post(COMPLETION, {"prompt": "abc" + "x" * 400, "echo": True} | kept)
+        await r.post(COMPLETION, {"prompt": [97, 98, 99] + [120] * 400} | kept)
+        status, error = await r.post(COMPLETION, {"prompt": "a", "suffix": "b"} | kept)
+        wrong = [(await r.post(COMPLETION, {"prompt": "a", "truncation_side": side}))[0] for side in ("middle", 1, [])]
+        frames = r.ring.frames(Generate)
+    assert [unpack(frame.prompt_ids) for frame in frames] == [[97, 98, 99]] * 2
+    assert answer["choices"][0]["text"].startswith("abcw0 ")
+    assert (status, error["error"]["param"], wrong) == (400, "truncation_side", [400] * 3)
+
+
 async def test_parts_stay_parts_and_templates_get_their_arguments(rig) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     async with rig() as r:

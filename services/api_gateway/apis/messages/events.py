@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from blockyard.services.api_gateway.apis.hidden_reasoning import hide_reasoning
 from blockyard.services.api_gateway.apis.interface import PLAIN, EventFields, FinishedChoice, Usage
 from blockyard.services.api_gateway.apis.messages.errors import error_body
 from blockyard.services.api_gateway.apis.messages.partial_json import complete_object
-from blockyard.services.api_gateway.apis.messages.signatures import SHOWN, hidden_signature
+from blockyard.services.api_gateway.apis.messages.signatures import SHOWN
 from blockyard.services.api_gateway.requests.generate_request import MessagesOptions, ResponseOptions
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason
@@ -208,7 +209,7 @@ def _block(own: MessagesOptions, first: Part, text: str) -> AnswerBlock:
 
 
 def _signature(own: MessagesOptions, thinking: str) -> str:
-    return SHOWN if own.shows_thinking else hidden_signature(thinking)
+    return SHOWN if own.shows_thinking else hide_reasoning(thinking)
 
 
 def _stop(

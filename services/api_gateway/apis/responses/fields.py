@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.schemas import GenerationFields, ReasoningEffort, Verbosity
+from blockyard.services.api_gateway.requests.schemas import GenerationFields, ReasoningEffort, TruncationSide, Verbosity
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 
@@ -150,6 +150,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: TruncationSide | None = None
     thinking_token_budget: int | None = None
     logits_processors: msgspec.Raw = NULL
     structured_outputs: msgspec.Raw = NULL

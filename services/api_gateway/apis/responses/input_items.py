@@ -4,12 +4,11 @@ Reasoning, text and calls that follow each other are one message of the assistan
 output wait until behind the output, because chat templates take the two together.
 """
 
-import base64
-import binascii
 from collections.abc import Sequence
 
 import msgspec
 
+from blockyard.services.api_gateway.apis.hidden_reasoning import read_hidden_reasoning
 from blockyard.services.api_gateway.apis.responses.fields import InputItem, ItemPart
 from blockyard.services.api_gateway.apis.responses.tools import SEARCH, SERVER_TOOLS, ResponseTools
 from blockyard.shared.errors import RequestError
@@ -23,7 +22,6 @@ from blockyard.shared.ring_client.request_fields.chat_messages import (
 from blockyard.shared.tool_parsers.tools import CUSTOM_INPUT
 
 ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
-SEAL = "by1."  # how the text of `sealed` begins
 REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
 CALLS["tool_search_call"] = "tool_search_output"
@@ -34,18 +32,11 @@ SERVER_ITEMS = (*SERVER_TOOLS, "program")
 NOT_BUILT = ("compaction", "compaction_trigger", "configuration_update", "item_reference")
 
 
-def sealed(reasoning: str) -> str:
-    """Reasoning as `encrypted_content`: a text that brings it back, and that clients do not look into."""
-    return SEAL + base64.urlsafe_b64encode(reasoning.encode()).decode()
-
-
-def unsealed(text: str, where: str) -> str | None:
+def _given_reasoning(text: str, where: str) -> str | None:
     """The reasoning in `encrypted_content`; None for that of another server. Raises RequestError."""
-    if not text.startswith(SEAL):
-        return None
     try:
-        return base64.b64decode(text[len(SEAL) :], altchars=b"-_", validate=True).decode()
-    except (binascii.Error, ValueError) as e:
+        return read_hidden_reasoning(text)
+    except ValueError as e:
         raise RequestError("the encrypted content is damaged", where) from e
 
 
@@ -134,7 +125,7 @@ class _InputReader:
         content = [ItemPart(type="text", text=item.content)] if isinstance(item.content, str) else item.content
         text = _reasoning_text(content, f"{where}.content")
         if not text and item.encrypted_content:
-            text = unsealed(item.encrypted_content, f"{where}.encrypted_content") or ""
+            text = _given_reasoning(item.encrypted_content, f"{where}.encrypted_content") or ""
         text = text or _reasoning_text(item.summary, f"{where}.summary")
         if text:
             turn = self._assistant(behind_text=False)

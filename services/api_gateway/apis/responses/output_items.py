@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
+from blockyard.services.api_gateway.apis.hidden_reasoning import hide_reasoning
 from blockyard.services.api_gateway.apis.logprobs import ContentToken, chat_logprobs
 from blockyard.services.api_gateway.apis.openai_fields import encode
-from blockyard.services.api_gateway.apis.responses.input_items import sealed
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions, ResponsesOptions
 from blockyard.shared.messages import TextLogprobs
 from blockyard.shared.output_parsing.parts import Part, PartKind
@@ -109,7 +109,7 @@ class OpenItem:
             return MessageItem(self.id, status, [OutputText(text, [], self.logprobs)])
         if self.kind is ReasoningItem:
             seals = _own(self._options).seals_reasoning
-            return ReasoningItem(self.id, status, [ReasoningText(text)], sealed(text) if seals else None)
+            return ReasoningItem(self.id, status, [ReasoningText(text)], hide_reasoning(text) if seals else None)
         return self._called(text, status)
 
     def _called(self, text: str, status: str) -> OutputItem:

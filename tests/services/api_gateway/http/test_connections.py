@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from blockyard.services.api_gateway.http import connections
@@ -95,3 +96,28 @@ def test_the_bound_follows_the_limit_on_open_files() -> None:
     assert bound(30_000, 2**20) == 30_000
     with pytest.raises(ConfigError, match=r"--max-connections 30000: the limit of 20000 open files .* allows 18718"):
         bound(30_000, 20_000)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /live HTTP/9.x\r\n\r\n",
+        b"nonsense\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 200_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
+    ],
+)
+async def test_bytes_that_are_not_http_get_a_json_error_and_the_server_goes_on(rig, sent: bytes) -> None:
+    async with rig() as r:
+        reader, writer = await asyncio.open_connection("127.0.0.1", r.port)
+        writer.write(sent)
+        async with asyncio.timeout(5):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        async with r.http.get("/live") as response:
+            assert response.status == 200
+    assert head.split()[1] == b"400" and b"Content-Type: application/json" in head
+    error = msgspec.json.decode(body)["error"]
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 500
+    assert error["message"].startswith("the request is not valid HTTP: ") and "\n" not in error["message"]

@@ -141,7 +141,7 @@ REFUSED = {
     "tool_choice": "required",
     "thinking_token_budget": 5,
     "logprob_token_ids": [1],
-    "truncation_side": "right",
+    "moderation": {"model": "omni-moderation-latest"},
     "repetition_detection": {"max_pattern_size": 3},
 }
 

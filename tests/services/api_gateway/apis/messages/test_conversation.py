@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from blockyard.services.api_gateway.apis.hidden_reasoning import HIDDEN, hide_reasoning
 from blockyard.services.api_gateway.apis.messages.conversation import read_conversation
 from blockyard.services.api_gateway.apis.messages.schemas import MessagesRequest
-from blockyard.services.api_gateway.apis.messages.signatures import HIDDEN, hidden_signature, hidden_thinking
+from blockyard.services.api_gateway.apis.messages.signatures import hidden_thinking
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 
 TEMPLATE = """\
@@ -94,7 +95,7 @@ def test_every_kind_of_block() -> None:
 
 
 def test_thinking_that_was_not_shown_comes_back() -> None:
-    signature = hidden_signature("sécret 😀")
+    signature = hide_reasoning("sécret 😀")
     for block in (
         {"type": "thinking", "thinking": "", "signature": signature},
         {"type": "redacted_thinking", "data": signature},

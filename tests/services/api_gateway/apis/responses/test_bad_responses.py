@@ -48,9 +48,9 @@ ITEMS: dict[str, tuple[list[Any], str]] = {
     "no content": ([{"role": "user"}], "input[0].content"),
     "an unknown role": ([{"role": "tool", "content": "x"}], "input[0].role"),
     "a role that is no text": ([{"role": 1, "content": "x"}], "input[0].role"),
-    "damaged reasoning": ([{"type": "reasoning", "encrypted_content": "by1.!"}], "input[0].encrypted_content"),
+    "damaged reasoning": ([{"type": "reasoning", "encrypted_content": "blockyard.!"}], "input[0].encrypted_content"),
     "reasoning that is not UTF-8": (
-        [{"type": "reasoning", "encrypted_content": "by1.7aCA"}],  # a surrogate
+        [{"type": "reasoning", "encrypted_content": "blockyard.7aCA"}],  # a surrogate
         "input[0].encrypted_content",
     ),
     "reasoning without text": ([{"type": "reasoning", "content": [{"type": "reasoning_text"}]}], "input[0].content[0]"),

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from blockyard.services.api_gateway.apis.responses.input_items import sealed
+from blockyard.services.api_gateway.apis.hidden_reasoning import hide_reasoning
 from blockyard.services.api_gateway.bodies.parse_body import ParsedGeneration
 from blockyard.shared.messages import GrammarKind, ModelSettings
 from blockyard.shared.ring_client.request_fields.tools import ToolMode
@@ -110,10 +110,10 @@ def test_reasoning_comes_back_wherever_it_stands(parse) -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"encrypted_content": sealed("S\u00e9")}, "S\u00e9"),
+        ({"encrypted_content": hide_reasoning("S\u00e9")}, "S\u00e9"),
         ({"encrypted_content": "gAAAAABo of another server"}, None),
         ({"summary": [{"type": "summary_text", "text": "short"}], "encrypted_content": "gAAAA"}, "short"),
-        ({"summary": [{"type": "summary_text", "text": "short"}], "encrypted_content": sealed("long")}, "long"),
+        ({"summary": [{"type": "summary_text", "text": "short"}], "encrypted_content": hide_reasoning("long")}, "long"),
         ({"content": None, "encrypted_content": None}, None),
     ],
 )

@@ -10,9 +10,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from recorded_answers import pieces_of
 
+from blockyard.services.api_gateway.apis.hidden_reasoning import read_hidden_reasoning
 from blockyard.services.api_gateway.apis.interface import PLAIN, FinishedChoice, Usage
 from blockyard.services.api_gateway.apis.responses.api import RESPONSES
-from blockyard.services.api_gateway.apis.responses.input_items import unsealed
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions, ResponsesOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice
@@ -216,7 +216,7 @@ def test_the_items_of_all_kinds() -> None:
     kinds = ["reasoning", "message", "custom_tool_call", "function_call", "tool_search_call", "message"]
     assert [item["type"] for item in items] == kinds and {item["status"] for item in items} == {"completed"}
     reasoning, look, patch, function, search, bye = items
-    assert reasoning["content"][0]["text"] == "So." == unsealed(reasoning["encrypted_content"], "")
+    assert reasoning["content"][0]["text"] == "So." == read_hidden_reasoning(reasoning["encrypted_content"])
     assert (look["content"][0]["text"], bye["content"][0]["text"]) == ("Look:", "Bye")
     assert (patch["name"], patch["input"], "namespace" in patch) == ("patch", "*** Begin\n+x\\", False)
     assert (function["namespace"], function["name"], function["arguments"]) == ("a", "f", '{"b": [1, {}]}')
