@@ -50,8 +50,9 @@ def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int |
     whole = (experts, outs, ceil_div(size, group)) if group else (experts, outs)
     made = 0.2 / spread * (0.5 + torch.rand(whole, device=device))
     own: Tensor | None = None
+    least = 118 if kind is Codes.E4M3 else 122
     if group:
-        own = torch.randint(120, 126, whole, device=device).byte() if scales == E8M0 else (
+        own = torch.randint(least, least + 4, whole, device=device).byte() if scales == E8M0 else (
             (made * 16 if scales == E4M3 else made).to(scales)
         )
     drawn: Tensor | None = None

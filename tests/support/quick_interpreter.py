@@ -6,6 +6,7 @@ Its dots sum in float64, so that tests of equal bits do not depend on the machin
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -34,6 +35,20 @@ def use() -> None:
 
     interpreter._patch_builtin = patch_builtin
     _sum_dots_in_float64()
+    _round_to_e4m3()
+
+
+def _round_to_e4m3() -> None:
+    """Rounds to e4m3 by torch: the interpreter halves a number that is rounded up to a power of 2."""
+    plain = interpreter._convert_float
+
+    def convert(given: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target == tl.float8e4nv and source == tl.float32:
+            rounded = torch.from_numpy(np.array(given).view(np.float32)).to(torch.float8_e4m3fn)
+            return rounded.view(torch.uint8).numpy()
+        return plain(given, source, target, mode)
+
+    interpreter._convert_float = convert
 
 
 def _sum_dots_in_float64() -> None:

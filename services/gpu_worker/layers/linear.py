@@ -139,7 +139,6 @@ class LinearLayers:
     def __init__(self, table: WeightTable, config: Mapping[str, Any]) -> None:
         """Raises ConfigError for an unknown format."""
         self.table, self._format = table, find_format(config, table)
-        self._scratch: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def make(
         self,
@@ -163,12 +162,6 @@ class LinearLayers:
     def experts(self, spec: ExpertSpec) -> ExpertMethod:
         """Makes one product of all experts of a layer."""
         return self._format.experts(self.table, spec)
-
-    def scratch(self, role: str, *shape: int) -> Tensor:
-        """Memory that layers share, in the dtype of the model: each writes before it reads."""
-        if (role, shape) not in self._scratch:
-            self._scratch[role, shape] = self.table.empty(*shape)
-        return self._scratch[role, shape]
 
     def plain(
         self, one: MatrixPart, inputs: int, *, split: Split = Split.NONE, dtype: torch.dtype | None = None

@@ -63,14 +63,15 @@ class ExpertMethod(Protocol):
         """Numbers of input and output features, of this rank."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+
+    @property
     def size_bytes(self) -> int: ...
 
     @property
     def bias(self) -> Tensor | None:
         """[experts, outputs]."""
-
-    def unpack(self, target: Tensor) -> None:
-        """Writes the numbers that the weights stand for to target [experts, outputs, inputs]."""
 
     def round_inputs(self, x: Tensor) -> Tensor:
         """x [rows, inputs] as products see it, in its dtype."""

@@ -14,8 +14,6 @@ from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMeth
 
 DUMMY_SCALE = 0.02  # standard deviation of the numbers that dummy weights stand for
 
-UNPACKED_ELEMENTS = 1 << 26  # at a time, because references compute in float32
-
 
 class KeptTensor(NamedTuple):
     """One tensor of a matrix: [outputs, inputs / `inputs`], [outputs] or [inputs / `inputs`].
@@ -178,7 +176,7 @@ class KeptExperts:
         bias: Tensor | None = None,
     ) -> None:
         """kept: tensors with a leading dimension of experts. bias: [experts, outputs]. Others: see `KeptLinear`."""
-        self.kept_form, self.shape, self._dtype, self.bias = kept_form, shape, dtype, bias
+        self.kept_form, self.shape, self.dtype, self.bias = kept_form, shape, dtype, bias
         self._kept = dict(kept)
         self.size_bytes = sum(one.nbytes for one in kept.values())
 
@@ -190,18 +188,8 @@ class KeptExperts:
         stated = self.kept_form.tensors()
         own = {name: one if stated[name].is_one_number else one[expert] for name, one in self._kept.items()}
         return KeptLinear(
-            self.kept_form, own, self.shape, self._dtype, None if self.bias is None else self.bias[expert]
+            self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert]
         )
-
-    def unpack(self, target: Tensor) -> None:
-        stated, chunk = self.kept_form.tensors(), max(UNPACKED_ELEMENTS // target[0].numel(), 1)
-        for start in range(0, len(target), chunk):
-            some = slice(start, start + chunk)
-            own = {
-                name: one if stated[name].is_one_number else one[some].to(target.device, non_blocking=True)
-                for name, one in self._kept.items()
-            }
-            target[some].copy_(self.kept_form.dequantize(own, self.shape[0], target.dtype))
 
     def round_inputs(self, x: Tensor) -> Tensor:
         return self.kept_form.round_inputs(x, self._kept)
