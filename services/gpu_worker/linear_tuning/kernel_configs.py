@@ -50,9 +50,13 @@ BATCH_INVARIANT = (128, 64, 64, 4, 4)  # as in STREAM_K_TILES, for any number of
 
 
 class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one GEMM is computed: by cuBLAS, `linear_skinny` or `linear_stream_k`, and with which tiles."""
+    """How one GEMM is computed, and with which tiles.
 
-    kernel: Literal["cublas", "skinny", "stream_k"] = "cublas"
+    "cublas" is the product of the layer's method, "unpacked" cuBLAS with a weight whose codes are unpacked before, the
+    others are `linear_skinny`, `linear_stream_k` and `linear_blocks`.
+    """
+
+    kernel: Literal["cublas", "skinny", "stream_k", "blocks", "unpacked"] = "cublas"
     out_tile: int = 0
     row_tile: int = 0
     in_tile: int = 0

@@ -17,7 +17,9 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, dense_linear
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape
+from blockyard.services.gpu_worker.linear_tuning.block_products import BlockProducts
 from blockyard.services.gpu_worker.quantization.dense import FORM, UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.kept.form import BLOCKS
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
@@ -40,8 +42,13 @@ class FormProducts(Protocol):
     def fused(self, config: KernelConfig, method: LinearMethod) -> FusedProduct:
         """config: of a kernel that fuses."""
 
-    def example(self, config: KernelConfig, bias: bool, fusion: Fusion) -> Linear:
-        """A small layer, which a kernel is compiled for."""
+    def example(self, config: KernelConfig, bias: bool, fusion: Fusion, like: LinearMethod) -> Linear:
+        """A small layer of the same form as `like`, which a kernel is compiled for."""
+
+
+def kernels_of(form: str | None) -> str:
+    """The key in `FORMS` of a `LinearMethod.form`."""
+    return (form or "").partition(" ")[0]
 
 
 class Products:
@@ -53,7 +60,7 @@ class Products:
 
     def knows(self, linear: Linear) -> bool:
         """Whether there are kernels for the form of the weight, beside those of the method."""
-        return linear.method.form in self.forms
+        return kernels_of(linear.method.form) in self.forms
 
     def of(self, config: KernelConfig, linear: Linear) -> Product:
         return linear.method.apply if config == CUBLAS else self._of(linear).of(config, linear.method)
@@ -62,8 +69,7 @@ class Products:
         return self._of(linear).fused(config, linear.method)
 
     def _of(self, linear: Linear) -> FormProducts:
-        assert linear.method.form is not None
-        return self.forms[linear.method.form]
+        return self.forms[kernels_of(linear.method.form)]
 
 
 class DenseProducts:
@@ -105,7 +111,7 @@ class DenseProducts:
 
         return product
 
-    def example(self, config: KernelConfig, bias: bool, fusion: Fusion) -> Linear:
+    def example(self, config: KernelConfig, bias: bool, fusion: Fusion, like: LinearMethod) -> Linear:
         out_features = in_features = EXAMPLE_FEATURES
         if config.kernel == "skinny":
             in_features = max(config.in_tile * config.stages, EXAMPLE_FEATURES)
@@ -120,4 +126,7 @@ def _dense(method: LinearMethod) -> UnquantizedLinear:
 
 
 # form -> what makes its kernels for a device, the dtype of the activations and the processors of the GPU
-FORMS: Mapping[str, Callable[[torch.device, torch.dtype, int], FormProducts]] = {FORM: DenseProducts}
+FORMS: Mapping[str, Callable[[torch.device, torch.dtype, int], FormProducts]] = {
+    FORM: DenseProducts,
+    BLOCKS: BlockProducts,
+}

@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExpe
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.expert_tuner import ExpertTuner
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
-from blockyard.services.gpu_worker.linear_tuning.products import Products
+from blockyard.services.gpu_worker.linear_tuning.products import Products, kernels_of
 from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer, kind_of
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
@@ -62,6 +62,7 @@ class Tuner:
             groups.setdefault(kind_of(linear), []).append(linear)
         self.groups = list(groups.values())
         self.layers = [LinearShape(*shape, len(group), form or "") for (form, shape), group in groups.items()]
+        self._likes = {form or "": group[0].method for (form, _), group in groups.items()}
         self.timer = LinearTimer(self._linears, self.layers, self.products, device, dtype)
         self._name: str = properties.name
         self._failed: set[Binary] = set()  # failed to compile, for example for lack of shared memory
@@ -163,7 +164,9 @@ class Tuner:
 
     def make_batch_invariant(self) -> str:
         """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
-        found = {layer.kind: self.products.forms[layer.form].batch_invariant(layer) for layer in self.layers}
+        found = {
+            layer.kind: self.products.forms[kernels_of(layer.form)].batch_invariant(layer) for layer in self.layers
+        }
         for linear in self._all:
             config = found.get(kind_of(linear), CUBLAS)
             linear.make_batch_invariant(None if config == CUBLAS else self.products.of(config, linear))
@@ -176,7 +179,7 @@ class Tuner:
 
     def _candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
         group = self.groups[self.layers.index(layer)]
-        configs = self.products.forms[layer.form].candidates(layer, rows, group)
+        configs = self.products.forms[kernels_of(layer.form)].candidates(layer, rows, group)
         return [config for config in configs if _binary(config, rows, layer, group[0]) not in self._failed]
 
     def compile(self, sizes: Sequence[int]) -> None:
@@ -200,7 +203,8 @@ class Tuner:
         with torch.inference_mode():
             for bias in {linear.spec.bias for linear in self._linears}:
                 try:
-                    self.timer.call(config, self.products.forms[form].example(config, bias, fusion), rows)()
+                    example = self.products.forms[kernels_of(form)].example(config, bias, fusion, self._likes[form])
+                    self.timer.call(config, example, rows)()
                 except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
                     log.debug("%s: %s", config, e)
                     return False

@@ -24,7 +24,8 @@ class LinearMethod(Protocol):
 
     @property
     def form(self) -> str | None:
-        """The layout that kernels read, a key of `linear_tuning.products`. None: `apply` alone multiplies."""
+        """The layout that kernels read, a key of `linear_tuning.products.FORMS`, and behind a blank what else kernels
+        are compiled for. None: `apply` alone multiplies."""
 
     @property
     def fusions(self) -> frozenset[Fusion]:

@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
+BLOCKS = "blocks"  # the layout of weights that kernels of a GPU read, followed by its parameters
 DUMMY_SCALE = 0.02  # standard deviation of the numbers that dummy weights stand for
 
 
@@ -80,6 +81,19 @@ class HostForm(Protocol):
         """Multiplies as `product` does, by tensors of `for_host`. None: to dequantize is quicker for so many rows."""
 
 
+class Blocks(Protocol):
+    """A weight that kernels of a GPU read in an order of their own."""
+
+    @property
+    def key(self) -> str:
+        """What kernels are compiled for."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, inputs] -> [rows, outputs], without bias."""
+
+
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
     """Shapes and dtypes of the tensors by name, of experts with their number in `lead`."""
     return {
@@ -107,17 +121,23 @@ class KeptLinear:
         self.size_bytes = sum(one.nbytes for one in kept.values())
         self._dense: UnquantizedLinear | None = None  # on the CPU, if the form is not multiplied as it is
         self._packed: dict[str, Tensor] = {}  # on the CPU, see `HostForm`
+        self._is_moved = False  # products read other memory than was loaded to
+        self.blocks: Blocks | None = None  # on a GPU, if it has kernels for this weight
 
     @property
     def form(self) -> str | None:
-        return self.kept_form.name
+        return self.kept_form.name if self.blocks is None else f"{BLOCKS} {self.blocks.key}"
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model."""
         return self.kept_form.dequantize(self._kept, self.shape[0], self._dtype)
 
     def prepare(self) -> None:
-        if self._dense is not None or self._packed:
+        if self._dense is not None or self._packed or self.blocks is not None:
             return
         form, device = self.kept_form, next(iter(self._kept.values())).device
         if device.type == "cpu" and fits_host(form, self.shape, self._dtype):
@@ -130,6 +150,14 @@ class KeptLinear:
             self.size_bytes = self._dense.size_bytes
             # the tensors that `round_inputs` needs stay
             self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
+        elif device.type == "cuda" and not self._is_moved:
+            # imports Triton, which is installed only on machines with a GPU
+            from blockyard.services.gpu_worker.quantization.kept.block_products import block_product  # noqa: PLC0415
+
+            self.blocks = block_product(form, self._kept, self.shape, self._dtype)
+            if self.blocks is not None:
+                self._kept = {}
+                self.size_bytes = sum(one.nbytes for one in self.blocks.tensors().values())
 
     def apply(self, x: Tensor) -> Tensor:
         if self._dense is not None:
@@ -140,6 +168,8 @@ class KeptLinear:
         return out if self._bias is None else out.add_(self._bias)
 
     def _product(self, x: Tensor) -> Tensor | None:
+        if self.blocks is not None:
+            return self.blocks(x)
         if self._packed:
             assert isinstance(self.kept_form, HostForm)
             return self.kept_form.host_product(x, self._packed)
@@ -147,10 +177,12 @@ class KeptLinear:
 
     def tensors(self) -> dict[str, Tensor]:
         packed = {f"packed.{name}": one for name, one in self._packed.items()}
+        if self.blocks is not None:
+            return self.blocks.tensors()
         return self._kept | packed | ({} if self._dense is None else self._dense.tensors())
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        self._kept[name] = tensor
+        self._kept[name], self._is_moved = tensor, True
 
 
 def fits_host(form: KeptForm, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -187,9 +219,7 @@ class KeptExperts:
     def linear(self, expert: int) -> LinearMethod:
         stated = self.kept_form.tensors()
         own = {name: one if stated[name].is_one_number else one[expert] for name, one in self._kept.items()}
-        return KeptLinear(
-            self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert]
-        )
+        return KeptLinear(self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert])
 
     def round_inputs(self, x: Tensor) -> Tensor:
         return self.kept_form.round_inputs(x, self._kept)

@@ -1,0 +1,77 @@
+"""Writes the numbers that quantized weights stand for, for products with so many rows that a library is quicker; on a
+GPU."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, dequantized_blocks
+from blockyard.kernels.quantized.unpack_tiles import numbers, scale_numbers
+
+OUT_TILE = 32
+
+
+def unpack_blocks_reference(weights: BlockWeights) -> Tensor:
+    """In float64."""
+    return dequantized_blocks(weights)
+
+
+@triton.jit
+def _scaled(number, scales_ptr, zeros_ptr, row_scale, start, outs, out, GROUP: tl.constexpr, SCALES: tl.constexpr,
+            E8M0: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
+    """Numbers [OUT_TILE, 64] of inputs from `start` on, with zeros and scales."""
+    column = start + tl.arange(0, 64)[None, :]
+    group = column * 0 if GROUP == 0 else column // GROUP
+    if ZEROS:
+        number -= tl.load(zeros_ptr + group * outs + out[:, None]).to(tl.float32)
+    if SCALES:
+        number *= scale_numbers(tl.load(scales_ptr + group * outs + out[:, None]), E8M0)
+    return number * row_scale[:, None]
+
+
+@triton.jit
+def _unpack_blocks_kernel(
+    codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, out_ptr, outs, size, pitch,
+    OUT_TILE: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr,
+    ZEROS: tl.constexpr, ROW_SCALES: tl.constexpr,
+):  # fmt: skip
+    # program (i, j): outputs i * OUT_TILE ... of block j
+    step = tl.program_id(1)
+    place = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
+    out = tl.minimum(place, outs - 1)
+    column = tl.arange(0, 64)[None, :]
+    rows = codes_ptr + out.to(tl.int64)[:, None] * pitch + column
+    if CODES <= 3:
+        codes = tl.load(rows + step * 64)
+        low = numbers(codes & 15, table_ptr, CODES, not ZEROS, tl.float32)
+        high = numbers(codes >> 4, table_ptr, CODES, not ZEROS, tl.float32)
+    else:
+        low = numbers(tl.load(rows + step * 128), table_ptr, CODES, not ZEROS, tl.float32)
+        high = numbers(tl.load(rows + step * 128 + 64), table_ptr, CODES, not ZEROS, tl.float32)
+    row_scale = tl.full([OUT_TILE], 1.0, tl.float32)
+    if ROW_SCALES:
+        row_scale = tl.load(row_scales_ptr + out).to(tl.float32)
+    where = out_ptr + place.to(tl.int64)[:, None] * size
+    low = _scaled(low, scales_ptr, zeros_ptr, row_scale, step * 128, outs, out, GROUP, SCALES, E8M0, ZEROS)
+    column += step * 128
+    tl.store(where + column, low.to(out_ptr.dtype.element_ty), mask=(place < outs)[:, None] & (column < size))
+    high = _scaled(high, scales_ptr, zeros_ptr, row_scale, step * 128 + 64, outs, out, GROUP, SCALES, E8M0, ZEROS)
+    column += 64
+    tl.store(where + column, high.to(out_ptr.dtype.element_ty), mask=(place < outs)[:, None] & (column < size))
+
+
+def unpack_blocks(weights: BlockWeights, dtype: torch.dtype, table: Tensor | None = None) -> Tensor:
+    """Returns [outputs, inputs] in new memory. table: that of the weights on the device, if they have one."""
+    outs, size, nothing = weights.outputs, weights.inputs, weights.codes
+    out = torch.empty((outs, size), dtype=dtype, device=weights.codes.device)
+    _unpack_blocks_kernel[(ceil_div(outs, OUT_TILE), ceil_div(size, BLOCK))](
+        weights.codes, nothing if weights.scales is None else weights.scales,
+        nothing if weights.zeros is None else weights.zeros,
+        nothing if weights.row_scales is None else weights.row_scales, nothing if table is None else table, out, outs,
+        size, weights.codes.shape[1], OUT_TILE=OUT_TILE, CODES=int(weights.kind), GROUP=weights.group,
+        SCALES=weights.scales is not None, E8M0=weights.is_e8m0, ZEROS=weights.zeros is not None,
+        ROW_SCALES=weights.row_scales is not None,
+    )  # fmt: skip
+    return out
