@@ -1,4 +1,4 @@
-"""The codes and scales of quantized weights as kernels of experts read them, and how kernels round what they multiply."""
+"""Codes and scales of quantized weights as kernels of experts read them, and how inputs are rounded."""
 
 import enum
 from dataclasses import dataclass

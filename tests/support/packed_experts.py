@@ -52,14 +52,18 @@ def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int |
     own: Tensor | None = None
     least = 118 if kind is Codes.E4M3 else 122
     if group:
-        own = torch.randint(least, least + 4, whole, device=device).byte() if scales == E8M0 else (
-            (made * 16 if scales == E4M3 else made).to(scales)
+        own = (
+            torch.randint(least, least + 4, whole, device=device).byte()
+            if scales == E8M0
+            else ((made * 16 if scales == E4M3 else made).to(scales))
         )
     drawn: Tensor | None = None
     if zeros is not None:
         middle = 8 if kind is Codes.INT4 else 128
-        drawn = torch.randint(middle - 4, middle + 5, whole, device=device) if zero is None else torch.full(
-            whole, zero, device=device
+        drawn = (
+            torch.randint(middle - 4, middle + 5, whole, device=device)
+            if zero is None
+            else torch.full(whole, zero, device=device)
         )
         drawn = drawn.to(zeros)
         if zeros.is_floating_point:  # not whole
@@ -81,5 +85,5 @@ def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int |
 
 
 def rounding_of(name: str) -> InputRounding:
-    kind, group, *_, rounding = FORMS[name]
+    _, group, *_, rounding = FORMS[name]
     return InputRounding(kind=rounding, group=group if rounding is Rounding.E4M3 else 0)

@@ -13,7 +13,15 @@ MEASURES: dict[str, Callable[[], list[Row]]] = {}  # by family
 
 if torch.cuda.is_available():
     # they import Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.bench import attention, experts, latent, linear, quantized_experts, sampling, small
+    from blockyard.services.gpu_worker.bench import (
+        attention,
+        experts,
+        latent,
+        linear,
+        quantized_experts,
+        sampling,
+        small,
+    )
 
     _MODULES = (attention, experts, latent, linear, quantized_experts, sampling, small)
     MEASURES = {name: module.measure for name, module in zip(FAMILIES, _MODULES, strict=True)}

@@ -125,7 +125,8 @@ def _size_bytes(layer: Layer, form: KeptForm | None) -> int:
 
 def _make(layer: Layer, form: KeptForm | None) -> GroupedExperts:
     methods = [
-        _method(layer, form, outs, size) for outs, size in ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
+        _method(layer, form, outs, size)
+        for outs, size in ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
     ]
     weights = ExpertWeights(gate_up=methods[0], down=methods[1], device=torch.device(DEVICE))
     routing = Routing(num_experts=layer.num_experts, top_k=layer.top_k)

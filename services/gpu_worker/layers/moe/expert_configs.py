@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-
 DENSE = "dense"  # the form of weights in the dtype of the model
 
 

@@ -187,9 +187,7 @@ class KeptExperts:
     def linear(self, expert: int) -> LinearMethod:
         stated = self.kept_form.tensors()
         own = {name: one if stated[name].is_one_number else one[expert] for name, one in self._kept.items()}
-        return KeptLinear(
-            self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert]
-        )
+        return KeptLinear(self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert])
 
     def round_inputs(self, x: Tensor) -> Tensor:
         return self.kept_form.round_inputs(x, self._kept)

@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import INPUT_SCALE, Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.int8_w8a8 import Int8W8A8
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, ROW_SCALES, Table4A16
-from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, ZEROS, W4A16
+from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, W4A16, ZEROS
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.shared.errors import ConfigError
 

@@ -105,7 +105,10 @@ def test_sums_of_experts(form: KeptForm) -> None:
         id(one) for method in (weights.gate_up, weights.down) for one in method.tensors().values()
     }
     assert layer.size_bytes == sum(
-        one.nbytes for method in (weights.gate_up, weights.down) for name, one in method.tensors().items() if name != "bias"
+        one.nbytes
+        for method in (weights.gate_up, weights.down)
+        for name, one in method.tensors().items()
+        if name != "bias"
     )
     x = torch.randn(20, HIDDEN, device=DEVICE).to(DTYPE)
     experts, factors = layer.choose(torch.randn(20, NUM_EXPERTS, device=DEVICE), None)
