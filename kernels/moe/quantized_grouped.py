@@ -21,11 +21,11 @@ from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.moe.quantized_skinny import pointers
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.packed_weights import Codes, InputRounding, PackedWeights, Rounding
+from blockyard.kernels.quantized.packed_weights import Codes, InputRounding, PackedWeights, RoundedTo
 from blockyard.kernels.quantized.unpack_tiles import load_scales, unpack_tile
 
 FEWEST_INPUTS = 32  # of a product of codes on tensor cores
-NATIVE = (Rounding.E4M3, Rounding.INT8)  # codes are multiplied as they are
+NATIVE = (RoundedTo.E4M3, RoundedTo.INT8)  # codes are multiplied as they are
 
 
 def takes_codes(weights: PackedWeights, rounding: InputRounding) -> bool:

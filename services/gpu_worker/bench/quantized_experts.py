@@ -33,7 +33,7 @@ COMPARED_ROWS = (1, 8, 64, 2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class ExpertLayer:
     """The experts of a layer of a model."""
 
     name: str
@@ -45,12 +45,12 @@ class Layer:
     bias: bool = False
 
 
-QWEN3_30B = Layer(name="Qwen3-30B-A3B", num_experts=128, top_k=8, hidden=2048, inner=768)
-GPT_OSS_20B = Layer(
+QWEN3_30B = ExpertLayer(name="Qwen3-30B-A3B", num_experts=128, top_k=8, hidden=2048, inner=768)
+GPT_OSS_20B = ExpertLayer(
     name="gpt-oss-20b", num_experts=32, top_k=4, hidden=2880, inner=2880, gate=Gate.CLAMPED_SWIGLU, bias=True
 )
-DEEPSEEK_V3 = Layer(name="DeepSeek-V3", num_experts=256, top_k=8, hidden=7168, inner=2048)
-CASES: tuple[tuple[str, Layer, KeptForm], ...] = (
+DEEPSEEK_V3 = ExpertLayer(name="DeepSeek-V3", num_experts=256, top_k=8, hidden=7168, inner=2048)
+CASES: tuple[tuple[str, ExpertLayer, KeptForm], ...] = (
     ("fp8", QWEN3_30B, Fp8W8A8()),
     ("W4, groups of 128", QWEN3_30B, W4A16(128)),
     ("mxfp4", GPT_OSS_20B, Table4A16(E2M1, 32, torch.float8_e8m0fnu)),
@@ -70,7 +70,7 @@ def measure() -> list[Row]:
     return rows
 
 
-def compare(cases: Sequence[tuple[str, Layer, KeptForm]], rows: Sequence[int]) -> None:
+def compare(cases: Sequence[tuple[str, ExpertLayer, KeptForm]], rows: Sequence[int]) -> None:
     """Prints microseconds of both and their quotient, with the configs."""
     for name, layer, form in cases:
         dense = {num: seconds for num, seconds, _ in _timed(layer, None, rows)}
@@ -82,7 +82,7 @@ def compare(cases: Sequence[tuple[str, Layer, KeptForm]], rows: Sequence[int]) -
             )
 
 
-def compile_all(case: tuple[str, Layer, KeptForm], rows: int) -> None:
+def compile_all(case: tuple[str, ExpertLayer, KeptForm], rows: int) -> None:
     """Launches all candidates once, so that Triton's cache has them."""
     _, layer, form = case
     with torch.inference_mode(), torch.device(DEVICE):
@@ -90,7 +90,7 @@ def compile_all(case: tuple[str, Layer, KeptForm], rows: int) -> None:
         torch.cuda.synchronize()
 
 
-def _timed(layer: Layer, form: KeptForm | None, rows: Sequence[int]) -> Iterator[tuple[int, float, ExpertConfig]]:
+def _timed(layer: ExpertLayer, form: KeptForm | None, rows: Sequence[int]) -> Iterator[tuple[int, float, ExpertConfig]]:
     """Numbers of rows, seconds with the fastest config, and that config."""
     read_bytes = round(_hit(layer, min(rows)) / layer.num_experts * _size_bytes(layer, form))
     with torch.inference_mode(), torch.device(DEVICE):
@@ -106,12 +106,12 @@ def _timed(layer: Layer, form: KeptForm | None, rows: Sequence[int]) -> Iterator
     torch.cuda.empty_cache()
 
 
-def _hit(layer: Layer, rows: int) -> float:
+def _hit(layer: ExpertLayer, rows: int) -> float:
     """Experts that even routing of so many rows chooses, on average."""
     return layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** rows)
 
 
-def _size_bytes(layer: Layer, form: KeptForm | None) -> int:
+def _size_bytes(layer: ExpertLayer, form: KeptForm | None) -> int:
     """Bytes of the weights of all experts."""
     sizes = ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
     if form is None:
@@ -123,7 +123,7 @@ def _size_bytes(layer: Layer, form: KeptForm | None) -> int:
     )
 
 
-def _make(layer: Layer, form: KeptForm | None) -> GroupedExperts:
+def _make(layer: ExpertLayer, form: KeptForm | None) -> GroupedExperts:
     methods = [
         _method(layer, form, outs, size)
         for outs, size in ((2 * layer.inner, layer.hidden), (layer.hidden, layer.inner))
@@ -133,7 +133,7 @@ def _make(layer: Layer, form: KeptForm | None) -> GroupedExperts:
     return GroupedExperts(weights, routing, layer.gate, scales_input=False)
 
 
-def _method(layer: Layer, form: KeptForm | None, outs: int, size: int) -> ExpertMethod:
+def _method(layer: ExpertLayer, form: KeptForm | None, outs: int, size: int) -> ExpertMethod:
     bias = torch.zeros(layer.num_experts, outs, dtype=DTYPE) if layer.bias else None
     if form is None:
         weight = torch.empty(layer.num_experts, outs, size, dtype=DTYPE).normal_(0.0, 0.02)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, Rounding
+from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, RoundedTo
 from blockyard.services.gpu_worker.quantization.kept import int8_w8a8
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
@@ -59,12 +59,12 @@ def pack(method: KeptExperts) -> tuple[PackedWeights, InputRounding]:
 
 def _of_floats(form: Fp8W8A8, static: Tensor | None) -> InputRounding:
     if static is not None:
-        return InputRounding(kind=Rounding.E4M3, high=static)
-    return InputRounding(kind=Rounding.E4M3, group=form.group or 0, most=form.most_input)
+        return InputRounding(kind=RoundedTo.E4M3, high=static)
+    return InputRounding(kind=RoundedTo.E4M3, group=form.group or 0, most=form.most_input)
 
 
 def _of_integers(form: Int8W8A8, kept: dict[str, Tensor]) -> InputRounding:
     if form.symmetric:
-        return InputRounding(kind=Rounding.INT8, high=kept.get(int8_w8a8.INPUT_SCALE))
+        return InputRounding(kind=RoundedTo.INT8, high=kept.get(int8_w8a8.INPUT_SCALE))
     high, low = kept.get(int8_w8a8.INPUT_HIGH), kept.get(int8_w8a8.INPUT_LOW)
-    return InputRounding(kind=Rounding.ASYMMETRIC_INT8, high=high, low=low)
+    return InputRounding(kind=RoundedTo.ASYMMETRIC_INT8, high=high, low=low)
