@@ -24,7 +24,9 @@ def pack(method: KeptExperts) -> tuple[PackedWeights, InputRounding]:
     """
     form, kept, inputs = method.kept_form, method.tensors(), method.shape[0]
     table: Tensor | None = None
-    rounding, group, rows = InputRounding(), None, None
+    group: int | None = None
+    rows: Tensor | None = None
+    rounding = InputRounding()
     match form:
         case W4A16(group=group):
             kind = Codes.INT4
