@@ -21,11 +21,11 @@ from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.moe.quantized_skinny import pointers
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.packed_weights import Codes, InputRounding, PackedWeights, Rounding
+from blockyard.kernels.quantized.packed_weights import Codes, InputRounding, PackedWeights, RoundedTo
 from blockyard.kernels.quantized.unpack_tiles import load_scales, unpack_tile
 
 FEWEST_INPUTS = 32  # of a product of codes on tensor cores
-NATIVE = (Rounding.E4M3, Rounding.INT8)  # codes are multiplied as they are
+NATIVE = (RoundedTo.E4M3, RoundedTo.INT8)  # codes are multiplied as they are
 
 
 def takes_codes(weights: PackedWeights, rounding: InputRounding) -> bool:
@@ -55,6 +55,19 @@ def _add_tile(
     else:  # noqa: RET505, only one branch is compiled
         # on Hopper, sums of 8-bit floats lose bits unless a part of the inputs is added at a time
         return tl.dot(tile, x, total, input_precision="ieee", max_num_imprecise_acc=IN_TILE, out_dtype=total.dtype)
+
+
+@triton.jit
+def _scaled(
+    total, row_scales_ptr, output, known, x_scales, here, ROW_SCALES: tl.constexpr, X_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Sums in float32, multiplied by the scales of their outputs and of their rows of x."""
+    total = total.to(tl.float32)
+    if ROW_SCALES:
+        total *= tl.load(row_scales_ptr + output, mask=known, other=0.0).to(tl.float32)
+    if X_SCALES:
+        total *= tl.load(x_scales, mask=here[None, :], other=0.0)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -105,15 +118,14 @@ def _grouped_quantized_kernel(
                 up_total, x, x_scale, codes_ptr, scales_ptr, zeros_ptr, table_ptr, output + inner, known, start,
                 SIZE, CODES, GROUP, EACH, SCALES, E8M0, ZEROS, SCALE_LAST, X_GROUP, OUT_TILE, IN_TILE,
             )  # fmt: skip
-    total, up_total = total.to(tl.float32), up_total.to(tl.float32)
-    if ROW_SCALES:
-        total *= tl.load(row_scales_ptr + output, mask=known, other=0.0).to(tl.float32)
-        if GATE:
-            up_total *= tl.load(row_scales_ptr + output + inner, mask=known, other=0.0).to(tl.float32)
-    if X_SCALES and X_GROUP == 0:
-        x_scale = tl.load(x_scales_ptr + row, mask=here[None, :], other=0.0)
-        total *= x_scale
-        up_total *= x_scale
+    total = _scaled(
+        total, row_scales_ptr, output, known, x_scales_ptr + row, here, ROW_SCALES, X_SCALES and X_GROUP == 0
+    )  # fmt: skip
+    if GATE:
+        up_total = _scaled(
+            up_total, row_scales_ptr, output + inner, known, x_scales_ptr + row, here, ROW_SCALES,
+            X_SCALES and X_GROUP == 0,
+        )  # fmt: skip
     if SCALE:
         scale = tl.load(scale_ptr + pair, mask=here, other=0.0)[None, :]
         if SCALE_FIRST:

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.packed_weights import InputRounding, Rounding
+from blockyard.kernels.quantized.packed_weights import InputRounding, RoundedTo
 
 FLOOR = 1e-12  # of scales
 _MOST_TILE = 8192
@@ -27,7 +27,7 @@ def round_rows_reference(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Te
 
 
 def _reference_of(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
-    if rounding.kind is Rounding.ASYMMETRIC_INT8:
+    if rounding.kind is RoundedTo.ASYMMETRIC_INT8:
         if rounding.high is not None and rounding.low is not None:
             high, low = rounding.high.expand(len(x), 1), -rounding.low.expand(len(x), 1)
         else:
@@ -40,9 +40,9 @@ def _reference_of(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
     else:
         largest = x.abs().amax(1, keepdim=True)
         largest = largest if rounding.most is None else largest.clamp(max=rounding.most)
-        scales = largest / torch.full_like(largest, 448.0 if rounding.kind is Rounding.E4M3 else 127.0)
-    scales = scales if rounding.high is not None and rounding.kind is Rounding.E4M3 else scales.clamp(min=FLOOR)
-    if rounding.kind is Rounding.E4M3:
+        scales = largest / torch.full_like(largest, 448.0 if rounding.kind is RoundedTo.E4M3 else 127.0)
+    scales = scales if rounding.high is not None and rounding.kind is RoundedTo.E4M3 else scales.clamp(min=FLOOR)
+    if rounding.kind is RoundedTo.E4M3:
         return (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scales
     return (x / scales).round().clamp(-128, 127), scales
 
@@ -168,7 +168,7 @@ def round_rows(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
     if not x.is_contiguous():
         raise ValueError(f"x must be contiguous, got strides {x.stride()}")
     rows, size = x.shape
-    dtype = {Rounding.E4M3: torch.float8_e4m3fn, Rounding.INT8: torch.int8}.get(rounding.kind, x.dtype)
+    dtype = {RoundedTo.E4M3: torch.float8_e4m3fn, RoundedTo.INT8: torch.int8}.get(rounding.kind, x.dtype)
     group = rounding.group if rounding.group < size else 0
     groups = ceil_div(size, group) if group else 1
     codes = torch.empty((rows, size), dtype=dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""The codes and scales of quantized weights as kernels of experts read them, and how kernels round what they multiply."""
+"""Codes and scales of quantized weights as kernels of experts read them, and how inputs are rounded."""
 
 import enum
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Codes(enum.IntEnum):
     E4M3 = 6
 
 
-class Rounding(enum.IntEnum):
+class RoundedTo(enum.IntEnum):
     """How inputs are rounded before a product. Kernels know these by number."""
 
     NONE = 0
@@ -37,7 +37,7 @@ class Rounding(enum.IntEnum):
 class InputRounding:
     """How inputs are rounded: each row, or each row and `group` inputs, by their largest number or by static scales."""
 
-    kind: Rounding = Rounding.NONE
+    kind: RoundedTo = RoundedTo.NONE
     group: int = 0  # inputs of a scale; 0: all of a row
     most: float | None = None  # a row counts as having at most this absolute value
     high: Tensor | None = None  # one number: the scale of all; of ASYMMETRIC_INT8 the largest number, and

@@ -11,9 +11,9 @@ import triton.language as tl
 @triton.jit
 def int_numbers(code, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """Whole numbers `code` - OFFSET in DTYPE, of codes from 0 to 255 (in bfloat16 to 127, exactly)."""
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         return ((code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024 + OFFSET)).to(tl.float16)
-    elif DTYPE == tl.bfloat16 and OFFSET <= 8:  # noqa: RET505, only one branch is compiled
+    elif tl.bfloat16 == DTYPE and OFFSET <= 8:  # noqa: RET505, only one branch is compiled
         return ((code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128 + OFFSET)).to(tl.bfloat16)
     else:
         whole = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + OFFSET)
@@ -23,11 +23,11 @@ def int_numbers(code, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def e2m1_numbers(code, DTYPE: tl.constexpr):
     """Floats of 4 bits. Their exponent and mantissa are those of the smallest numbers of DTYPE, times a power of 2."""
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         code = code.to(tl.int16)
         bits = (code & 7) << 9 | (code & 8) << 12
         return bits.to(tl.float16, bitcast=True) * 16384.0
-    elif DTYPE == tl.bfloat16:  # noqa: RET505, only one branch is compiled
+    elif tl.bfloat16 == DTYPE:  # noqa: RET505, only one branch is compiled
         code = code.to(tl.int16)
         bits = (code & 7) << 6 | (code & 8) << 12
         return bits.to(tl.bfloat16, bitcast=True) * 8.507059173023462e37
@@ -112,10 +112,10 @@ def unpack_tile(
     subtracted. Where there is no input they are anything that is finite. Codes in DTYPE stay as they are.
     """
     codes = load_codes(codes_ptr, output, known, start, SIZE, CODES, IN_TILE)
-    if DTYPE == codes_ptr.dtype.element_ty:
+    if codes_ptr.dtype.element_ty == DTYPE:
         return codes
     else:  # noqa: RET505, only one branch is compiled
-        IS_EXACT: tl.constexpr = E8M0 and CODES == 2 and DTYPE == tl.bfloat16  # also as products of bfloat16
+        IS_EXACT: tl.constexpr = E8M0 and CODES == 2 and tl.bfloat16 == DTYPE  # also as products of bfloat16
         WORK: tl.constexpr = tl.float32 if (ZEROS or SCALES) and not IS_EXACT else DTYPE
         if CODES <= 3:
             low = numbers(codes & 15, table_ptr, CODES, not ZEROS, WORK)

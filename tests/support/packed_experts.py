@@ -6,31 +6,31 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, Rounding
+from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, RoundedTo
 
 E4M3 = torch.float8_e4m3fn
 NF4 = tuple(math.erf(i / 8 - 0.9) for i in range(16))  # any table
 W4A16, TABLE, W8A16, FP8, INT8 = "w4a16", "table4a16", "w8a16", "fp8", "int8"
 # kind, group, dtype of scales, dtype of zeros, scales of rows too, rounding
 FORMS = {
-    "int4 g32": (Codes.INT4, 32, torch.float16, None, False, Rounding.NONE),
-    "int4 g64 uint8 zeros": (Codes.INT4, 64, torch.bfloat16, torch.uint8, False, Rounding.NONE),
-    "int4 g128": (Codes.INT4, 128, torch.float16, None, False, Rounding.NONE),
-    "int4 g32 float zeros": (Codes.INT4, 32, torch.float32, torch.float16, False, Rounding.NONE),
-    "int4 g48": (Codes.INT4, 48, torch.float16, torch.uint8, False, Rounding.NONE),
-    "int4 rows": (Codes.INT4, 0, torch.float16, None, True, Rounding.NONE),
-    "int4 rows uint8 zeros": (Codes.INT4, 0, torch.float16, torch.uint8, True, Rounding.NONE),
-    "nf4 g64": (Codes.TABLE4, 64, torch.float32, None, False, Rounding.NONE),
-    "mxfp4": (Codes.E2M1, 32, E8M0, None, False, Rounding.NONE),
-    "nvfp4": (Codes.E2M1, 16, E4M3, None, True, Rounding.NONE),
-    "int8 rows": (Codes.INT8, 0, torch.float32, None, True, Rounding.NONE),
-    "uint8 g16 zeros": (Codes.UINT8, 16, torch.float16, torch.float16, False, Rounding.NONE),
-    "mxfp8": (Codes.E4M3, 32, E8M0, None, False, Rounding.NONE),
-    "fp8 rows": (Codes.E4M3, 0, torch.float32, None, True, Rounding.E4M3),
-    "fp8 g128": (Codes.E4M3, 128, torch.float32, None, False, Rounding.E4M3),
-    "fp8 g32": (Codes.E4M3, 32, torch.float32, None, False, Rounding.E4M3),
-    "int8 inputs": (Codes.INT8, 0, torch.float32, None, True, Rounding.INT8),
-    "int8 inputs with zeros": (Codes.INT8, 0, torch.float32, None, True, Rounding.ASYMMETRIC_INT8),
+    "int4 g32": (Codes.INT4, 32, torch.float16, None, False, RoundedTo.NONE),
+    "int4 g64 uint8 zeros": (Codes.INT4, 64, torch.bfloat16, torch.uint8, False, RoundedTo.NONE),
+    "int4 g128": (Codes.INT4, 128, torch.float16, None, False, RoundedTo.NONE),
+    "int4 g32 float zeros": (Codes.INT4, 32, torch.float32, torch.float16, False, RoundedTo.NONE),
+    "int4 g48": (Codes.INT4, 48, torch.float16, torch.uint8, False, RoundedTo.NONE),
+    "int4 rows": (Codes.INT4, 0, torch.float16, None, True, RoundedTo.NONE),
+    "int4 rows uint8 zeros": (Codes.INT4, 0, torch.float16, torch.uint8, True, RoundedTo.NONE),
+    "nf4 g64": (Codes.TABLE4, 64, torch.float32, None, False, RoundedTo.NONE),
+    "mxfp4": (Codes.E2M1, 32, E8M0, None, False, RoundedTo.NONE),
+    "nvfp4": (Codes.E2M1, 16, E4M3, None, True, RoundedTo.NONE),
+    "int8 rows": (Codes.INT8, 0, torch.float32, None, True, RoundedTo.NONE),
+    "uint8 g16 zeros": (Codes.UINT8, 16, torch.float16, torch.float16, False, RoundedTo.NONE),
+    "mxfp8": (Codes.E4M3, 32, E8M0, None, False, RoundedTo.NONE),
+    "fp8 rows": (Codes.E4M3, 0, torch.float32, None, True, RoundedTo.E4M3),
+    "fp8 g128": (Codes.E4M3, 128, torch.float32, None, False, RoundedTo.E4M3),
+    "fp8 g32": (Codes.E4M3, 32, torch.float32, None, False, RoundedTo.E4M3),
+    "int8 inputs": (Codes.INT8, 0, torch.float32, None, True, RoundedTo.INT8),
+    "int8 inputs with zeros": (Codes.INT8, 0, torch.float32, None, True, RoundedTo.ASYMMETRIC_INT8),
 }
 
 
@@ -52,14 +52,18 @@ def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int |
     own: Tensor | None = None
     least = 118 if kind is Codes.E4M3 else 122
     if group:
-        own = torch.randint(least, least + 4, whole, device=device).byte() if scales == E8M0 else (
-            (made * 16 if scales == E4M3 else made).to(scales)
+        own = (
+            torch.randint(least, least + 4, whole, device=device).byte()
+            if scales == E8M0
+            else ((made * 16 if scales == E4M3 else made).to(scales))
         )
     drawn: Tensor | None = None
     if zeros is not None:
         middle = 8 if kind is Codes.INT4 else 128
-        drawn = torch.randint(middle - 4, middle + 5, whole, device=device) if zero is None else torch.full(
-            whole, zero, device=device
+        drawn = (
+            torch.randint(middle - 4, middle + 5, whole, device=device)
+            if zero is None
+            else torch.full(whole, zero, device=device)
         )
         drawn = drawn.to(zeros)
         if zeros.is_floating_point:  # not whole
@@ -81,5 +85,5 @@ def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int |
 
 
 def rounding_of(name: str) -> InputRounding:
-    kind, group, *_, rounding = FORMS[name]
-    return InputRounding(kind=rounding, group=group if rounding is Rounding.E4M3 else 0)
+    _, group, *_, rounding = FORMS[name]
+    return InputRounding(kind=rounding, group=group if rounding is RoundedTo.E4M3 else 0)

@@ -8,14 +8,22 @@ import torch
 from blockyard.services.gpu_worker.bench.row import Row, ceilings
 from blockyard.shared.process import pipes
 
-FAMILIES = ("attention", "experts", "latent", "linear", "sampling", "small")  # one module for each
+FAMILIES = ("attention", "experts", "latent", "linear", "quantized_experts", "sampling", "small")  # one module for each
 MEASURES: dict[str, Callable[[], list[Row]]] = {}  # by family
 
 if torch.cuda.is_available():
     # they import Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.bench import attention, experts, latent, linear, sampling, small
+    from blockyard.services.gpu_worker.bench import (
+        attention,
+        experts,
+        latent,
+        linear,
+        quantized_experts,
+        sampling,
+        small,
+    )
 
-    _MODULES = (attention, experts, latent, linear, sampling, small)
+    _MODULES = (attention, experts, latent, linear, quantized_experts, sampling, small)
     MEASURES = {name: module.measure for name, module in zip(FAMILIES, _MODULES, strict=True)}
 
 

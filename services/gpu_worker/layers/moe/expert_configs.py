@@ -10,7 +10,6 @@ from typing import Literal
 
 import msgspec
 
-
 DENSE = "dense"  # the form of weights in the dtype of the model
 
 
@@ -116,7 +115,7 @@ QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
     8.0: (
         _grouped(16, (64, 128, 4, 4), (64, 128, 4, 4)),
         _grouped(16, (64, 128, 3, 4), (64, 128, 3, 4)),
-        _grouped(16, (64, 256, 3, 4), (64, 128, 5, 4)),
+        _grouped(16, (64, 128, 5, 4), (64, 128, 5, 4)),
         _grouped(16, (128, 128, 3, 8), (128, 128, 3, 8)),
         _grouped(16, (64, 64, 6, 4), (64, 64, 6, 4)),
     ),
@@ -133,8 +132,8 @@ QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
         _grouped(32, (128, 128, 3, 8), (128, 128, 3, 8)),
     ),
     math.inf: (
-        _grouped(128, (128, 64, 3, 8), (128, 64, 4, 8)),
-        _grouped(128, (64, 128, 3, 8), (128, 128, 3, 8)),
+        _grouped(128, (64, 128, 3, 8), (128, 64, 4, 8)),
+        _grouped(128, (128, 64, 3, 8), (128, 128, 3, 8)),
         _grouped(128, (64, 64, 4, 8), (128, 64, 4, 8)),
         _grouped(64, (128, 128, 3, 8), (128, 128, 3, 8)),
     ),

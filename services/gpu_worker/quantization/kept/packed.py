@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, Rounding
+from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, RoundedTo
 from blockyard.services.gpu_worker.quantization.kept import int8_w8a8
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import INPUT_SCALE, Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.int8_w8a8 import Int8W8A8
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, ROW_SCALES, Table4A16
-from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, ZEROS, W4A16
+from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, W4A16, ZEROS
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.shared.errors import ConfigError
 
@@ -24,7 +24,9 @@ def pack(method: KeptExperts) -> tuple[PackedWeights, InputRounding]:
     """
     form, kept, inputs = method.kept_form, method.tensors(), method.shape[0]
     table: Tensor | None = None
-    rounding, group, rows = InputRounding(), None, None
+    group: int | None = None
+    rows: Tensor | None = None
+    rounding = InputRounding()
     match form:
         case W4A16(group=group):
             kind = Codes.INT4
@@ -59,12 +61,12 @@ def pack(method: KeptExperts) -> tuple[PackedWeights, InputRounding]:
 
 def _of_floats(form: Fp8W8A8, static: Tensor | None) -> InputRounding:
     if static is not None:
-        return InputRounding(kind=Rounding.E4M3, high=static)
-    return InputRounding(kind=Rounding.E4M3, group=form.group or 0, most=form.most_input)
+        return InputRounding(kind=RoundedTo.E4M3, high=static)
+    return InputRounding(kind=RoundedTo.E4M3, group=form.group or 0, most=form.most_input)
 
 
 def _of_integers(form: Int8W8A8, kept: dict[str, Tensor]) -> InputRounding:
     if form.symmetric:
-        return InputRounding(kind=Rounding.INT8, high=kept.get(int8_w8a8.INPUT_SCALE))
+        return InputRounding(kind=RoundedTo.INT8, high=kept.get(int8_w8a8.INPUT_SCALE))
     high, low = kept.get(int8_w8a8.INPUT_HIGH), kept.get(int8_w8a8.INPUT_LOW)
-    return InputRounding(kind=Rounding.ASYMMETRIC_INT8, high=high, low=low)
+    return InputRounding(kind=RoundedTo.ASYMMETRIC_INT8, high=high, low=low)

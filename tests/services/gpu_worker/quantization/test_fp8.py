@@ -1,7 +1,6 @@
 """Checkpoints in fp8 against the numbers that they stand for, with inputs rounded by a definition of their own."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
