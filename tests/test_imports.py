@@ -243,7 +243,7 @@ LAYERS["kernels"] = (
     "layers",
     "kv_cache",
 )
-LAYERS["kernels"] += ("attention", "moe")
+LAYERS["kernels"] += ("attention", "moe", "quantized")
 
 LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "transfers")
 LAYERS["services/scheduler"] += (

@@ -15,9 +15,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.rounding import RoundedRows
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.operands import Weight8Bit, check_operands
-from blockyard.kernels.quantized.rounding import RoundedRows
 
 MAX_ROWS = 8
 LANE = 16  # weights that a thread loads at once; it divides every group
@@ -29,7 +29,9 @@ def _load_weights(weights, weight_scales, known, start, cols, lanes, size, GROUP
     weight = tl.load(weights + start, mask=known & (start + cols < size)[None, :], other=0.0)
     if GROUP > 0:
         first = start + lanes
-        return weight, tl.load(weight_scales + (first // GROUP)[None, :], mask=known & (first < size)[None, :], other=0.0)
+        return weight, tl.load(
+            weight_scales + (first // GROUP)[None, :], mask=known & (first < size)[None, :], other=0.0
+        )
     else:  # noqa: RET505, only one branch is compiled
         return weight, 0.0
 
@@ -57,6 +59,22 @@ def _add_tile(
             products = products.to(tl.float32) * weight_scale * x_scale[None, :]
         sums += (totals[row] + products,)  # type: ignore[assignment]
     return sums
+
+
+@triton.jit
+def _start(
+    out_ptr, out, rows, outs,
+    ROWS: tl.constexpr, OUT_TILE: tl.constexpr, LANES: tl.constexpr, SUM: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Accumulators, and the output to be added to: tuples with one entry a row."""
+    totals = ()
+    before = ()
+    for row in tl.static_range(ROWS):
+        totals += (tl.zeros([OUT_TILE, LANES], SUM),)  # type: ignore[assignment]
+        if ADD:
+            there = out < tl.where(rows > row, outs, 0)
+            before += (tl.load(out_ptr + row * outs + out, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return totals, before
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -90,13 +108,7 @@ def _linear_w8a8_skinny_kernel(
     if PDL:
         gdc_wait()
     SUM: tl.constexpr = tl.int32 if weight_ptr.dtype.element_ty == tl.int8 and GROUP == 0 else tl.float32
-    totals = ()
-    before = ()
-    for row in tl.static_range(ROWS):
-        totals += (tl.zeros([OUT_TILE, TILE // LANE_SIZE], SUM),)  # type: ignore[assignment]
-        if ADD:
-            there = out < tl.where(rows > row, outs, 0)
-            before += (tl.load(out_ptr + row * outs + out, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    totals, before = _start(out_ptr, out, rows, outs, ROWS, OUT_TILE, TILE // LANE_SIZE, SUM, ADD)
     for i in tl.static_range(EARLY):
         totals = _add_tile(
             totals, early[i], scales[i], x_ptr, x_scale_ptr, rows, i * TILE, cols, lanes, size, ROWS, GROUP

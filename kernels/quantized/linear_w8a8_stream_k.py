@@ -15,9 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, _with_bias, _with_parts, fits
+from blockyard.kernels.layers.rounding import RoundedRows
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.operands import Weight8Bit, check_operands
-from blockyard.kernels.quantized.rounding import RoundedRows
 
 
 @triton.jit

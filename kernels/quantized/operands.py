@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockyard.kernels.quantized.rounding import E4M3, RoundedRows
+from blockyard.kernels.layers.rounding import E4M3, RoundedRows
 
 
 class Weight8Bit(NamedTuple):

@@ -6,8 +6,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import next_power_of_2
-from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.round_row import (
+from blockyard.kernels.layers.round_row import (
     allocate,
     bound,
     check_rounding,
@@ -15,7 +14,8 @@ from blockyard.kernels.quantized.round_row import (
     static_scale,
     store_rounded,
 )
-from blockyard.kernels.quantized.rounding import RoundedRows, Rounding, round_rows_reference
+from blockyard.kernels.layers.rounding import RoundedRows, Rounding, round_rows_reference
+from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 LONGEST_ROW = 65536  # numbers; a program holds a whole row
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
+from blockyard.kernels.layers.rounding import E4M3, RoundedRows, Rounding
 from blockyard.kernels.quantized import linear_w8a8_skinny as few_file
 from blockyard.kernels.quantized import linear_w8a8_stream_k as rows_file
 from blockyard.kernels.quantized.linear_w8a8_skinny import linear_w8a8_skinny
 from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_k
 from blockyard.kernels.quantized.operands import Weight8Bit, linear_w8a8_reference
 from blockyard.kernels.quantized.quantize_rows import quantize_rows
-from blockyard.kernels.quantized.rounding import E4M3, RoundedRows, Rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PDL = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
@@ -87,9 +87,7 @@ def test_few_rows(
     want = want if total is None else want + total.double()
     for early in (1, 3)[rows % 2 :]:
         given = None if total is None else total.clone()
-        got = linear_w8a8_skinny(
-            x, weight, bias, out_tile=4, tile=128, warps=4, pdl=PDL, early=early, add_to=given
-        )
+        got = linear_w8a8_skinny(x, weight, bias, out_tile=4, tile=128, warps=4, pdl=PDL, early=early, add_to=given)
         assert_close(got, want, dtype)
         assert given is None or got is given
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
@@ -82,6 +84,28 @@ class HostForm(Protocol):
         """Multiplies as `product` does, by tensors of `for_host`. None: to dequantize is quicker for so many rows."""
 
 
+@runtime_checkable
+class RoundingForm(Protocol):
+    """A form whose inputs are rounded to 8 bits, by kernels of a GPU too."""
+
+    def rounding(self, kept: Mapping[str, Tensor]) -> Rounding | None:
+        """How kernels round the inputs, as `KeptForm.round_inputs` does. None: this device has no such products."""
+
+    def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
+        """The weight as kernels read it. Only where there is a rounding."""
+
+
+def rounded_product(form: RoundingForm, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+    """`KeptForm.product` by kernels of a GPU; None where there are none."""
+    rounding = form.rounding(kept)
+    if rounding is None:
+        return None
+    # imports Triton, which is installed only on machines with a GPU
+    from blockyard.services.gpu_worker.quantization.kept import w8a8_products  # noqa: PLC0415
+
+    return w8a8_products.multiply(x, rounding, form.weight(kept))
+
+
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
     """Shapes and dtypes of the tensors by name, of experts with their number in `lead`."""
     return {
@@ -113,6 +137,29 @@ class KeptLinear:
     @property
     def form(self) -> str | None:
         return self.kept_form.name
+
+    @property
+    def input_rounding(self) -> Rounding | None:
+        """Implements `RoundedInputs`."""
+        form = self.kept_form
+        return form.rounding(self._kept) if isinstance(form, RoundingForm) and self._dense is None else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def weight8(self) -> Weight8Bit:
+        """The weight as kernels of rounded rows read it. Only where there is an `input_rounding`."""
+        assert isinstance(self.kept_form, RoundingForm)
+        return self.kept_form.weight(self._kept)
+
+    def apply_rounded(self, rows: RoundedRows) -> Tensor:
+        """Implements `RoundedInputs`."""
+        # imports Triton, which is installed only on machines with a GPU
+        from blockyard.services.gpu_worker.quantization.kept import w8a8_products  # noqa: PLC0415
+
+        out = w8a8_products.multiply_rounded(rows, self.weight8())
+        return out if self._bias is None else out.add_(self._bias)
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model."""

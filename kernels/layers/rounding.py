@@ -35,7 +35,7 @@ class Rounding:
     """How rows of one product are rounded."""
 
     dtype: torch.dtype  # of the codes: E4M3 or int8
-    group: int | None = None  # numbers of a row with one scale; None: all
+    group: int | None = None  # numbers of a row that have a scale of their own; None: all
     most: float | None = None  # a row counts as having at most this absolute value, and larger numbers are clamped
     scale: Tensor | None = None  # float32, one number: the scale of all rows
 
@@ -44,14 +44,15 @@ def round_rows_reference(x: Tensor, rounding: Rounding) -> RoundedRows:
     """x [rows, size] as `quantize_rows` rounds it, to the same bits."""
     most, group = MOST[rounding.dtype], rounding.group
     if rounding.scale is not None:
-        scales = rounding.scale.float().clamp(min=FLOOR).expand(len(x))
+        groups = () if group is None else (-(-x.shape[1] // group),)
+        scales = rounding.scale.float().clamp(min=FLOOR).expand(len(x), *groups)
     else:
         padded = F.pad(x.float(), (0, 0 if group is None else -x.shape[1] % group))
         parts = padded[:, None] if group is None else torch.unflatten(padded, 1, (-1, group))
         largest = parts.abs().amax(-1)
         scales = (largest if rounding.most is None else largest.clamp(max=rounding.most)).div(most).clamp_(min=FLOOR)
         scales = scales[:, 0] if group is None else scales
-    by_number = scales[:, None] if scales.dim() == 1 else scales.repeat_interleave(group, 1)[:, : x.shape[1]]
+    by_number = scales[:, None] if group is None else scales.repeat_interleave(group, 1)[:, : x.shape[1]]
     ratios = x.float() / by_number
     if rounding.dtype == E4M3:  # clamped, because torch does not saturate on all devices
         return RoundedRows(ratios.clamp_(-most, most).to(E4M3), scales, x.dtype)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.quantized.rounding import E4M3, FLOOR, MOST, RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import E4M3, FLOOR, MOST, RoundedRows, Rounding
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 plus and minus this is rounded to an integer, half to even
 _FLOOR = tl.constexpr(FLOOR)
@@ -41,9 +41,11 @@ def store_rounded(
     """
     INT8: tl.constexpr = codes_ptr.dtype.element_ty == tl.int8
     cols = tl.arange(0, TILE)
+    num_groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
     if STATIC:
         scale = tl.maximum(tl.load(scale_ptr), _FLOOR)
-        tl.store(scales_ptr + row, scale)
+        group = tl.arange(0, TILE // GROUP if GROUP > 0 else 1)
+        tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
         codes = _codes(x, tl.zeros([TILE], tl.float32) + scale, INT8)
     elif GROUP == 0:
         scale = _scales(tl.max(tl.abs(x), 0), most, INT8)
@@ -53,7 +55,6 @@ def store_rounded(
         groups: tl.constexpr = TILE // GROUP
         parts = tl.reshape(x, [groups, GROUP])
         scales = _scales(tl.max(tl.abs(parts), 1), most, INT8)
-        num_groups = tl.cdiv(size, GROUP)
         group = tl.arange(0, groups)
         tl.store(scales_ptr + row * num_groups + group, scales, mask=group < num_groups)
         codes = tl.reshape(_codes(parts, tl.broadcast_to(scales[:, None], [groups, GROUP]), INT8), [TILE])
@@ -62,7 +63,7 @@ def store_rounded(
 
 def allocate(rows: int, size: int, rounding: Rounding, like: Tensor) -> RoundedRows:
     """Memory of rounded rows [rows, size]. like: has the rows' dtype and device."""
-    scales = (rows,) if rounding.group is None or rounding.scale is not None else (rows, ceil_div(size, rounding.group))
+    scales = (rows,) if rounding.group is None else (rows, ceil_div(size, rounding.group))
     return RoundedRows(
         torch.empty((rows, size), dtype=rounding.dtype, device=like.device),
         torch.empty(scales, dtype=torch.float32, device=like.device),
