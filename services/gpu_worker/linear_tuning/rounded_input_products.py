@@ -18,15 +18,17 @@ from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.linear_w8a8_skinny import linear_w8a8_skinny
 from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_k
 from blockyard.kernels.quantized.quantize_rows import quantize_rows
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape
-from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
-from blockyard.services.gpu_worker.quantization.method import LinearMethod
+from blockyard.services.gpu_worker.loading.linear_spec import part
+from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear, kinds
+from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
 WORKSPACE_PROGRAMS = 1 << 14
 CODE_BYTES = 1
+EXAMPLE_FEATURES = 256  # of `example`, at least
 
 # rows -> candidates: out_tile, in_tile, tiles loaded before the PDL wait, warps
 SKINNY_TILES = {
@@ -58,12 +60,15 @@ class RoundedInputProducts:
         self._device, self._dtype, self._processors = device, dtype, processors
         self._pdl = supports_pdl(device)
         self._space: Workspace | None = None
+        self._like: KeptLinear | None = None  # what `example` makes another of
 
     def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
         methods = [_kept(linear.method) for linear in group]
         if rows > kernel_configs.MAX_ROWS or any(one.input_rounding is None for one in methods):
             return []
-        scaled = methods[0].weight8().group
+        scaled, self._like = methods[0].weight8().group, methods[0]
+        if any(one.weight8().group != scaled for one in methods):
+            return []
         configs = [
             KernelConfig("skinny", out, 0, size, early, warps)
             for out, size, early, warps in SKINNY_TILES.get(rows, ())
@@ -114,7 +119,24 @@ class RoundedInputProducts:
 
         return product
 
-    def _skinny(self, config: KernelConfig, method: LinearMethod) -> "Callable[..., Tensor]":
+    def example(self, config: KernelConfig, bias: bool, fusion: Fusion) -> Linear:
+        like = self._like
+        assert like is not None, "there are no candidates without a layer"
+        outputs = inputs = EXAMPLE_FEATURES
+        if config.kernel == "skinny":
+            inputs = max(config.in_tile * config.stages, EXAMPLE_FEATURES)
+        form = like.kept_form
+        kept = {
+            name: torch.zeros(shape, dtype=dtype, device=self._device)
+            for name, (shape, dtype) in kinds(form, outputs, inputs).items()
+        }
+        vector = torch.zeros(outputs, dtype=self._dtype, device=self._device) if bias else None
+        spec = make_spec([part("", outputs)], inputs, bias=bias)
+        made = Linear(KeptLinear(form, kept, (inputs, outputs), self._dtype, vector), spec, fusion)
+        made.prepare()
+        return made
+
+    def _skinny(self, config: KernelConfig, method: LinearMethod) -> Callable[..., Tensor]:
         weight, bias, pdl = _kept(method).weight8(), _kept(method).bias, self._pdl
         tiles = {"out_tile": config.out_tile, "tile": config.in_tile, "warps": config.warps, "early": config.stages}
 

@@ -17,7 +17,7 @@ import triton
 from triton.errors import TritonError
 
 from blockyard.services.gpu_worker.cores import compile_threads
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct
 from blockyard.services.gpu_worker.layers.moe.expert_configs import TUNED_PREFILL_ROWS, ExpertConfig
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
@@ -165,8 +165,11 @@ class Tuner:
         """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
         found = {layer.kind: self.products.forms[layer.form].batch_invariant(layer) for layer in self.layers}
         for linear in self._all:
-            config = found.get(kind_of(linear), CUBLAS)
-            linear.make_batch_invariant(None if config == CUBLAS else self.products.of(config, linear))
+            config = found.get(kind_of(linear), CUBLAS) if self.products.knows(linear) else CUBLAS
+            if config == CUBLAS:
+                linear.make_batch_invariant()
+            else:
+                linear.make_batch_invariant(self.products.of(config, linear), self.products.rounded(config, linear))
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
     def _path(self, folder: Path | None = None) -> Path:
@@ -269,14 +272,18 @@ class Tuner:
     def _install(self) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         fused: list[dict[int, FusedProduct]] = [{} for _ in self._linears]
+        rounded: list[dict[int, RoundedProduct]] = [{} for _ in self._linears]
         for rows, some in self._configs.items():
             for i, (config, linear) in enumerate(self.timer.order(some)):
                 if config != CUBLAS:
                     products[i][rows] = self.products.of(config, linear)
+                    of_rounded = self.products.rounded(config, linear)
+                    if of_rounded is not None:
+                        rounded[i][rows] = of_rounded
                 if config.kernel == "skinny" and linear.fusion is not Fusion.NONE:
                     fused[i][rows] = self.products.fused(config, linear)
-        for linear, one, whole in zip(self._linears, products, fused, strict=True):
-            linear.use(one, fused=whole)
+        for linear, one, whole, codes in zip(self._linears, products, fused, rounded, strict=True):
+            linear.use(one, fused=whole, rounded=codes)
         self._experts.install(self._expert_configs)
 
 

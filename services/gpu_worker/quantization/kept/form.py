@@ -117,8 +117,6 @@ def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ())
 class KeptLinear:
     """A weight in a kept form. Implements `LinearMethod`."""
 
-    fusions = frozenset[Fusion]()
-
     def __init__(
         self,
         kept_form: KeptForm,
@@ -137,6 +135,10 @@ class KeptLinear:
     @property
     def form(self) -> str | None:
         return self.kept_form.name
+
+    @property
+    def fusions(self) -> frozenset[Fusion]:
+        return frozenset(Fusion) if self.input_rounding is not None else frozenset()
 
     @property
     def input_rounding(self) -> Rounding | None:
