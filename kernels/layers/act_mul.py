@@ -19,7 +19,7 @@ from blockyard.kernels.layers.round_row import (
     static_scale,
     store_rounded,
 )
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # the kernel knows them by their place
@@ -109,7 +109,7 @@ def act_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-def act_mul_rounded(gate_up: Tensor, activation: str, rounding: Rounding) -> RoundedRows:
+def act_mul_rounded(gate_up: Tensor, activation: str, rounding: InputRounding) -> RoundedRows:
     """Same as `act_mul`, but returns its result as `quantize_rows` rounds it."""
     _check(gate_up, activation)
     check_rounding(rounding)

@@ -14,7 +14,7 @@ from blockyard.kernels.layers.round_row import (
     static_scale,
     store_rounded,
 )
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 LONGEST_ROW = 32768  # elements; a program holds a whole row
@@ -80,7 +80,7 @@ def add_rms_norm(
 
 
 def add_rms_norm_rounded(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: Rounding
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: InputRounding
 ) -> RoundedRows:
     """Same as `add_rms_norm`, but returns its result as `quantize_rows` rounds it."""
     delta, total, addends = _checked(residual, delta, weight, None)
@@ -102,7 +102,7 @@ def _launch(
     out: Tensor,
     scales: Tensor,
     scale: Tensor,
-    rounding: Rounding | None,
+    rounding: InputRounding | None,
 ) -> None:
     """scales, scale: any tensors where rounding is None."""
     rows, size = residual.shape

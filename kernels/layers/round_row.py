@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.layers.rounding import E4M3, FLOOR, MOST, RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import E4M3, FLOOR, MOST, InputRounding, RoundedRows
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 plus and minus this is rounded to an integer, half to even
 _FLOOR = tl.constexpr(FLOOR)
@@ -61,7 +61,7 @@ def store_rounded(
     tl.store(codes_ptr + row * size + cols, codes, mask=cols < size)
 
 
-def allocate(rows: int, size: int, rounding: Rounding, like: Tensor) -> RoundedRows:
+def allocate(rows: int, size: int, rounding: InputRounding, like: Tensor) -> RoundedRows:
     """Memory of rounded rows [rows, size]. like: has the rows' dtype and device."""
     scales = (rows,) if rounding.group is None else (rows, ceil_div(size, rounding.group))
     return RoundedRows(
@@ -71,7 +71,7 @@ def allocate(rows: int, size: int, rounding: Rounding, like: Tensor) -> RoundedR
     )
 
 
-def check_rounding(rounding: Rounding) -> None:
+def check_rounding(rounding: InputRounding) -> None:
     """Raises ValueError for what `store_rounded` does not write."""
     if rounding.dtype not in MOST:
         raise ValueError(f"rows are rounded to e4m3 or int8, not to {rounding.dtype}")
@@ -79,14 +79,14 @@ def check_rounding(rounding: Rounding) -> None:
         raise ValueError(f"groups are powers of two from 16 on, not {rounding.group}")
 
 
-def static_scale(rounding: Rounding, scales: Tensor) -> Tensor:
+def static_scale(rounding: InputRounding, scales: Tensor) -> Tensor:
     """The scale of the file, or any tensor where there is none."""
     return scales if rounding.scale is None else rounding.scale
 
 
-def bound(rounding: Rounding) -> float:
+def bound(rounding: InputRounding) -> float:
     return float("inf") if rounding.most is None else rounding.most
 
 
-def group_of(rounding: Rounding) -> int:
+def group_of(rounding: InputRounding) -> int:
     return 0 if rounding.group is None else rounding.group

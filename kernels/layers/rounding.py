@@ -31,7 +31,7 @@ class RoundedRows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rounding:
+class InputRounding:
     """How rows of one product are rounded."""
 
     dtype: torch.dtype  # of the codes: E4M3 or int8
@@ -40,7 +40,7 @@ class Rounding:
     scale: Tensor | None = None  # float32, one number: the scale of all rows
 
 
-def round_rows_reference(x: Tensor, rounding: Rounding) -> RoundedRows:
+def round_rows_reference(x: Tensor, rounding: InputRounding) -> RoundedRows:
     """x [rows, size] as `quantize_rows` rounds it, to the same bits."""
     most, group = MOST[rounding.dtype], rounding.group
     if rounding.scale is not None:

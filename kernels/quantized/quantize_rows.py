@@ -14,7 +14,7 @@ from blockyard.kernels.layers.round_row import (
     static_scale,
     store_rounded,
 )
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding, round_rows_reference
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows, round_rows_reference
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 LONGEST_ROW = 65536  # numbers; a program holds a whole row
@@ -37,7 +37,7 @@ def _quantize_rows_kernel(
     store_rounded(x, codes_ptr, scales_ptr, scale_ptr, row, size, most, TILE, GROUP, STATIC)
 
 
-def quantize_rows(x: Tensor, rounding: Rounding) -> RoundedRows:
+def quantize_rows(x: Tensor, rounding: InputRounding) -> RoundedRows:
     """x [rows, size] -> codes [rows, size] and scales float32 [rows] or [rows, groups], with the bits of the reference.
 
     Rows may be strided. Raises ValueError for other layouts, rows over LONGEST_ROW and groups that are no power of two.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, MatrixPart, Rows, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
@@ -68,7 +68,7 @@ class Linear:
         self._fused: Mapping[int, FusedProduct] = {}
         self._wrappers: list[Callable[[Product], Product]] = []
         self._default: Product = method.apply
-        self.rounding: Rounding | None = None  # of inputs that `of_rounded` takes; None: it takes none
+        self.rounding: InputRounding | None = None  # of inputs that `of_rounded` takes; None: it takes none
         self._rounded: Mapping[int, RoundedProduct] = {}
         self._rounded_default: RoundedProduct | None = None
         self.fusion = Fusion.NONE

@@ -13,7 +13,7 @@ from blockyard.kernels.layers.act_mul import act_mul_rounded
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm_rounded
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.linear_w8a8_skinny import linear_w8a8_skinny
 from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_k
@@ -157,7 +157,7 @@ def _kept(method: LinearMethod) -> KeptLinear:
     return method
 
 
-def _rounding(method: LinearMethod) -> Rounding:
+def _rounding(method: LinearMethod) -> InputRounding:
     rounding = _kept(method).input_rounding
     assert rounding is not None, "this layer's inputs are not rounded by kernels"
     return rounding

@@ -97,7 +97,7 @@ class Tuner:
         )
         for rows in self.missing:
             self._configs[rows] = [
-                kernel_configs.default_config(measured, layer, rows, self._candidates(layer, rows))
+                kernel_configs.default_config(measured, layer, rows, self.candidates(layer, rows))
                 for layer in self.layers
             ]
         self._install()
@@ -177,7 +177,8 @@ class Tuner:
             self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"), folder
         )
 
-    def _candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
+    def candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
+        """Returns what is measured against the method's own product, less what failed to compile."""
         group = self.groups[self.layers.index(layer)]
         configs = self.products.forms[layer.form].candidates(layer, rows, group)
         return [config for config in configs if _binary(config, rows, layer, group[0]) not in self._failed]
@@ -195,7 +196,7 @@ class Tuner:
             _binary(config, rows, layer, group[0])
             for rows in sizes
             for layer, group in zip(self.layers, self.groups, strict=True)
-            for config in self._candidates(layer, rows)
+            for config in self.candidates(layer, rows)
         }
 
     def _compiles(self, binary: Binary) -> bool:
@@ -227,11 +228,11 @@ class Tuner:
                 self._failed.add(binary)
             self._tried.add(binary)
             yield
-        if not any(self._candidates(layer, rows) for layer in self.layers):
+        if not any(self.candidates(layer, rows) for layer in self.layers):
             return cublas
         times: list[dict[KernelConfig, float]] = [{} for _ in self.layers]
         for layer, group, took in zip(self.layers, self.groups, times, strict=True):
-            for config in (CUBLAS, *self._candidates(layer, rows)):
+            for config in (CUBLAS, *self.candidates(layer, rows)):
                 took[config] = self.timer.seconds(config, group, rows)
                 yield
         alone = [kernel_configs.pick(some) for some in times]

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
@@ -57,7 +57,7 @@ class RoundedInputs(Protocol):
     """A `LinearMethod` that rounds its inputs to 8 bits: the kernel that makes them may write the codes."""
 
     @property
-    def input_rounding(self) -> Rounding | None:
+    def input_rounding(self) -> InputRounding | None:
         """How. None: it takes only rows in the dtype of the model."""
 
     def apply_rounded(self, rows: RoundedRows) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
-from blockyard.kernels.layers.rounding import E4M3, RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import E4M3, InputRounding, RoundedRows
 from blockyard.kernels.quantized import linear_w8a8_skinny as few_file
 from blockyard.kernels.quantized import linear_w8a8_stream_k as rows_file
 from blockyard.kernels.quantized.linear_w8a8_skinny import linear_w8a8_skinny
@@ -46,10 +46,10 @@ def operands(
         x[1] = 0
     if rows > 2:
         x[2] *= 20
-    weight = quantize_rows(torch.randn(outs, size, device=DEVICE), Rounding(codes_dtype, group))
+    weight = quantize_rows(torch.randn(outs, size, device=DEVICE), InputRounding(codes_dtype, group))
     weight.scales[0] = 0
     weight.scales[-1] *= 10
-    return quantize_rows(x, Rounding(codes_dtype, group)), Weight8Bit(weight.codes, weight.scales, group)
+    return quantize_rows(x, InputRounding(codes_dtype, group)), Weight8Bit(weight.codes, weight.scales, group)
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:

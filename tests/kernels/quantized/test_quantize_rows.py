@@ -9,20 +9,20 @@ from torch import Tensor
 from blockyard.kernels.layers import round_row
 from blockyard.kernels.layers.act_mul import act_mul, act_mul_rounded
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm, add_rms_norm_rounded
-from blockyard.kernels.layers.rounding import E4M3, RoundedRows, Rounding, round_rows_reference
+from blockyard.kernels.layers.rounding import E4M3, InputRounding, RoundedRows, round_rows_reference
 from blockyard.kernels.quantized.quantize_rows import quantize_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 SCALE = torch.tensor(0.02, device=DEVICE)
 ROUNDINGS = {
-    "e4m3": Rounding(E4M3),
-    "e4m3 in groups": Rounding(E4M3, 128),
-    "e4m3 with a bound": Rounding(E4M3, most=0.7),
-    "static e4m3": Rounding(E4M3, scale=SCALE),
-    "static e4m3 in groups": Rounding(E4M3, 128, scale=SCALE),
-    "int8": Rounding(torch.int8),
-    "static int8": Rounding(torch.int8, scale=SCALE),
+    "e4m3": InputRounding(E4M3),
+    "e4m3 in groups": InputRounding(E4M3, 128),
+    "e4m3 with a bound": InputRounding(E4M3, most=0.7),
+    "static e4m3": InputRounding(E4M3, scale=SCALE),
+    "static e4m3 in groups": InputRounding(E4M3, 128, scale=SCALE),
+    "int8": InputRounding(torch.int8),
+    "static int8": InputRounding(torch.int8, scale=SCALE),
 }
 
 
@@ -67,8 +67,8 @@ def test_bits_are_those_of_the_definition(size: int, name: str, dtype: torch.dty
     assert_same(quantize_rows(wide, ROUNDINGS[name]), round_rows_reference(x, ROUNDINGS[name]))
 
 
-@pytest.mark.parametrize("rounding", [Rounding(E4M3), Rounding(E4M3, 128), Rounding(torch.int8)])
-def test_ties_and_edges(rounding: Rounding) -> None:
+@pytest.mark.parametrize("rounding", [InputRounding(E4M3), InputRounding(E4M3, 128), InputRounding(torch.int8)])
+def test_ties_and_edges(rounding: InputRounding) -> None:
     """Numbers halfway between codes, the largest ones and zeros of both signs."""
     halves = torch.arange(-127, 128) + 0.5
     most = 448.0 if rounding.dtype == E4M3 else 127.0
@@ -94,14 +94,14 @@ def test_norms_and_gates_write_what_a_later_rounding_would(name: str, dtype: tor
 
 
 def test_no_rows() -> None:
-    assert quantize_rows(torch.empty(0, 64, device=DEVICE), Rounding(E4M3)).codes.shape == (0, 64)
+    assert quantize_rows(torch.empty(0, 64, device=DEVICE), InputRounding(E4M3)).codes.shape == (0, 64)
 
 
 def test_what_is_not_supported_is_refused() -> None:
     x = torch.randn(2, 64, device=DEVICE)
     with pytest.raises(ValueError, match="contiguous"):
-        quantize_rows(x.T, Rounding(E4M3))
+        quantize_rows(x.T, InputRounding(E4M3))
     with pytest.raises(ValueError, match="powers of two"):
-        quantize_rows(x, Rounding(E4M3, 24))
+        quantize_rows(x, InputRounding(E4M3, 24))
     with pytest.raises(ValueError, match="e4m3 or int8"):
-        quantize_rows(x, Rounding(torch.int16))
+        quantize_rows(x, InputRounding(torch.int16))

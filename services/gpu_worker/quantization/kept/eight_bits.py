@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers import rounding
-from blockyard.kernels.layers.rounding import E4M3, Rounding, round_rows_reference
+from blockyard.kernels.layers.rounding import E4M3, InputRounding, round_rows_reference
 
 MOST = rounding.MOST[E4M3]
 FLOOR = rounding.FLOOR  # of scales
@@ -24,7 +24,7 @@ def to_e4m3(x: Tensor, group: int | None = None, most: float | None = None) -> t
     most: a row counts as having at most this absolute value, and larger numbers are clamped. Returns codes
     [rows, inputs] and scales float32 [rows] or [rows, groups].
     """
-    made = round_rows_reference(x, Rounding(E4M3, group, most))
+    made = round_rows_reference(x, InputRounding(E4M3, group, most))
     return made.codes, made.scales
 
 

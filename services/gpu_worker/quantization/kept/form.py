@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.layers.rounding import RoundedRows, Rounding
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import multiply, multiply_rounded
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 DUMMY_SCALE = 0.02  # standard deviation of the numbers that dummy weights stand for
@@ -88,7 +89,7 @@ class HostForm(Protocol):
 class RoundingForm(Protocol):
     """A form whose inputs are rounded to 8 bits, by kernels of a GPU too."""
 
-    def rounding(self, kept: Mapping[str, Tensor]) -> Rounding | None:
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
         """How kernels round the inputs, as `KeptForm.round_inputs` does. None: this device has no such products."""
 
     def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
@@ -100,10 +101,7 @@ def rounded_product(form: RoundingForm, x: Tensor, kept: Mapping[str, Tensor]) -
     rounding = form.rounding(kept)
     if rounding is None:
         return None
-    # imports Triton, which is installed only on machines with a GPU
-    from blockyard.services.gpu_worker.quantization.kept import w8a8_products  # noqa: PLC0415
-
-    return w8a8_products.multiply(x, rounding, form.weight(kept))
+    return multiply(x, rounding, form.weight(kept))
 
 
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
@@ -141,7 +139,7 @@ class KeptLinear:
         return frozenset(Fusion) if self.input_rounding is not None else frozenset()
 
     @property
-    def input_rounding(self) -> Rounding | None:
+    def input_rounding(self) -> InputRounding | None:
         """Implements `RoundedInputs`."""
         form = self.kept_form
         return form.rounding(self._kept) if isinstance(form, RoundingForm) and self._dense is None else None
@@ -157,10 +155,7 @@ class KeptLinear:
 
     def apply_rounded(self, rows: RoundedRows) -> Tensor:
         """Implements `RoundedInputs`."""
-        # imports Triton, which is installed only on machines with a GPU
-        from blockyard.services.gpu_worker.quantization.kept import w8a8_products  # noqa: PLC0415
-
-        out = w8a8_products.multiply_rounded(rows, self.weight8())
+        out = multiply_rounded(rows, self.weight8())
         return out if self._bias is None else out.add_(self._bias)
 
     def dequantized(self) -> Tensor:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.kernels.layers.rounding import Rounding, round_rows_reference
+from blockyard.kernels.layers.rounding import InputRounding, round_rows_reference
 from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3, has_products
 from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, rounded_product
 
 CODES, SCALES, INPUT_SCALE = "codes", "scales", "input_scale"
 ALIGNMENT = 16  # numbers; tensor cores read rows that are multiples of it
+GROUPS = (128, 256, 512)  # that kernels apply
 DUMMY_STD = 112.0  # of codes: a quarter of the largest
 DUMMY_INPUT_SCALE = 0.05
 
@@ -44,17 +45,19 @@ class Fp8W8A8:
         made = round_rows_reference(x, self._rounding(kept))
         return made.codes, made.scales
 
-    def _rounding(self, kept: Mapping[str, Tensor]) -> Rounding:
-        return Rounding(E4M3, self.group, self.most_input, kept[INPUT_SCALE] if self.static else None)
+    def _rounding(self, kept: Mapping[str, Tensor]) -> InputRounding:
+        return InputRounding(E4M3, self.group, self.most_input, kept[INPUT_SCALE] if self.static else None)
 
     def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         codes, scales = self._to_codes(x, kept)
         return (codes.float() * expand(scales, self.group, x.shape[-1])).to(x.dtype)
 
-    def rounding(self, kept: Mapping[str, Tensor]) -> Rounding | None:
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
         """Implements `RoundingForm`."""
         codes = kept[CODES]
         if codes.device.type != "cuda" or not has_products(codes.device) or codes.shape[1] % ALIGNMENT:
+            return None
+        if self.group not in (None, *GROUPS):
             return None
         return self._rounding(kept)
 

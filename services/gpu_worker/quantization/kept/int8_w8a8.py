@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.layers.rounding import FLOOR, Rounding
+from blockyard.kernels.layers.rounding import FLOOR, InputRounding
 from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptTensor,
@@ -76,12 +76,12 @@ class Int8W8A8:
         codes, scales, zeros = self._to_codes(x, kept)
         return ((codes if zeros is None else codes - zeros) * scales).to(x.dtype)
 
-    def rounding(self, kept: Mapping[str, Tensor]) -> Rounding | None:
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
         """Implements `RoundingForm`."""
         weight = kept[CODES]
         if not self.symmetric or weight.device.type != "cuda" or weight.shape[1] % ALIGNMENT:
             return None
-        return Rounding(torch.int8, scale=kept[INPUT_SCALE] if self.static else None)
+        return InputRounding(torch.int8, scale=kept[INPUT_SCALE] if self.static else None)
 
     def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
         """Implements `RoundingForm`."""

@@ -1,4 +1,4 @@
-"""Products of rows that were rounded to e4m3 or int8, on a GPU. Imports Triton.
+"""Products of rows that were rounded to e4m3 or int8, on a GPU.
 
 They are the default of `Fp8W8A8` and `Int8W8A8`, which the tuner replaces for numbers of rows that it measures. None
 makes numbers of a weight, waits for the GPU, or lets a row depend on the others of its tile.
@@ -8,24 +8,23 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.gpu_facts import compute_capability
-from blockyard.kernels.layers.linear_stream_k import ALIGNMENT, Tiling
-from blockyard.kernels.layers.rounding import E4M3, RoundedRows, Rounding
-from blockyard.kernels.programmatic_launch import supports_pdl
-from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_k
+from blockyard.kernels.layers.rounding import E4M3, InputRounding, RoundedRows
 from blockyard.kernels.quantized.operands import Weight8Bit
-from blockyard.kernels.quantized.quantize_rows import quantize_rows
 
-TILES = {16: (64, 16, 128, 5, 4), 64: (64, 64, 128, 4, 4)}  # by most rows: see `Tiling`
+if torch.cuda.is_available():
+    # they import Triton, which comes only with CUDA builds of torch
+    from blockyard.kernels.layers.linear_stream_k import Tiling
+    from blockyard.kernels.programmatic_launch import supports_pdl
+    from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_k
+    from blockyard.kernels.quantized.quantize_rows import quantize_rows
+
+ALIGNMENT = 16  # bytes of a row that tensor cores read at once
+TILES = {16: (64, 16, 128, 5, 4), 64: (64, 64, 128, 4, 4)}  # by most rows: see `linear_stream_k.Tiling`
 MANY_ROWS = (128, 128, 128, 4, 8)
 SCALED_ROWS = (9, 0)  # compute capability from which `torch._scaled_mm` has scales of rows
 
 
-def fits(weight: Weight8Bit) -> bool:
-    """Whether the kernels of tensor cores read this weight: their copies are of 16 bytes."""
-    return weight.codes.shape[1] % ALIGNMENT == 0 and weight.codes.data_ptr() % ALIGNMENT == 0
-
-
-def multiply(x: Tensor, rounding: Rounding, weight: Weight8Bit) -> Tensor:
+def multiply(x: Tensor, rounding: InputRounding, weight: Weight8Bit) -> Tensor:
     """x [rows, in] in 16 or 32 bits -> [rows, out]."""
     return multiply_rounded(quantize_rows(x, rounding), weight)
 

@@ -79,7 +79,7 @@ def test_every_candidate(form: KeptForm) -> None:
             tuner.compile([rows])
             for layer, group in zip(tuner.layers, tuner.groups, strict=True):
                 x = torch.randn(rows, group[0].shape[0], device="cuda").bfloat16()
-                for config in tuner._candidates(layer, rows):
+                for config in tuner.candidates(layer, rows):
                     assert error(tuner.products.of(config, group[0])(x), wanted(group[0], x)) < 6e-3, config
 
 
