@@ -31,7 +31,7 @@ def linear_blocks_reference(x: Tensor, weights: BlockWeights, bias: Tensor | Non
 @triton.jit
 def halves(codes, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """The numbers of the lower and of the upper halves of bytes."""
-    if ASM != "" and DTYPE == tl.bfloat16:
+    if ASM != "" and tl.bfloat16 == DTYPE:
         return tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
@@ -39,7 +39,7 @@ def halves(codes, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: t
         return tl.inline_asm_elementwise(
             ASM, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
-    else:  # noqa: RET505, only one branch is compiled
+    else:
         low = numbers(codes & 15, table_ptr, CODES, MIDDLE, DTYPE)
         return low, numbers(codes >> 4, table_ptr, CODES, MIDDLE, DTYPE)
 

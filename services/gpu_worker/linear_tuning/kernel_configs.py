@@ -116,7 +116,7 @@ def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: in
     if rows > 1:
         for shape in STREAM_K_TILES[next(most for most in STREAM_K_TILES if rows <= most)]:
             configs += [
-                _stream_k(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)
+                stream_k(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)
             ]
     return configs
 
@@ -142,10 +142,11 @@ def batch_invariant_config(layer: LinearShape, element_bytes: int, processors: i
     out_tile, _, in_tile, _, _ = BATCH_INVARIANT
     together = round(processors / -(-layer.out_features // out_tile))
     split = max(min(together, layer.in_features // in_tile // FEWEST_STEPS), 1)
-    return _stream_k(layer, BATCH_INVARIANT, split)
+    return stream_k(layer, BATCH_INVARIANT, split)
 
 
-def _stream_k(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
+def stream_k(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
+    """A config of the stream-K kernel with tiles as in STREAM_K_TILES."""
     fetch = 4 if layer.in_features * layer.out_features <= FETCH_ELEMENTS else 0
     return KernelConfig("stream_k", *shape, split, fetch)
 

@@ -1,11 +1,12 @@
 """The interfaces of a weight. Whatever multiplies, tunes, times, moves or fills one asks these and reads no tensor."""
 
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
@@ -50,6 +51,18 @@ class LinearMethod(Protocol):
 
     def replace(self, name: str, tensor: Tensor) -> None:
         """Makes products read `tensor` instead of `tensors()[name]`. Not after `prepare`."""
+
+
+@runtime_checkable
+class RoundedInputs(Protocol):
+    """A `LinearMethod` that rounds its inputs to 8 bits: the kernel that makes them may write the codes."""
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """How. None: it takes only rows in the dtype of the model."""
+
+    def apply_rounded(self, rows: RoundedRows) -> Tensor:
+        """As `LinearMethod.apply`, of rows that are rounded."""
 
 
 class ExpertMethod(Protocol):

@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.quantization.kept.act_order import ORDER
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, ROW_SCALES, Table4A16
-from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, ZEROS, W4A16
+from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, W4A16, ZEROS
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 
 MOST_ROWS = 256  # the weight of a product with more is unpacked first

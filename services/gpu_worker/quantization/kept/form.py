@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
+from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import multiply, multiply_rounded
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 BLOCKS = "blocks"  # the layout of weights that kernels of a GPU read, followed by its parameters
@@ -94,6 +97,25 @@ class Blocks(Protocol):
         """x [rows, inputs] -> [rows, outputs], without bias."""
 
 
+@runtime_checkable
+class RoundingForm(Protocol):
+    """A form whose inputs are rounded to 8 bits, by kernels of a GPU too."""
+
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
+        """How kernels round the inputs, as `KeptForm.round_inputs` does. None: this device has no such products."""
+
+    def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
+        """The weight as kernels read it. Only where there is a rounding."""
+
+
+def rounded_product(form: RoundingForm, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+    """`KeptForm.product` by kernels of a GPU; None where there are none."""
+    rounding = form.rounding(kept)
+    if rounding is None:
+        return None
+    return multiply(x, rounding, form.weight(kept))
+
+
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
     """Shapes and dtypes of the tensors by name, of experts with their number in `lead`."""
     return {
@@ -104,8 +126,6 @@ def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ())
 
 class KeptLinear:
     """A weight in a kept form. Implements `LinearMethod`."""
-
-    fusions = frozenset[Fusion]()
 
     def __init__(
         self,
@@ -129,8 +149,28 @@ class KeptLinear:
         return self.kept_form.name if self.blocks is None else f"{BLOCKS} {self.blocks.key}"
 
     @property
+    def fusions(self) -> frozenset[Fusion]:
+        return frozenset(Fusion) if self.input_rounding is not None else frozenset()
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """Implements `RoundedInputs`."""
+        form = self.kept_form
+        return form.rounding(self._kept) if isinstance(form, RoundingForm) and self._dense is None else None
+
+    @property
     def bias(self) -> Tensor | None:
         return self._bias
+
+    def weight8(self) -> Weight8Bit:
+        """The weight as kernels of rounded rows read it. Only where there is an `input_rounding`."""
+        assert isinstance(self.kept_form, RoundingForm)
+        return self.kept_form.weight(self._kept)
+
+    def apply_rounded(self, rows: RoundedRows) -> Tensor:
+        """Implements `RoundedInputs`."""
+        out = multiply_rounded(rows, self.weight8())
+        return out if self._bias is None else out.add_(self._bias)
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model."""
