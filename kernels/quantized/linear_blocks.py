@@ -45,59 +45,74 @@ def halves(codes, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: t
 
 
 @triton.jit
-def _load_row(ptr, group, outs, out, E8M0: tl.constexpr):
-    """Scales or zeros [outputs, 1] of a group, in float32."""
-    return scale_numbers(tl.load(ptr + group * outs + out), E8M0)[:, None]
+def _load_groups(ptr, step, outs, out, GROUP: tl.constexpr, E8M0: tl.constexpr, WANTED: tl.constexpr):
+    """Scales or zeros of a block, one [outputs] in float32 for each group, in the order of inputs.
+
+    They are loaded a step before they are used, because nothing else would hide how long that takes.
+    """
+    found = ()
+    if WANTED:
+        COUNT: tl.constexpr = 1 if GROUP % 128 == 0 else 128 // GROUP
+        for i in tl.static_range(COUNT):
+            group = 0 if GROUP == 0 else step * 128 // GROUP + i
+            found += (scale_numbers(tl.load(ptr + group * outs + out), E8M0),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _less_zeros(number, zero, WHOLE: tl.constexpr):
+    """WHOLE: zeros are whole, so that the difference is exact in the dtype of the numbers."""
+    if WHOLE:
+        return number - zero.to(number.dtype)[:, None]
+    else:  # noqa: RET505, only one branch is compiled
+        return (number.to(tl.float32) - zero[:, None]).to(number.dtype)
 
 
 @triton.jit
 def _add_block(
-    total, x_desc, codes_ptr, scales_ptr, zeros_ptr, table_ptr, step, row_start, out, outs, pitch,
-    SUB: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr,
-    ZEROS: tl.constexpr, ASM: tl.constexpr,
+    total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, out_start,
+    SUB: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
+    WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Adds the products of BLOCK inputs, SUB inputs of each half at a time."""
     HALF: tl.constexpr = 64
     DTYPE: tl.constexpr = x_desc.dtype
-    MIDDLE: tl.constexpr = not ZEROS
-    rows = codes_ptr + out.to(tl.int64)[:, None] * pitch + tl.arange(0, SUB)[None, :]
-    for sub in tl.static_range(0, HALF, SUB):
-        start = step * 128 + sub
+    PER_HALF: tl.constexpr = 0 if GROUP % 128 == 0 else HALF // GROUP  # groups
+    for i in tl.static_range(HALF // SUB):
+        start = step * 128 + i * SUB
         if CODES <= 3:
-            codes = tl.load(rows + step * HALF + sub)
-            low, high = halves(codes, table_ptr, CODES, MIDDLE, DTYPE, ASM)
+            codes = codes_desc.load([out_start, step * HALF + i * SUB])
+            low, high = halves(codes, table_ptr, CODES, not ZEROS, DTYPE, ASM)
         else:
-            low = numbers(tl.load(rows + start), table_ptr, CODES, MIDDLE, DTYPE)
-            high = numbers(tl.load(rows + start + HALF), table_ptr, CODES, MIDDLE, DTYPE)
+            low = numbers(codes_desc.load([out_start, start]), table_ptr, CODES, not ZEROS, DTYPE)
+            high = numbers(codes_desc.load([out_start, start + HALF]), table_ptr, CODES, not ZEROS, DTYPE)
         below = x_desc.load([row_start, start])
         above = x_desc.load([row_start, start + HALF])
-        first = 0 if GROUP == 0 else start // GROUP
-        second = 0 if GROUP == 0 else (start + HALF) // GROUP
         if ZEROS:
-            low = (low.to(tl.float32) - _load_row(zeros_ptr, first, outs, out, False)).to(DTYPE)
-            high = (high.to(tl.float32) - _load_row(zeros_ptr, second, outs, out, False)).to(DTYPE)
+            low = _less_zeros(low, zeros[i * SUB * PER_HALF // HALF], WHOLE)
+            high = _less_zeros(high, zeros[i * SUB * PER_HALF // HALF + PER_HALF], WHOLE)
         if not SCALES:
             total = tl.dot(low, below.T, total, input_precision="ieee")
             total = tl.dot(high, above.T, total, input_precision="ieee")
-        elif GROUP % 128 == 0:  # both halves are of one group
+        elif PER_HALF == 0:  # both halves are of one group
             part = tl.dot(low, below.T, input_precision="ieee")
             part = tl.dot(high, above.T, part, input_precision="ieee")
-            total += part * _load_row(scales_ptr, first, outs, out, E8M0)
+            total += part * scales[i * SUB * PER_HALF // HALF][:, None]
         else:
             part = tl.dot(low, below.T, input_precision="ieee")
-            total += part * _load_row(scales_ptr, first, outs, out, E8M0)
+            total += part * scales[i * SUB * PER_HALF // HALF][:, None]
             part = tl.dot(high, above.T, input_precision="ieee")
-            total += part * _load_row(scales_ptr, second, outs, out, E8M0)
+            total += part * scales[i * SUB * PER_HALF // HALF + PER_HALF][:, None]
     return total
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_blocks_kernel(
-    x_desc, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
-    rows, outs, pitch, steps,
+    x_desc, codes_desc, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, out_ptr, parts_ptr,
+    arrived_ptr, rows, outs, pitch, steps,
     OUT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, STAGES: tl.constexpr, SUB: tl.constexpr, CODES: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALES: tl.constexpr,
-    ASM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+    ROW_SCALES: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     # program p: steps p * work / programs to (p + 1) * work / programs; a step is a block of inputs
     program = tl.program_id(0).to(tl.int64)
@@ -129,11 +144,17 @@ def _linear_blocks_kernel(
         row_start = tile % row_tiles * ROW_TILE
         out = tl.minimum(out_start + tl.arange(0, OUT_TILE), outs - 1)
         total = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+        scales = _load_groups(scales_ptr, first, outs, out, GROUP, E8M0, SCALES)
+        zeros = _load_groups(zeros_ptr, first, outs, out, GROUP, False, ZEROS)
         for step in tl.range(first, last, num_stages=STAGES):
+            following = tl.minimum(step + 1, last - 1)
+            next_scales = _load_groups(scales_ptr, following, outs, out, GROUP, E8M0, SCALES)
+            next_zeros = _load_groups(zeros_ptr, following, outs, out, GROUP, False, ZEROS)
             total = _add_block(
-                total, x_desc, codes_ptr, scales_ptr, zeros_ptr, table_ptr, step, row_start, out, outs, pitch,
-                SUB, CODES, GROUP, SCALES, E8M0, ZEROS, ASM,
+                total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, out_start,
+                SUB, CODES, GROUP, SCALES, ZEROS, WHOLE, ASM,
             )  # fmt: skip
+            scales, zeros = next_scales, next_zeros
         end = tile * steps + first
         if PDL:  # noqa: SIM102, PDL is known at compile time
             if end <= begin:
@@ -192,18 +213,20 @@ def linear_blocks(
     sub = weights.group if 0 < weights.group < BLOCK // 2 else BLOCK // 2
     assembly = unpack_assembly(weights.kind, x.dtype, weights.zeros is None, weights.table) if x.is_cuda else ""
     codes, nothing = weights.codes, weights.codes
+    codes_desc = TensorDescriptor.from_tensor(codes, [tiling.out_tile, sub])
+    is_whole = weights.zeros is not None and not weights.zeros.is_floating_point()
     for start in range(0, rows, most):
         some, result = x[start : start + most], out[start : start + most]
         grid = programs or parts * ceil_div(len(some), tiling.row_tile)
         _linear_blocks_kernel[(grid,)](
-            TensorDescriptor.from_tensor(some, [tiling.row_tile, sub]), codes,
+            TensorDescriptor.from_tensor(some, [tiling.row_tile, sub]), codes_desc, codes,
             nothing if weights.scales is None else weights.scales, nothing if weights.zeros is None else weights.zeros,
             nothing if weights.row_scales is None else weights.row_scales, nothing if table is None else table,
             nothing if bias is None else bias, result, workspace.parts, workspace.arrived,
             len(some), outs, codes.shape[1], ceil_div(size, BLOCK),
             OUT_TILE=tiling.out_tile, ROW_TILE=tiling.row_tile, STAGES=tiling.stages, SUB=sub, CODES=int(weights.kind),
             GROUP=weights.group, SCALES=weights.scales is not None, E8M0=weights.is_e8m0,
-            ZEROS=weights.zeros is not None, ROW_SCALES=weights.row_scales is not None, ASM=assembly,
+            ZEROS=weights.zeros is not None, WHOLE=is_whole, ROW_SCALES=weights.row_scales is not None, ASM=assembly,
             BIAS=bias is not None, PDL=tiling.pdl, FETCH=tiling.fetch, num_warps=tiling.warps,
             num_stages=tiling.stages, **pdl_options(tiling.pdl),
         )  # fmt: skip
