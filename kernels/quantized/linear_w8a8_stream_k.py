@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, with_bias, with_parts, fits
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, with_bias, with_parts
 from blockyard.kernels.layers.rounding import RoundedRows
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.operands import Weight8Bit, check_operands

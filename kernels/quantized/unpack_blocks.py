@@ -1,7 +1,6 @@
 """Writes the numbers that quantized weights stand for, for products with so many rows that a library is quicker; on a
 GPU."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,14 +32,15 @@ def _scaled(number, scales_ptr, zeros_ptr, row_scale, start, outs, out, GROUP: t
 
 @triton.jit
 def _unpack_blocks_kernel(
-    codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, out_ptr, outs, size, pitch,
+    codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, out_ptr, begin, end, outs, size, pitch,
     OUT_TILE: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr,
     ZEROS: tl.constexpr, ROW_SCALES: tl.constexpr,
 ):  # fmt: skip
-    # program (i, j): outputs i * OUT_TILE ... of block j
+    # program (i, j): outputs begin + i * OUT_TILE ... of block j
     step = tl.program_id(1)
     place = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
-    out = tl.minimum(place, outs - 1)
+    out = tl.minimum(begin + place, end - 1)
+    known = (begin + place < end)[:, None]
     column = tl.arange(0, 64)[None, :]
     rows = codes_ptr + out.to(tl.int64)[:, None] * pitch + column
     if CODES <= 3:
@@ -56,22 +56,25 @@ def _unpack_blocks_kernel(
     where = out_ptr + place.to(tl.int64)[:, None] * size
     low = _scaled(low, scales_ptr, zeros_ptr, row_scale, step * 128, outs, out, GROUP, SCALES, E8M0, ZEROS)
     column += step * 128
-    tl.store(where + column, low.to(out_ptr.dtype.element_ty), mask=(place < outs)[:, None] & (column < size))
+    tl.store(where + column, low.to(out_ptr.dtype.element_ty), mask=known & (column < size))
     high = _scaled(high, scales_ptr, zeros_ptr, row_scale, step * 128 + 64, outs, out, GROUP, SCALES, E8M0, ZEROS)
     column += 64
-    tl.store(where + column, high.to(out_ptr.dtype.element_ty), mask=(place < outs)[:, None] & (column < size))
+    tl.store(where + column, high.to(out_ptr.dtype.element_ty), mask=known & (column < size))
 
 
-def unpack_blocks(weights: BlockWeights, dtype: torch.dtype, table: Tensor | None = None) -> Tensor:
-    """Returns [outputs, inputs] in new memory. table: that of the weights on the device, if they have one."""
-    outs, size, nothing = weights.outputs, weights.inputs, weights.codes
-    out = torch.empty((outs, size), dtype=dtype, device=weights.codes.device)
-    _unpack_blocks_kernel[(ceil_div(outs, OUT_TILE), ceil_div(size, BLOCK))](
+def unpack_blocks(weights: BlockWeights, out: Tensor, begin: int = 0, table: Tensor | None = None) -> None:
+    """Writes the outputs from `begin` on to out [some outputs, inputs], contiguous.
+
+    table: that of the weights on the device, if they have one.
+    """
+    size, nothing = weights.inputs, weights.codes
+    if out.shape[1] != size or begin + len(out) > weights.outputs or not out.is_contiguous():
+        raise ValueError(f"{list(out.shape)} does not hold outputs of [{weights.outputs}, {size}] from {begin} on")
+    _unpack_blocks_kernel[(ceil_div(len(out), OUT_TILE), ceil_div(size, BLOCK))](
         weights.codes, nothing if weights.scales is None else weights.scales,
         nothing if weights.zeros is None else weights.zeros,
-        nothing if weights.row_scales is None else weights.row_scales, nothing if table is None else table, out, outs,
-        size, weights.codes.shape[1], OUT_TILE=OUT_TILE, CODES=int(weights.kind), GROUP=weights.group,
-        SCALES=weights.scales is not None, E8M0=weights.is_e8m0, ZEROS=weights.zeros is not None,
+        nothing if weights.row_scales is None else weights.row_scales, nothing if table is None else table, out, begin,
+        begin + len(out), weights.outputs, size, weights.codes.shape[1], OUT_TILE=OUT_TILE, CODES=int(weights.kind),
+        GROUP=weights.group, SCALES=weights.scales is not None, E8M0=weights.is_e8m0, ZEROS=weights.zeros is not None,
         ROW_SCALES=weights.row_scales is not None,
     )  # fmt: skip
-    return out

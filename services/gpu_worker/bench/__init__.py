@@ -2,8 +2,8 @@
 
 `python -m blockyard.services.gpu_worker.bench` runs `__main__`, which calls `measure() -> list[Row]` of each family of
 kernels (`attention`, `experts`, `latent`, `linear`, `linear_8_bits`, `quantized_experts`, `sampling`, `small`) and
-prints one Markdown table. The worker does not import this folder. It imports `kernels/`, `layers/`, `linear_tuning/` and
-`quantization/`.
+prints one Markdown table. The worker does not import this folder. It imports `kernels/`, `layers/`, `linear_tuning/`
+and `quantization/`.
 
 - `row.Row`: one line of the table. `row.row` computes it from seconds, bytes and operations.
 - `row.Ceilings`: memory bandwidth, bf16 and fp8 GEMM rates and launch time of this GPU, measured once for each process.

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
@@ -83,7 +82,12 @@ class BlockProducts:
     def of(self, config: KernelConfig, method: LinearMethod) -> Product:
         blocks, bias = _blocks(method), _kept(method).bias
         if config == UNPACKED:
-            return lambda x: F.linear(blocks.ordered(x), blocks.unpacked(x.dtype), bias)
+
+            def unpacked(x: Tensor) -> Tensor:
+                out = blocks.multiply_unpacked(blocks.ordered(x))
+                return out if bias is None else out.add_(bias)
+
+            return unpacked
         workspace, split, weights, table = self._workspace(), config.split, blocks.weights, blocks.table
         tiling = Tiling(
             config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, self._pdl, config.fetch

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT, Tiling, Workspace
@@ -19,6 +18,7 @@ from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES,
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 
 MOST_ROWS = 256  # the weight of a product with more is unpacked first
+CHUNK_BYTES, CHUNK_UNIT = 24 << 20, 128  # of unpacked outputs at a time, and a multiple of so many outputs
 ROW_TILES = (16, 32, 64)  # without measured configs; the last one for any number of rows
 OUT_TILE, STAGES, WARPS = 64, 4, 4
 
@@ -52,16 +52,28 @@ class BlockProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, inputs] -> [rows, outputs], without bias, as no config says otherwise."""
-        x, rows = self.ordered(x), len(x)
+        rows = len(x)
+        x = self.ordered(x)
         if rows > MOST_ROWS:
-            return F.linear(x, self.unpacked(x.dtype))
+            return self.multiply_unpacked(x)
         row_tile = next((one for one in ROW_TILES if rows <= one), ROW_TILES[-1])
         tiling = Tiling(OUT_TILE, row_tile, BLOCK, STAGES, WARPS, pdl=False)
         return linear_blocks(x.contiguous(), self.weights, None, tiling, self._space, 1, table=self.table)
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs in the order of the columns], in new memory."""
-        return unpack_blocks(self.weights, dtype, self.table)
+    def multiply_unpacked(self, x: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+        """The same of x in the order of the columns, with numbers in its dtype, which are made some outputs at a time.
+
+        Chunks have the same memory, so that it stays in the L2 cache.
+        """
+        outputs, inputs = self.weights.outputs, self.weights.inputs
+        count = max(min(chunk_bytes // (inputs * x.element_size()) // CHUNK_UNIT * CHUNK_UNIT, outputs), CHUNK_UNIT)
+        out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+        chunk = torch.empty((min(count, outputs), inputs), dtype=x.dtype, device=x.device)
+        for begin in range(0, outputs, count):
+            some = chunk[: outputs - begin]
+            unpack_blocks(self.weights, some, begin, self.table)
+            torch.mm(x, some.t(), out=out[:, begin : begin + len(some)])
+        return out
 
 
 def block_product(
