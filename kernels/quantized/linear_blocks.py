@@ -70,22 +70,22 @@ def _less_zeros(number, zero, WHOLE: tl.constexpr):
 
 @triton.jit
 def _add_block(
-    total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, out_start,
+    total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, place,
     SUB: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
     WHOLE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of BLOCK inputs, SUB inputs of each half at a time."""
+    """Adds the products of BLOCK inputs, SUB inputs of each half at a time. place: of the codes in rows of a block."""
     HALF: tl.constexpr = 64
     DTYPE: tl.constexpr = x_desc.dtype
     PER_HALF: tl.constexpr = 0 if GROUP % 128 == 0 else HALF // GROUP  # groups
     for i in tl.static_range(HALF // SUB):
         start = step * 128 + i * SUB
         if CODES <= 3:
-            codes = codes_desc.load([out_start, step * HALF + i * SUB])
+            codes = codes_desc.load([place, i * SUB])
             low, high = halves(codes, table_ptr, CODES, not ZEROS, DTYPE, ASM)
         else:
-            low = numbers(codes_desc.load([out_start, start]), table_ptr, CODES, not ZEROS, DTYPE)
-            high = numbers(codes_desc.load([out_start, start + HALF]), table_ptr, CODES, not ZEROS, DTYPE)
+            low = numbers(codes_desc.load([place, i * SUB]), table_ptr, CODES, not ZEROS, DTYPE)
+            high = numbers(codes_desc.load([place, i * SUB + HALF]), table_ptr, CODES, not ZEROS, DTYPE)
         below = x_desc.load([row_start, start])
         above = x_desc.load([row_start, start + HALF])
         if ZEROS:
@@ -109,7 +109,7 @@ def _add_block(
 @triton.jit(do_not_specialize=["rows"])
 def _linear_blocks_kernel(
     x_desc, codes_desc, codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, bias_ptr, out_ptr, parts_ptr,
-    arrived_ptr, rows, outs, pitch, steps,
+    arrived_ptr, rows, outs, steps,
     OUT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, STAGES: tl.constexpr, SUB: tl.constexpr, CODES: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
     ROW_SCALES: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
@@ -125,12 +125,14 @@ def _linear_blocks_kernel(
     if PDL:
         if FETCH > 0:
             tile = (end - 1) // steps
-            early = tl.minimum(tile // row_tiles * OUT_TILE + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
-            line = tl.maximum(begin - tile * steps, 0) * (pitch // steps) + tl.arange(0, FETCH) * 128
+            WIDTH: tl.constexpr = 64 if CODES <= 3 else 128
+            early = tl.maximum(begin - tile * steps, 0) + tl.arange(0, FETCH)  # blocks
+            line = tile // row_tiles * OUT_TILE * WIDTH + tl.arange(0, OUT_TILE * WIDTH // 128) * 128
+            ahead = (tl.minimum(early, steps - 1).to(tl.int64) * outs * WIDTH)[:, None] + line[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
                 "=r,l",
-                [codes_ptr + (early * pitch)[:, None] + tl.minimum(line, pitch - 1)[None, :]],
+                [codes_ptr + tl.minimum(ahead, steps.to(tl.int64) * outs * WIDTH - 1)],
                 dtype=tl.int32,
                 is_pure=False,
                 pack=1,
@@ -151,7 +153,7 @@ def _linear_blocks_kernel(
             next_scales = _load_groups(scales_ptr, following, outs, out, GROUP, E8M0, SCALES)
             next_zeros = _load_groups(zeros_ptr, following, outs, out, GROUP, False, ZEROS)
             total = _add_block(
-                total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, out_start,
+                total, x_desc, codes_desc, table_ptr, scales, zeros, step, row_start, step * outs + out_start,
                 SUB, CODES, GROUP, SCALES, ZEROS, WHOLE, ASM,
             )  # fmt: skip
             scales, zeros = next_scales, next_zeros
@@ -213,7 +215,7 @@ def linear_blocks(
     sub = weights.group if 0 < weights.group < BLOCK // 2 else BLOCK // 2
     assembly = unpack_assembly(weights.kind, x.dtype, weights.zeros is None, weights.table) if x.is_cuda else ""
     codes, nothing = weights.codes, weights.codes
-    codes_desc = TensorDescriptor.from_tensor(codes, [tiling.out_tile, sub])
+    codes_desc = TensorDescriptor.from_tensor(codes.view(-1, codes.shape[2]), [tiling.out_tile, sub])
     is_whole = weights.zeros is not None and not weights.zeros.is_floating_point()
     for start in range(0, rows, most):
         some, result = x[start : start + most], out[start : start + most]
@@ -223,7 +225,7 @@ def linear_blocks(
             nothing if weights.scales is None else weights.scales, nothing if weights.zeros is None else weights.zeros,
             nothing if weights.row_scales is None else weights.row_scales, nothing if table is None else table,
             nothing if bias is None else bias, result, workspace.parts, workspace.arrived,
-            len(some), outs, codes.shape[1], ceil_div(size, BLOCK),
+            len(some), outs, ceil_div(size, BLOCK),
             OUT_TILE=tiling.out_tile, ROW_TILE=tiling.row_tile, STAGES=tiling.stages, SUB=sub, CODES=int(weights.kind),
             GROUP=weights.group, SCALES=weights.scales is not None, E8M0=weights.is_e8m0,
             ZEROS=weights.zeros is not None, WHOLE=is_whole, ROW_SCALES=weights.row_scales is not None, ASM=assembly,

@@ -32,7 +32,7 @@ def _scaled(number, scales_ptr, zeros_ptr, row_scale, start, outs, out, GROUP: t
 
 @triton.jit
 def _unpack_blocks_kernel(
-    codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, out_ptr, begin, end, outs, size, pitch,
+    codes_ptr, scales_ptr, zeros_ptr, row_scales_ptr, table_ptr, out_ptr, begin, end, outs, size,
     OUT_TILE: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr,
     ZEROS: tl.constexpr, ROW_SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -42,14 +42,15 @@ def _unpack_blocks_kernel(
     out = tl.minimum(begin + place, end - 1)
     known = (begin + place < end)[:, None]
     column = tl.arange(0, 64)[None, :]
-    rows = codes_ptr + out.to(tl.int64)[:, None] * pitch + column
+    WIDTH: tl.constexpr = 64 if CODES <= 3 else 128
+    rows = codes_ptr + (step.to(tl.int64) * outs + out)[:, None] * WIDTH + column
     if CODES <= 3:
-        codes = tl.load(rows + step * 64)
+        codes = tl.load(rows)
         low = numbers(codes & 15, table_ptr, CODES, not ZEROS, tl.float32)
         high = numbers(codes >> 4, table_ptr, CODES, not ZEROS, tl.float32)
     else:
-        low = numbers(tl.load(rows + step * 128), table_ptr, CODES, not ZEROS, tl.float32)
-        high = numbers(tl.load(rows + step * 128 + 64), table_ptr, CODES, not ZEROS, tl.float32)
+        low = numbers(tl.load(rows), table_ptr, CODES, not ZEROS, tl.float32)
+        high = numbers(tl.load(rows + 64), table_ptr, CODES, not ZEROS, tl.float32)
     row_scale = tl.full([OUT_TILE], 1.0, tl.float32)
     if ROW_SCALES:
         row_scale = tl.load(row_scales_ptr + out).to(tl.float32)
@@ -74,7 +75,7 @@ def unpack_blocks(weights: BlockWeights, out: Tensor, begin: int = 0, table: Ten
         weights.codes, nothing if weights.scales is None else weights.scales,
         nothing if weights.zeros is None else weights.zeros,
         nothing if weights.row_scales is None else weights.row_scales, nothing if table is None else table, out, begin,
-        begin + len(out), weights.outputs, size, weights.codes.shape[1], OUT_TILE=OUT_TILE, CODES=int(weights.kind),
+        begin + len(out), weights.outputs, size, OUT_TILE=OUT_TILE, CODES=int(weights.kind),
         GROUP=weights.group, SCALES=weights.scales is not None, E8M0=weights.is_e8m0, ZEROS=weights.zeros is not None,
         ROW_SCALES=weights.row_scales is not None,
     )  # fmt: skip

@@ -104,7 +104,7 @@ class BlockProducts:
         made = replace(
             one,
             inputs=EXAMPLE_FEATURES,
-            codes=_first(one.codes, EXAMPLE_FEATURES, EXAMPLE_FEATURES // (2 if one.is_4bit else 1)),
+            codes=_first(one.codes, EXAMPLE_FEATURES // BLOCK, EXAMPLE_FEATURES, one.codes.shape[2]),
             scales=None if one.scales is None else _first(one.scales, _groups(one.group), EXAMPLE_FEATURES),
             zeros=None if one.zeros is None else _first(one.zeros, _groups(one.group), EXAMPLE_FEATURES),
             row_scales=None if one.row_scales is None else one.row_scales.new_zeros(EXAMPLE_FEATURES),
@@ -126,8 +126,8 @@ def _groups(group: int) -> int:
     return -(-EXAMPLE_FEATURES // group) if group else 1
 
 
-def _first(like: Tensor, rows: int, columns: int) -> Tensor:
-    return torch.zeros(rows, columns, dtype=torch.uint8, device=like.device).to(like.dtype)
+def _first(like: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8, device=like.device).to(like.dtype)
 
 
 def _kept(method: LinearMethod) -> KeptLinear:
