@@ -244,7 +244,7 @@ LAYERS["kernels"] = (
     "layers",
     "kv_cache",
 )
-LAYERS["kernels"] += ("attention", "moe")
+LAYERS["kernels"] += ("attention", "quantized", "moe")
 
 LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "transfers")
 LAYERS["services/scheduler"] += (

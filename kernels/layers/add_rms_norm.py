@@ -7,6 +7,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import next_power_of_2
+from blockyard.kernels.layers.round_row import (
+    allocate,
+    bound,
+    check_rounding,
+    static_scale,
+    store_rounded,
+)
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 LONGEST_ROW = 32768  # elements; a program holds a whole row
@@ -21,9 +29,10 @@ def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tenso
 
 @triton.jit
 def _add_rms_norm_kernel(
-    residual_ptr, delta_ptr, weight_ptr, out_ptr, total_ptr, residual_stride, delta_stride, addend_stride,
-    total_stride, size, eps,
-    ADDENDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    residual_ptr, delta_ptr, weight_ptr, out_ptr, total_ptr, scales_ptr, scale_ptr, residual_stride, delta_stride,
+    addend_stride, total_stride, size, eps, most,
+    ADDENDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, ROUND: tl.constexpr = False,
+    GROUP: tl.constexpr = 0, STATIC: tl.constexpr = False,
 ):  # fmt: skip
     # program i: row i
     if PDL:
@@ -45,7 +54,12 @@ def _add_rms_norm_kernel(
         tl.store(total_ptr + row * total_stride + cols, rounded, mask=inside)
         x = rounded.to(tl.float32)  # normalised as the next layer reads it, rounded
     scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
-    tl.store(out_ptr + row * size + cols, x * scale * weight, mask=inside)
+    x = x * scale * weight
+    if ROUND:  # of what other products read, rounded
+        x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        store_rounded(x, out_ptr, scales_ptr, scale_ptr, row, size, most, TILE, GROUP, STATIC)
+    else:
+        tl.store(out_ptr + row * size + cols, x, mask=inside)
 
 
 def add_rms_norm(
@@ -58,6 +72,55 @@ def add_rms_norm(
     The weight may be float32 where the rows are not: a unit offset was added to it. Raises ValueError for other shapes,
     dtypes that differ and rows over LONGEST_ROW.
     """
+    delta, total, addends = _checked(residual, delta, weight, total)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    if out.numel():
+        _launch(residual, delta, weight, eps, total, addends, out, out, out, None)
+    return out
+
+
+def add_rms_norm_rounded(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: InputRounding
+) -> RoundedRows:
+    """Same as `add_rms_norm`, but returns its result as `quantize_rows` rounds it."""
+    delta, total, addends = _checked(residual, delta, weight, None)
+    check_rounding(rounding)
+    out = allocate(*residual.shape, rounding, residual)
+    if out.codes.numel():
+        scale = static_scale(rounding, out.scales)
+        _launch(residual, delta, weight, eps, total, addends, out.codes, out.scales, scale, rounding)
+    return out
+
+
+def _launch(
+    residual: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    total: Tensor,
+    addends: int,
+    out: Tensor,
+    scales: Tensor,
+    scale: Tensor,
+    rounding: InputRounding | None,
+) -> None:
+    """scales, scale: any tensors where rounding is None."""
+    rows, size = residual.shape
+    tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
+    options = {} if rounding is None else {"ROUND": True, "STATIC": rounding.scale is not None}
+    if rounding is not None and rounding.group is not None:
+        options["GROUP"], tile = rounding.group, max(tile, rounding.group)
+    _add_rms_norm_kernel[(rows,)](
+        residual, delta, weight, out, total, scales, scale, residual.stride(0), delta.stride(0), delta.stride(-2),
+        total.stride(0), size, eps, 0.0 if rounding is None else bound(rounding),
+        ADDENDS=addends, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **options, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+def _checked(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, total: Tensor | None
+) -> tuple[Tensor, Tensor, int]:
+    """Returns delta and total, or the residual in their place, and the number of addends. Raises ValueError."""
     rows, size = residual.shape
     addends = 0 if delta is None else delta.shape[1] if delta.dim() == 3 else 1
     delta = residual if delta is None else delta
@@ -74,12 +137,4 @@ def add_rms_norm(
         raise ValueError("the elements of a row must be contiguous")
     if size > LONGEST_ROW:
         raise ValueError(f"rows of {size} are longer than {LONGEST_ROW}")
-    out = torch.empty((rows, size), dtype=residual.dtype, device=residual.device)
-    if out.numel():
-        tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
-        _add_rms_norm_kernel[(rows,)](
-            residual, delta, weight, out, total, residual.stride(0), delta.stride(0), delta.stride(-2),
-            total.stride(0), size, eps,
-            ADDENDS=addends, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
-        )  # fmt: skip
-    return out
+    return delta, total, addends

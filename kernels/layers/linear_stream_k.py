@@ -60,7 +60,7 @@ class Workspace:
 
 
 @triton.jit
-def _with_parts(total, other, program, parts_ptr, arrived_ptr, place):
+def with_parts(total, other, program, parts_ptr, arrived_ptr, place):
     """Adds the partial sums of programs `other` to `program` - 1 to a tile, in their order, and resets their flags."""
     while other < program:
         while tl.atomic_add(arrived_ptr + other, 0, sem="acquire", scope="gpu") == 0:
@@ -73,7 +73,7 @@ def _with_parts(total, other, program, parts_ptr, arrived_ptr, place):
 
 
 @triton.jit
-def _with_bias(total, bias, inside, BIAS: tl.constexpr):
+def with_bias(total, bias, inside, BIAS: tl.constexpr):
     if BIAS:
         total += tl.load(bias, mask=inside, other=0.0).to(tl.float32)[:, None]
     return total
@@ -131,10 +131,10 @@ def _linear_stream_k_kernel(
         else:
             if first > 0:
                 other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # the program of the tile's first step
-                total = _with_parts(total, other, program, parts_ptr, arrived_ptr, place)
+                total = with_parts(total, other, program, parts_ptr, arrived_ptr, place)
             out = out_start + tl.arange(0, OUT_TILE)
             row = row_start + tl.arange(0, ROW_TILE)
-            total = _with_bias(total, bias_ptr + out, out < outs, BIAS)
+            total = with_bias(total, bias_ptr + out, out < outs, BIAS)
             inside = (out < outs)[:, None] & (row < rows)[None, :]
             where = out_ptr + row.to(tl.int64)[None, :] * outs + out[:, None]
             tl.store(where, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -8,8 +8,11 @@
 - `combine_experts`: the sum of each row's experts, in fixed order.
 - `few_rows`: up to 16 rows need no map, because each program of `grouped_linear` finds the pairs of its expert.
 - `experts_skinny`: one or a few rows need neither map nor sum: two products without tensor cores.
+- `quantized_skinny`, `quantized_grouped`: `experts_skinny` and `grouped_linear` of quantized weights, unpacked in
+  registers. `round_rows`: inputs rounded to 8 bits for them.
 
 Sizes follow from the number of rows alone and nothing is read back by the host, so all of it runs in CUDA graphs. No
 atomics: the result of a row is the same in every run. Kernels begin while the one before them ends: see
-`programmatic_launch`. Of other folders only RMSNorm is imported.
+`programmatic_launch`. Of other folders RMSNorm and
+`quantized` are imported.
 """

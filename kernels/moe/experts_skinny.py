@@ -117,7 +117,7 @@ def _gate_up_skinny_kernel(
 
 
 @triton.jit
-def _read_experts(experts_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
+def read_experts(experts_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
     """The experts of a row as a tuple of numbers that exist, whatever is in memory."""
     experts = ()
     for i in tl.static_range(TOP_K):
@@ -127,7 +127,7 @@ def _read_experts(experts_ptr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _differ(left, right, TOP_K: tl.constexpr):
+def differ(left, right, TOP_K: tl.constexpr):
     found = left[0] != right[0]
     for i in tl.static_range(1, TOP_K):
         found |= left[i] != right[i]
@@ -135,7 +135,7 @@ def _differ(left, right, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _outputs(experts, outs, out, TOP_K: tl.constexpr, K_TILE: tl.constexpr):
+def outputs_of(experts, outs, out, TOP_K: tl.constexpr, K_TILE: tl.constexpr):
     """Numbers of outputs among those of all experts, int64 [experts of a row, outputs of a program]."""
     k = tl.arange(0, K_TILE)[:, None]
     expert = tl.zeros([K_TILE, 1], tl.int64)
@@ -157,16 +157,16 @@ def _down_skinny_kernel(
     k = tl.arange(0, K_TILE)
     cols = tl.arange(0, TILE)[None, None, :]
     known = ((k < TOP_K)[:, None] & (out < outs)[None, :])[:, :, None]
-    experts = _read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
-    output = _outputs(experts, outs, out, TOP_K, K_TILE)
+    experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
+    output = outputs_of(experts, outs, out, TOP_K, K_TILE)
     weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + cols, mask=known & (cols < SIZE), other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
         guess = experts
-        experts = _read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
-        if _differ(guess, experts, TOP_K):
-            output = _outputs(experts, outs, out, TOP_K, K_TILE)
+        experts = read_experts(experts_ptr + row * TOP_K, EXPERTS, TOP_K)
+        if differ(guess, experts, TOP_K):
+            output = outputs_of(experts, outs, out, TOP_K, K_TILE)
             weight = tl.load(weight_ptr + (output * SIZE)[:, :, None] + cols, mask=known & (cols < SIZE), other=0.0)
     totals = tl.zeros([K_TILE, OUT_TILE, TILE // LANE], tl.float32)
     # each output reads x for itself: its tile then has the layout of the weights

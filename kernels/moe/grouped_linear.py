@@ -160,7 +160,7 @@ def grouped_linear(
     inner = outs // 2 if gate else outs
     out = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     if out.numel():
-        mapped, top_k = (mapped, 0) if isinstance(mapped, ExpertMap) else _unmapped(mapped, num_pairs)
+        mapped, top_k = (mapped, 0) if isinstance(mapped, ExpertMap) else unmapped(mapped, num_pairs)
         in_tile, pdl = max(2 * tiling.in_tile // max(x.element_size(), 2), 16), supports_pdl(x.device)
         counts = top_k > 0 and loads is not None
         _grouped_linear_kernel[(ceil_div(inner, tiling.out_tile), len(mapped.experts))](
@@ -175,7 +175,7 @@ def grouped_linear(
     return out
 
 
-def _unmapped(experts: Tensor, num_pairs: int) -> tuple[ExpertMap, int]:
+def unmapped(experts: Tensor, num_pairs: int) -> tuple[ExpertMap, int]:
     """The experts as a map with one tile a pair, and how many a row has. Raises ValueError if the rows are too many."""
     rows, top_k = experts.shape
     if rows > MAX_ROWS or experts.numel() != num_pairs or experts.dtype != torch.int32 or not experts.is_contiguous():

@@ -36,7 +36,7 @@ def shared_bytes(launches: str, cache: Path, timeout_s: float) -> list[tuple[str
 
     cache: an empty folder.
     """
-    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(SOURCE), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
     command = [sys.executable, "-P", "-c", ONLY_COMPILE + launches]

@@ -1,11 +1,13 @@
 """Triton's interpreter without its slowest part, the list of all of triton.language at each call of a device function.
 
-Its dots sum in float64, so that tests of equal bits do not depend on the machine's BLAS.
+Its dots sum in float64, so that tests of equal bits do not depend on the machine's BLAS. Numbers become e4m3 as GPUs
+round them: the interpreter loses the carry where a number is rounded up to a power of two.
 """
 
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -34,6 +36,7 @@ def use() -> None:
 
     interpreter._patch_builtin = patch_builtin
     _sum_dots_in_float64()
+    _round_to_e4m3()
 
 
 def _sum_dots_in_float64() -> None:
@@ -48,3 +51,15 @@ def _sum_dots_in_float64() -> None:
         return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
     builder.create_dot = create_dot
+
+
+def _round_to_e4m3() -> None:
+    plain = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target != tl.float8e4nv or source not in (tl.float32, tl.float16):
+            return plain(data, source, target, rounding)
+        numbers = torch.from_numpy(np.ascontiguousarray(data).astype(np.float32)).clamp(-448.0, 448.0)
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(np.shape(data))
+
+    interpreter._convert_float = convert

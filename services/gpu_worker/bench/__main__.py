@@ -8,14 +8,32 @@ import torch
 from blockyard.services.gpu_worker.bench.row import Row, ceilings
 from blockyard.shared.process import pipes
 
-FAMILIES = ("attention", "experts", "latent", "linear", "sampling", "small")  # one module for each
+FAMILIES = (  # one module for each
+    "attention",
+    "experts",
+    "latent",
+    "linear",
+    "linear_8_bits",
+    "quantized_experts",
+    "sampling",
+    "small",
+)
 MEASURES: dict[str, Callable[[], list[Row]]] = {}  # by family
 
 if torch.cuda.is_available():
     # they import Triton, which comes only with CUDA builds of torch
-    from blockyard.services.gpu_worker.bench import attention, experts, latent, linear, sampling, small
+    from blockyard.services.gpu_worker.bench import (
+        attention,
+        experts,
+        latent,
+        linear,
+        linear_8_bits,
+        quantized_experts,
+        sampling,
+        small,
+    )
 
-    _MODULES = (attention, experts, latent, linear, sampling, small)
+    _MODULES = (attention, experts, latent, linear, linear_8_bits, quantized_experts, sampling, small)
     MEASURES = {name: module.measure for name, module in zip(FAMILIES, _MODULES, strict=True)}
 
 
@@ -29,9 +47,11 @@ def main(names: list[str]) -> int:
         return 2
     most = ceilings()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    fp8 = "" if most.fp8_flop_per_s is None else f", fp8 GEMM {most.fp8_flop_per_s / 1e12:,.0f} TFLOP/s"
     print(
         f"read {most.read_bytes_per_s / 1e12:.2f} TB/s, copy {most.copy_bytes_per_s / 1e12:.2f} TB/s,"
-        f" bf16 GEMM {most.bf16_flop_per_s / 1e12:,.0f} TFLOP/s, tiny kernel in a graph {1e6 * most.launch_s:.2f} us\n"
+        f" bf16 GEMM {most.bf16_flop_per_s / 1e12:,.0f} TFLOP/s{fp8},"
+        f" tiny kernel in a graph {1e6 * most.launch_s:.2f} us\n"
     )
     print("| kernel | shape | us | rate | share of the ceiling |\n|---|---|---|---|---|")
     for name in names or FAMILIES:

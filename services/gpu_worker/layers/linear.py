@@ -16,16 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, MatrixPart, Rows, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
-from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod, RoundedInputs
 from blockyard.services.gpu_worker.quantization.registry import find_format
 
 GROUP = 16  # rows of each batch-invariant product
 OF_SUMS = (Fusion.ADD, Fusion.GATED_ADD)
 
 Product = Callable[[Tensor], Tensor]  # [rows, in] -> [rows, out]
+RoundedProduct = Callable[[RoundedRows], Tensor]  # the same of rows that are rounded
 
 
 class FusedProduct(Protocol):
@@ -45,11 +47,14 @@ class Linear:
         "_default",
         "_fused",
         "_products",
+        "_rounded",
+        "_rounded_default",
         "_wrappers",
         "fusion",
         "is_batch_invariant",
         "is_partial",
         "method",
+        "rounding",
         "spec",
     )
 
@@ -63,6 +68,9 @@ class Linear:
         self._fused: Mapping[int, FusedProduct] = {}
         self._wrappers: list[Callable[[Product], Product]] = []
         self._default: Product = method.apply
+        self.rounding: InputRounding | None = None  # of inputs that `of_rounded` takes; None: it takes none
+        self._rounded: Mapping[int, RoundedProduct] = {}
+        self._rounded_default: RoundedProduct | None = None
         self.fusion = Fusion.NONE
         self.ask_fusion(fusion)
 
@@ -86,16 +94,23 @@ class Linear:
     def prepare(self) -> None:
         """Repacks the weight. Called once, after the weights are loaded."""
         self.method.prepare()
+        if isinstance(self.method, RoundedInputs) and not self._wrappers:
+            self.rounding, self._rounded_default = self.method.input_rounding, self.method.apply_rounded
 
     def use(
         self,
         products: Mapping[int, Product],
         default: Product | None = None,
         fused: Mapping[int, FusedProduct] | None = None,
+        rounded: Mapping[int, RoundedProduct] | None = None,
     ) -> None:
-        """Installs kernels by number of rows. `default` is used for all other numbers; None keeps the current one."""
+        """Installs kernels by number of rows. `default` is used for all other numbers; None keeps the current one.
+
+        rounded: those of `products`, for rows that are rounded; only for a method with a rounding.
+        """
         self._products = {rows: self._wrapped(product) for rows, product in products.items()}
         self._fused = {} if self._wrappers else fused or {}
+        self._rounded = rounded or {}
         if default is not None:
             self._default = self._wrapped(default)
 
@@ -107,18 +122,21 @@ class Linear:
     def wrap(self, wrapper: Callable[[Product], Product]) -> None:
         """Replaces each product by `wrapper(product)`, also of kernels that are installed later.
 
-        There are no fused kernels from here on, because `wrapper` cannot wrap them.
+        There are no fused kernels from here on and no rounded inputs, because `wrapper` cannot wrap them.
         """
-        self.fusion, self._fused = Fusion.NONE, {}
+        self.fusion, self._fused, self.rounding = Fusion.NONE, {}, None
         self._products = {rows: wrapper(product) for rows, product in self._products.items()}
         self._default = wrapper(self._default)
         self._wrappers.append(wrapper)
 
-    def make_batch_invariant(self, product: Product | None = None) -> None:
+    def make_batch_invariant(self, product: Product | None = None, rounded: RoundedProduct | None = None) -> None:
         """Makes the result of each row independent of the other rows, to the last bit.
 
-        product: one that does so. None: that of the `LinearMethod`, in groups of rows.
+        product: one that does so. None: that of the `LinearMethod`, in groups of rows. rounded: the same product, of
+        rows that are rounded.
         """
+        self._rounded_default = rounded
+        self.rounding = None if rounded is None else self.rounding
         self.use({}, in_groups(self.method.apply) if product is None else product)
         self.is_batch_invariant = True
 
@@ -127,6 +145,12 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._products.get(x.shape[0], self._default)(x)
+
+    def of_rounded(self, rows: RoundedRows) -> Tensor:
+        """The product of rows that were rounded by `rounding`."""
+        product = self._rounded.get(rows.codes.shape[0], self._rounded_default)
+        assert product is not None, "this layer takes no rounded rows"
+        return product(rows)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Returns residual + self(x). May write to `residual`."""
@@ -139,7 +163,6 @@ class LinearLayers:
     def __init__(self, table: WeightTable, config: Mapping[str, Any]) -> None:
         """Raises ConfigError for an unknown format."""
         self.table, self._format = table, find_format(config, table)
-        self._scratch: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def make(
         self,
@@ -163,12 +186,6 @@ class LinearLayers:
     def experts(self, spec: ExpertSpec) -> ExpertMethod:
         """Makes one product of all experts of a layer."""
         return self._format.experts(self.table, spec)
-
-    def scratch(self, role: str, *shape: int) -> Tensor:
-        """Memory that layers share, in the dtype of the model: each writes before it reads."""
-        if (role, shape) not in self._scratch:
-            self._scratch[role, shape] = self.table.empty(*shape)
-        return self._scratch[role, shape]
 
     def plain(
         self, one: MatrixPart, inputs: int, *, split: Split = Split.NONE, dtype: torch.dtype | None = None

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from blockyard.kernels.layers.act_mul import act_mul
-from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.act_mul import act_mul, act_mul_rounded
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm, add_rms_norm_rounded
 from blockyard.kernels.layers.norm_add_norm import MOST_NORMS, norm_add_norm
 from blockyard.kernels.layers.norm_heads import norm_heads
 from blockyard.kernels.layers.rms_norm import RMSNorm
@@ -44,6 +44,8 @@ class TritonOps:
             fused = linear.fused(len(residual))
             if fused is not None:
                 return fused(residual, norm=norm)
+        if linear.rounding is not None and isinstance(norm, RMSNorm):
+            return linear.of_rounded(add_rms_norm_rounded(residual, delta, norm.weight, norm.eps, linear.rounding))
         return linear(self.add_norm(residual, delta, norm))
 
     def add_normed(
@@ -92,6 +94,8 @@ class TritonOps:
         fused = linear.fused(len(x))
         is_gated = fused is not None and linear.fusion is Fusion.GATED_ADD
         if gate_activation is not None and not is_gated:
+            if fused is None and linear.rounding is not None:
+                return linear.of_rounded(act_mul_rounded(x, gate_activation, linear.rounding))
             x = act_mul(x, gate_activation)
         if fused is None:
             return linear(x)

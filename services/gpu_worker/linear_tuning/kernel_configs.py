@@ -50,9 +50,13 @@ BATCH_INVARIANT = (128, 64, 64, 4, 4)  # as in STREAM_K_TILES, for any number of
 
 
 class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one GEMM is computed: by cuBLAS, `linear_skinny` or `linear_stream_k`, and with which tiles."""
+    """How one GEMM is computed, and with which tiles.
 
-    kernel: Literal["cublas", "skinny", "stream_k"] = "cublas"
+    "cublas" is the product of the layer's method, "unpacked" cuBLAS with a weight whose codes are unpacked before, the
+    others are `linear_skinny`, `linear_stream_k` and `linear_blocks`.
+    """
+
+    kernel: Literal["cublas", "skinny", "stream_k", "blocks", "unpacked"] = "cublas"
     out_tile: int = 0
     row_tile: int = 0
     in_tile: int = 0
@@ -112,7 +116,7 @@ def candidates(layer: LinearShape, rows: int, element_bytes: int, processors: in
     if rows > 1:
         for shape in STREAM_K_TILES[next(most for most in STREAM_K_TILES if rows <= most)]:
             configs += [
-                _stream_k(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)
+                stream_k(layer, shape, split) for split in splits(layer, rows, shape, element_bytes, processors)
             ]
     return configs
 
@@ -138,10 +142,11 @@ def batch_invariant_config(layer: LinearShape, element_bytes: int, processors: i
     out_tile, _, in_tile, _, _ = BATCH_INVARIANT
     together = round(processors / -(-layer.out_features // out_tile))
     split = max(min(together, layer.in_features // in_tile // FEWEST_STEPS), 1)
-    return _stream_k(layer, BATCH_INVARIANT, split)
+    return stream_k(layer, BATCH_INVARIANT, split)
 
 
-def _stream_k(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
+def stream_k(layer: LinearShape, shape: tuple[int, int, int, int, int], split: int) -> KernelConfig:
+    """A config of the stream-K kernel with tiles as in STREAM_K_TILES."""
     fetch = 4 if layer.in_features * layer.out_features <= FETCH_ELEMENTS else 0
     return KernelConfig("stream_k", *shape, split, fetch)
 

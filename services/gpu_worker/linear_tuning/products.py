@@ -5,7 +5,7 @@ method alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,11 +14,14 @@ from blockyard.kernels.layers.linear_skinny import linear_skinny
 from blockyard.kernels.layers.linear_stream_k import ALIGNMENT, Tiling, Workspace, linear_stream_k
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, dense_linear
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct, dense_linear
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
+from blockyard.services.gpu_worker.linear_tuning.block_products import BlockProducts
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape
+from blockyard.services.gpu_worker.linear_tuning.rounded_input_products import RoundedInputProducts
 from blockyard.services.gpu_worker.quantization.dense import FORM, UnquantizedLinear
-from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
+from blockyard.services.gpu_worker.quantization.kept.form import BLOCKS
+from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod, RoundedInputs
 
 WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
 WORKSPACE_PROGRAMS = 1 << 14
@@ -40,8 +43,20 @@ class FormProducts(Protocol):
     def fused(self, config: KernelConfig, method: LinearMethod) -> FusedProduct:
         """config: of a kernel that fuses."""
 
-    def example(self, config: KernelConfig, bias: bool, fusion: Fusion) -> Linear:
-        """A small layer, which a kernel is compiled for."""
+    def example(self, config: KernelConfig, bias: bool, fusion: Fusion, like: LinearMethod) -> Linear:
+        """A small layer of the same form as `like`, which a kernel is compiled for."""
+
+
+def kernels_of(form: str | None) -> str:
+    """The key in `FORMS` of a `LinearMethod.form`."""
+    return (form or "").partition(" ")[0]
+
+
+@runtime_checkable
+class RoundedFormProducts(Protocol):
+    """Kernels of a form whose inputs may come rounded, see `Linear.rounding`."""
+
+    def rounded(self, config: KernelConfig, method: LinearMethod) -> RoundedProduct: ...
 
 
 class Products:
@@ -53,7 +68,11 @@ class Products:
 
     def knows(self, linear: Linear) -> bool:
         """Whether there are kernels for the form of the weight, beside those of the method."""
-        return linear.method.form in self.forms
+        method = linear.method
+        if kernels_of(method.form) not in self.forms:
+            return False
+        needs_rounding = isinstance(self._of(linear), RoundedFormProducts)
+        return not needs_rounding or (isinstance(method, RoundedInputs) and method.input_rounding is not None)
 
     def of(self, config: KernelConfig, linear: Linear) -> Product:
         return linear.method.apply if config == CUBLAS else self._of(linear).of(config, linear.method)
@@ -61,9 +80,15 @@ class Products:
     def fused(self, config: KernelConfig, linear: Linear) -> FusedProduct:
         return self._of(linear).fused(config, linear.method)
 
+    def rounded(self, config: KernelConfig, linear: Linear) -> RoundedProduct | None:
+        """The product as `of` makes it, of rows that are rounded. None: the layer takes none."""
+        if linear.rounding is None:
+            return None
+        own = self._of(linear)
+        return own.rounded(config, linear.method) if isinstance(own, RoundedFormProducts) else None
+
     def _of(self, linear: Linear) -> FormProducts:
-        assert linear.method.form is not None
-        return self.forms[linear.method.form]
+        return self.forms[kernels_of(linear.method.form)]
 
 
 class DenseProducts:
@@ -105,7 +130,7 @@ class DenseProducts:
 
         return product
 
-    def example(self, config: KernelConfig, bias: bool, fusion: Fusion) -> Linear:
+    def example(self, config: KernelConfig, bias: bool, fusion: Fusion, like: LinearMethod) -> Linear:
         out_features = in_features = EXAMPLE_FEATURES
         if config.kernel == "skinny":
             in_features = max(config.in_tile * config.stages, EXAMPLE_FEATURES)
@@ -120,4 +145,8 @@ def _dense(method: LinearMethod) -> UnquantizedLinear:
 
 
 # form -> what makes its kernels for a device, the dtype of the activations and the processors of the GPU
-FORMS: Mapping[str, Callable[[torch.device, torch.dtype, int], FormProducts]] = {FORM: DenseProducts}
+FORMS: Mapping[str, Callable[[torch.device, torch.dtype, int], FormProducts]] = {
+    FORM: DenseProducts,
+    BLOCKS: BlockProducts,
+    **dict.fromkeys(("Fp8W8A8", "Int8W8A8"), RoundedInputProducts),
+}

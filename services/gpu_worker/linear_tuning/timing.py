@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm, add_rms_norm_rounded
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
@@ -76,6 +76,9 @@ class LinearTimer:
         product = self._products.of(config, linear)
         if not norms:
             return lambda: product(x)
+        rounded, rounding = self._products.rounded(config, linear), linear.rounding
+        if rounded is not None and rounding is not None and (config.kernel != "skinny" or linear.fusion is Fusion.NONE):
+            return lambda: rounded(add_rms_norm_rounded(x, None, norm.weight, norm.eps, rounding))
         if config.kernel != "skinny" or linear.fusion is Fusion.NONE:
             return lambda: product(add_rms_norm(x, None, norm.weight, norm.eps))
         fused = self._products.fused(config, linear)

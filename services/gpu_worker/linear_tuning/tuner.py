@@ -17,14 +17,14 @@ import triton
 from triton.errors import TritonError
 
 from blockyard.services.gpu_worker.cores import compile_threads
-from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, RoundedProduct
 from blockyard.services.gpu_worker.layers.moe.expert_configs import TUNED_PREFILL_ROWS, ExpertConfig
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.expert_tuner import ExpertTuner
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape, TunedConfig
-from blockyard.services.gpu_worker.linear_tuning.products import Products
+from blockyard.services.gpu_worker.linear_tuning.products import Products, kernels_of
 from blockyard.services.gpu_worker.linear_tuning.timing import EXCERPT, LinearTimer, kind_of
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
@@ -62,6 +62,7 @@ class Tuner:
             groups.setdefault(kind_of(linear), []).append(linear)
         self.groups = list(groups.values())
         self.layers = [LinearShape(*shape, len(group), form or "") for (form, shape), group in groups.items()]
+        self._likes = {form or "": group[0].method for (form, _), group in groups.items()}
         self.timer = LinearTimer(self._linears, self.layers, self.products, device, dtype)
         self._name: str = properties.name
         self._failed: set[Binary] = set()  # failed to compile, for example for lack of shared memory
@@ -97,7 +98,7 @@ class Tuner:
         )
         for rows in self.missing:
             self._configs[rows] = [
-                kernel_configs.default_config(measured, layer, rows, self._candidates(layer, rows))
+                kernel_configs.default_config(measured, layer, rows, self.candidates(layer, rows))
                 for layer in self.layers
             ]
         self._install()
@@ -163,10 +164,15 @@ class Tuner:
 
     def make_batch_invariant(self) -> str:
         """Installs one kernel config in each layer for every number of rows. Returns a line for the log."""
-        found = {layer.kind: self.products.forms[layer.form].batch_invariant(layer) for layer in self.layers}
+        found = {
+            layer.kind: self.products.forms[kernels_of(layer.form)].batch_invariant(layer) for layer in self.layers
+        }
         for linear in self._all:
-            config = found.get(kind_of(linear), CUBLAS)
-            linear.make_batch_invariant(None if config == CUBLAS else self.products.of(config, linear))
+            config = found.get(kind_of(linear), CUBLAS) if self.products.knows(linear) else CUBLAS
+            if config == CUBLAS:
+                linear.make_batch_invariant()
+            else:
+                linear.make_batch_invariant(self.products.of(config, linear), self.products.rounded(config, linear))
         return "linear layers: one configuration each for any number of rows (--batch-invariant)"
 
     def _path(self, folder: Path | None = None) -> Path:
@@ -174,9 +180,10 @@ class Tuner:
             self._name, (f"torch{torch.__version__}", f"triton{triton.__version__}"), folder
         )
 
-    def _candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
+    def candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
+        """Returns what is measured against the method's own product, less what failed to compile."""
         group = self.groups[self.layers.index(layer)]
-        configs = self.products.forms[layer.form].candidates(layer, rows, group)
+        configs = self.products.forms[kernels_of(layer.form)].candidates(layer, rows, group)
         return [config for config in configs if _binary(config, rows, layer, group[0]) not in self._failed]
 
     def compile(self, sizes: Sequence[int]) -> None:
@@ -192,7 +199,7 @@ class Tuner:
             _binary(config, rows, layer, group[0])
             for rows in sizes
             for layer, group in zip(self.layers, self.groups, strict=True)
-            for config in self._candidates(layer, rows)
+            for config in self.candidates(layer, rows)
         }
 
     def _compiles(self, binary: Binary) -> bool:
@@ -200,7 +207,8 @@ class Tuner:
         with torch.inference_mode():
             for bias in {linear.spec.bias for linear in self._linears}:
                 try:
-                    self.timer.call(config, self.products.forms[form].example(config, bias, fusion), rows)()
+                    example = self.products.forms[kernels_of(form)].example(config, bias, fusion, self._likes[form])
+                    self.timer.call(config, example, rows)()
                 except TritonError as e:  # too little shared memory, or this Triton version cannot compile it
                     log.debug("%s: %s", config, e)
                     return False
@@ -224,11 +232,11 @@ class Tuner:
                 self._failed.add(binary)
             self._tried.add(binary)
             yield
-        if not any(self._candidates(layer, rows) for layer in self.layers):
+        if not any(self.candidates(layer, rows) for layer in self.layers):
             return cublas
         times: list[dict[KernelConfig, float]] = [{} for _ in self.layers]
         for layer, group, took in zip(self.layers, self.groups, times, strict=True):
-            for config in (CUBLAS, *self._candidates(layer, rows)):
+            for config in (CUBLAS, *self.candidates(layer, rows)):
                 took[config] = self.timer.seconds(config, group, rows)
                 yield
         alone = [kernel_configs.pick(some) for some in times]
@@ -269,14 +277,18 @@ class Tuner:
     def _install(self) -> None:
         products: list[dict[int, Product]] = [{} for _ in self._linears]
         fused: list[dict[int, FusedProduct]] = [{} for _ in self._linears]
+        rounded: list[dict[int, RoundedProduct]] = [{} for _ in self._linears]
         for rows, some in self._configs.items():
             for i, (config, linear) in enumerate(self.timer.order(some)):
                 if config != CUBLAS:
                     products[i][rows] = self.products.of(config, linear)
+                    of_rounded = self.products.rounded(config, linear)
+                    if of_rounded is not None:
+                        rounded[i][rows] = of_rounded
                 if config.kernel == "skinny" and linear.fusion is not Fusion.NONE:
                     fused[i][rows] = self.products.fused(config, linear)
-        for linear, one, whole in zip(self._linears, products, fused, strict=True):
-            linear.use(one, fused=whole)
+        for linear, one, whole, codes in zip(self._linears, products, fused, rounded, strict=True):
+            linear.use(one, fused=whole, rounded=codes)
         self._experts.install(self._expert_configs)
 
 

@@ -115,11 +115,12 @@ class UnquantizedExperts:
         return self.weight.shape[2], self.weight.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
     def size_bytes(self) -> int:
         return self.weight.nbytes
-
-    def unpack(self, target: Tensor) -> None:
-        target.copy_(self.weight)
 
     def round_inputs(self, x: Tensor) -> Tensor:
         return x

@@ -1,11 +1,12 @@
 """The interfaces of a weight. Whatever multiplies, tunes, times, moves or fills one asks these and reads no tensor."""
 
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
@@ -24,7 +25,8 @@ class LinearMethod(Protocol):
 
     @property
     def form(self) -> str | None:
-        """The layout that kernels read, a key of `linear_tuning.products`. None: `apply` alone multiplies."""
+        """The layout that kernels read, a key of `linear_tuning.products.FORMS`, and behind a blank what else kernels
+        are compiled for. None: `apply` alone multiplies."""
 
     @property
     def fusions(self) -> frozenset[Fusion]:
@@ -51,6 +53,18 @@ class LinearMethod(Protocol):
         """Makes products read `tensor` instead of `tensors()[name]`. Not after `prepare`."""
 
 
+@runtime_checkable
+class RoundedInputs(Protocol):
+    """A `LinearMethod` that rounds its inputs to 8 bits: the kernel that makes them may write the codes."""
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """How. None: it takes only rows in the dtype of the model."""
+
+    def apply_rounded(self, rows: RoundedRows) -> Tensor:
+        """As `LinearMethod.apply`, of rows that are rounded."""
+
+
 class ExpertMethod(Protocol):
     """The weight of one product of all experts of a layer: a `LinearMethod` with a leading dimension of experts."""
 
@@ -63,14 +77,15 @@ class ExpertMethod(Protocol):
         """Numbers of input and output features, of this rank."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+
+    @property
     def size_bytes(self) -> int: ...
 
     @property
     def bias(self) -> Tensor | None:
         """[experts, outputs]."""
-
-    def unpack(self, target: Tensor) -> None:
-        """Writes the numbers that the weights stand for to target [experts, outputs, inputs]."""
 
     def round_inputs(self, x: Tensor) -> Tensor:
         """x [rows, inputs] as products see it, in its dtype."""

@@ -1,4 +1,4 @@
-"""Kernels of few rows' experts are compiled for an H100, with programmatic dependent launch: they fit its memory."""
+"""Kernels of experts are compiled for an H100, with programmatic dependent launch: they fit its memory."""
 
 from pathlib import Path
 
@@ -29,6 +29,33 @@ for some in (experts, mapped):
     grouped_linear.grouped_linear(x, weight, some, 8, GroupedTiling(*few.gate_up), gate=Gate.SILU, loads=loads)
 combine_experts.combine_experts(inner, 8)
 """
+QUANTIZED = """
+from packed_experts import draw, rounding_of
+from blockyard.kernels.moe import map_experts, quantized_grouped, quantized_skinny, round_rows
+from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling
+from blockyard.kernels.moe.grouped_linear import GroupedTiling
+from blockyard.services.gpu_worker.layers.moe.expert_configs import QUANTIZED_GROUPED, QUANTIZED_SKINNY
+
+for file in (map_experts, quantized_grouped, quantized_skinny, round_rows):
+    file.supports_pdl = lambda device: True
+x, inner = torch.zeros(1, 2048).bfloat16(), torch.zeros(8, 768).bfloat16()
+experts, scale = torch.zeros(1, 8).int(), torch.zeros(1, 8)
+few = QUANTIZED_SKINNY[0]
+for form in ("int4 g128", "mxfp4", "fp8 g128", "int8 inputs"):
+    gate_up, down = draw(form, 2, 1536, 2048, "cpu"), draw(form, 2, 2048, 768, "cpu")
+    rounding = rounding_of(form)
+    tiling = SkinnyTiling(*few.gate_up)
+    quantized_skinny.gate_up_quantized(x, gate_up, experts, tiling, Gate.SILU, rounding=rounding)
+    tiling = SkinnyTiling(*few.down)
+    quantized_skinny.down_quantized(inner, down, experts, tiling, rounding=rounding, scale=scale)
+    given, scales = round_rows.round_rows(x, rounding) if rounding.kind else (x, None)
+    for config in (some[0] for some in QUANTIZED_GROUPED.values()):
+        mapped, tiling = map_experts.map_experts(experts, 2, config.tile), GroupedTiling(*config.gate_up)
+        quantized_grouped.grouped_quantized(
+            given, gate_up, mapped, 8, tiling, x.dtype, x_scales=scales, gate=Gate.SILU
+        )
+"""
 KERNELS = {
     "route_experts_kernel",
     "gate_up_skinny_kernel",
@@ -37,6 +64,20 @@ KERNELS = {
     "grouped_linear_kernel",
     "combine_experts_kernel",
 }
+
+
+QUANTIZED_KERNELS = {
+    "gate_up_quantized_kernel",
+    "down_quantized_kernel",
+    "round_rows_kernel",
+    "map_experts_kernel",
+    "grouped_quantized_kernel",
+}
+
+
+def test_kernels_of_quantized_weights_compile_for_an_h100(tmp_path: Path) -> None:
+    found = shared_bytes(QUANTIZED, tmp_path, 300)
+    assert {name for name, _ in found} == QUANTIZED_KERNELS and max(size for _, size in found) <= SHARED, found
 
 
 def test_kernels_of_few_rows_compile_for_an_h100(tmp_path: Path) -> None:

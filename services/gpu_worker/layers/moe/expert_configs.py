@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+DENSE = "dense"  # the form of weights in the dtype of the model
+
 
 class ExpertShape(msgspec.Struct, frozen=True, order=True):
     """The experts of layers that share their configs."""
@@ -19,7 +21,7 @@ class ExpertShape(msgspec.Struct, frozen=True, order=True):
     hidden: int
     inner: int
     takes_prefill: bool = True  # `grouped_linear_prefill` can read the weights
-    form: str = "dense"  # of the weights, see `ExpertMethod`
+    form: str = DENSE  # of the weights with its parameters, see `ExpertProduct`
 
 
 class ExpertConfig(msgspec.Struct, frozen=True):
@@ -100,19 +102,64 @@ PREFILL = (
     ExpertConfig("prefill", (128, 64, 4, 8, 4), (256, 64, 4, 8, 4), PREFILL_TILE),
 )
 BATCH_INVARIANT = _grouped(32, (128, 128, 3, 8), (64, 128, 3, 4))  # for any number of rows
+
+# Of quantized weights. Tiles hold codes, which take a half or a quarter of the memory, so they have more inputs.
+QUANTIZED_SKINNY = (
+    ExpertConfig("skinny", (4, 1024, 4), (2, 512, 8)),
+    ExpertConfig("skinny", (4, 2048, 4), (1, 512, 4)),
+    ExpertConfig("skinny", (2, 2048, 4), (8, 256, 8)),
+    ExpertConfig("skinny", (4, 512, 4), (4, 256, 8)),
+    ExpertConfig("skinny", (2, 1024, 2), (2, 1024, 8)),
+)
+QUANTIZED_GROUPED = {  # most pairs an expert, on average -> candidates
+    8.0: (
+        _grouped(16, (64, 128, 4, 4), (64, 128, 4, 4)),
+        _grouped(16, (64, 128, 3, 4), (64, 128, 3, 4)),
+        _grouped(16, (64, 128, 5, 4), (64, 128, 5, 4)),
+        _grouped(16, (128, 128, 3, 8), (128, 128, 3, 8)),
+        _grouped(16, (64, 64, 6, 4), (64, 64, 6, 4)),
+    ),
+    32.0: (
+        _grouped(32, (64, 128, 3, 4), (64, 128, 4, 4)),
+        _grouped(32, (128, 128, 3, 8), (128, 128, 3, 8)),
+        _grouped(16, (64, 128, 4, 4), (64, 128, 4, 4)),
+        _grouped(16, (128, 128, 3, 8), (128, 128, 3, 8)),
+    ),
+    96.0: (
+        _grouped(64, (128, 64, 3, 8), (128, 64, 4, 8)),
+        _grouped(64, (128, 128, 3, 8), (128, 128, 3, 8)),
+        _grouped(64, (64, 64, 4, 4), (64, 64, 4, 4)),
+        _grouped(32, (128, 128, 3, 8), (128, 128, 3, 8)),
+    ),
+    math.inf: (
+        _grouped(128, (64, 128, 3, 8), (128, 64, 4, 8)),
+        _grouped(128, (128, 64, 3, 8), (128, 128, 3, 8)),
+        _grouped(128, (64, 64, 4, 8), (128, 64, 4, 8)),
+        _grouped(64, (128, 128, 3, 8), (128, 128, 3, 8)),
+    ),
+}
+QUANTIZED_BATCH_INVARIANT = _grouped(32, (64, 128, 3, 4), (64, 128, 3, 4))
 TUNED_PREFILL_ROWS = (512, 1024, 2048, 4096, 8192)  # measured beside the rows of decode steps
 MOST_DISTANCE = 1.5  # a config serves numbers of rows that differ from the measured one by at most this factor
 
 
 def candidates(shape: ExpertShape, rows: int) -> tuple[ExpertConfig, ...]:
     """The configs to measure. The first one is used until then."""
-    pairs = rows * shape.top_k / shape.num_experts
-    grouped = next(some for most, some in GROUPED.items() if pairs <= most)
+    pairs, is_quantized = rows * shape.top_k / shape.num_experts, shape.form != DENSE
+    lists = QUANTIZED_GROUPED if is_quantized else GROUPED
+    grouped = next(some for most, some in lists.items() if pairs <= most)
     if rows == 1 or (1 < rows <= MOST_SKINNY_ROWS and pairs <= MOST_SKINNY_PAIRS):
+        if is_quantized:
+            return QUANTIZED_SKINNY + grouped
         return next(some for most, some in SKINNY.items() if shape.inner <= most) + grouped
     if shape.takes_prefill and pairs >= FEWEST_PREFILL_PAIRS:
         return PREFILL + grouped
     return grouped
+
+
+def batch_invariant(shape: ExpertShape) -> ExpertConfig:
+    """The config of any number of rows where a row has the same bits in all of them."""
+    return BATCH_INVARIANT if shape.form == DENSE else QUANTIZED_BATCH_INVARIANT
 
 
 def pick(shape: ExpertShape, rows: int, measured: Mapping[int, ExpertConfig]) -> ExpertConfig:

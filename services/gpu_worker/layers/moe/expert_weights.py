@@ -10,7 +10,6 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
-from blockyard.services.gpu_worker.quantization.dense import FORM
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod
 
 STACK_SUFFIXES = ("", "_bias")  # transformers' own
@@ -24,12 +23,10 @@ class ExpertWeights:
     down: ExpertMethod  # inner -> hidden
     device: torch.device  # that multiplies
     load: LayerLoad | None = None  # counts how often each expert is chosen
-    unpacked: tuple[Tensor, Tensor] | None = None  # memory for both as numbers, see `GroupedExperts`
     is_partial: bool = False  # the sum of a row's experts is still to be added to those of other ranks
 
     def tensors(self) -> list[Tensor]:
-        unpacked = () if self.unpacked is None else self.unpacked
-        return [*self.gate_up.tensors().values(), *self.down.tensors().values(), *unpacked]
+        return [*self.gate_up.tensors().values(), *self.down.tensors().values()]
 
 
 class ExpertProducts(Protocol):
@@ -113,15 +110,9 @@ def stacked_experts(
 
 
 def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> ExpertWeights:
-    methods = layers.experts(gate_up), layers.experts(down)
-    unpacked = None
-    if layers.table.device.type == "cuda" and any(one.form != FORM for one in methods):
-        first, last = ((gate_up.num_experts, *one.shape[::-1]) for one in methods)
-        unpacked = layers.scratch("gate_up", *first), layers.scratch("down", *last)
     return ExpertWeights(
-        gate_up=methods[0],
-        down=methods[1],
-        unpacked=unpacked,
+        gate_up=layers.experts(gate_up),
+        down=layers.experts(down),
         device=layers.table.device,
         load=layers.table.expert_load(gate_up.num_experts),
         is_partial=layers.table.shard.size > 1,

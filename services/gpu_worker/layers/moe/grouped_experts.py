@@ -1,7 +1,6 @@
 """The products of a mixture's experts as Triton kernels. Imported only on a GPU.
 
-Kernels read weights in the dtype of the model. Those in another form are unpacked before, to memory that all layers
-share.
+Each product has the kernels of its weight's form (`expert_products`). No weight is dequantized in memory.
 """
 
 from collections.abc import Mapping
@@ -10,19 +9,19 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.combine_experts import combine_experts
-from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling
 from blockyard.kernels.moe.few_rows import MAX_ROWS
 from blockyard.kernels.moe.gates import Gate
-from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
-from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
+from blockyard.kernels.moe.grouped_linear import GroupedTiling
+from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling
 from blockyard.kernels.moe.map_experts import ExpertMap, map_experts
 from blockyard.kernels.moe.route_experts import route_experts
 from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe import expert_configs
-from blockyard.services.gpu_worker.layers.moe.expert_configs import BATCH_INVARIANT, ExpertConfig, ExpertShape
+from blockyard.services.gpu_worker.layers.moe.expert_configs import ExpertConfig, ExpertShape
+from blockyard.services.gpu_worker.layers.moe.expert_products import find_product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights
-from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
 
 MOST_ADDED_ROWS = 512  # the addends of more would take much memory until the next layer has read them
 
@@ -34,16 +33,16 @@ class GroupedExperts:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
         (hidden, _), (inner, _) = weights.gate_up.shape, weights.down.shape
-        self._methods, self._unpacked = (weights.gate_up, weights.down), weights.unpacked
-        self._gate_up, self._down = _dense(weights)
-        self._tensors, self.device, self.dtype = weights.tensors(), weights.device, self._gate_up.weight.dtype
+        self._gate_up, self._down = find_product(weights.gate_up), find_product(weights.down)
+        both = (self._gate_up, self._down)
+        self._tensors, self.device, self.dtype = weights.tensors(), weights.device, weights.gate_up.dtype
         self.size_bytes = weights.gate_up.size_bytes + weights.down.size_bytes
-        matrices = (self._gate_up.weight, self._down.weight)
-        self.is_on_device = all(one.device.type == self.device.type for one in matrices)  # not in host memory
-        takes_prefill = self.is_on_device and all(map(fits, matrices))  # tensor descriptors cannot read host memory
-        form = weights.gate_up.form
+        self.is_on_device = all(one.device.type == self.device.type for one in both)  # not in host memory
+        takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
+        form = " ".join(dict.fromkeys(one.form for one in both))
         self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, takes_prefill, form)
         self._measured: Mapping[int, ExpertConfig] = {}
+        self._invariant = expert_configs.batch_invariant(self.shape)
 
     def linears(self) -> list[Linear]:
         return []
@@ -59,7 +58,7 @@ class GroupedExperts:
         return route_experts(logits, self._routing, bias, factors)
 
     def fuses_norm(self, rows: int) -> bool:
-        return self._unpacked is None and self._config(rows).kernel == "skinny"
+        return not self._gate_up.rounds_inputs and self._config(rows).kernel == "skinny"
 
     def _config(self, rows: int) -> ExpertConfig:
         return expert_configs.pick(self.shape, rows, self._measured)
@@ -74,7 +73,7 @@ class GroupedExperts:
         residual: Tensor | None = None,
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
-        config = BATCH_INVARIANT if batch_invariant else self._config(len(x))
+        config = self._invariant if batch_invariant else self._config(len(x))
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
     def forward_with(
@@ -95,16 +94,12 @@ class GroupedExperts:
         norm: RMSNorm | None,
     ) -> Tensor | None:
         """load: see `LayerLoad`; None: not counted."""
-        if self._unpacked is not None:
-            for method, target in zip(self._methods, self._unpacked, strict=True):
-                method.unpack(target)
-            x = self._methods[0].round_inputs(x)
         if config.kernel == "skinny":
             total = self._sum_skinny(config, x, experts, weights, shared, load, residual, norm)
             return total if residual is None else None
         assert norm is None  # see `fuses_norm`
         pairs = self._multiply(config, x, experts, weights, load)
-        if residual is not None and shared is None and config is not BATCH_INVARIANT and len(x) <= MOST_ADDED_ROWS:
+        if residual is not None and shared is None and config is not self._invariant and len(x) <= MOST_ADDED_ROWS:
             return pairs.view(*experts.shape, pairs.shape[1])  # the kernel that adds them to the residual sums them
         return combine_experts(pairs, self._routing.top_k, shared)
 
@@ -120,23 +115,11 @@ class GroupedExperts:
         norm: RMSNorm | None,
     ) -> Tensor:
         """Returns the sum of each row's experts, which is the residual if there is one."""
-        gate_up, down = self._gate_up, self._down
         first, last = self._scales(weights)
         tiling = SkinnyTiling(*config.gate_up)
-        inner = gate_up_skinny(
-            x, gate_up.weight, experts, tiling, self._gate, norm=norm, bias=gate_up.bias, scale=first, loads=load
-        )
+        inner = self._gate_up.gate_up(x, experts, tiling, self._gate, norm, scale=first, loads=load)
         tiling = SkinnyTiling(*config.down)
-        return down_skinny(
-            self._methods[1].round_inputs(inner),
-            down.weight,
-            experts,
-            tiling,
-            bias=down.bias,
-            scale=last,
-            shared=shared,
-            add_to=residual,
-        )
+        return self._down.down(inner, experts, tiling, scale=last, shared=shared, add_to=residual)
 
     def _multiply(
         self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor, load: Tensor | None
@@ -146,7 +129,7 @@ class GroupedExperts:
         if config.kernel == "prefill":
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_many(config, x, mapped, num_pairs, weights)
-        if len(x) > MAX_ROWS or config is BATCH_INVARIANT:
+        if len(x) > MAX_ROWS or config is self._invariant:
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_few(config, x, mapped, num_pairs, weights)
         return self._multiply_few(config, x, experts, num_pairs, weights, load)
@@ -161,56 +144,36 @@ class GroupedExperts:
         load: Tensor | None = None,
     ) -> Tensor:
         """mapped: of the pairs, or their experts, of which the first product then counts how often they are chosen."""
-        gate_up, down = self._gate_up, self._down
         first, last = self._scales(weights)
-        inner = grouped_linear(
+        inner = self._gate_up.grouped(
             x,
-            gate_up.weight,
             mapped,
             num_pairs,
             GroupedTiling(*config.gate_up),
-            bias=gate_up.bias,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
             loads=load,
         )
-        inner, tiling = self._methods[1].round_inputs(inner), GroupedTiling(*config.down)
-        return grouped_linear(inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last)
+        return self._down.grouped(inner, mapped, num_pairs, GroupedTiling(*config.down), scale=last)
 
     def _multiply_many(
         self, config: ExpertConfig, x: Tensor, mapped: ExpertMap, num_pairs: int, weights: Tensor
     ) -> Tensor:
         """Pairs between both products are in the order of the map."""
-        gate_up, down = self._gate_up, self._down
         first, last = self._scales(weights)
-        inner = grouped_linear_prefill(
+        inner = self._gate_up.prefill(
             x,
-            gate_up.weight,
             mapped,
             num_pairs,
             PrefillTiling(*config.gate_up),
-            bias=gate_up.bias,
             gate=self._gate,
             scale=first,
             scale_first=self._scales_input,
             sorted_out=True,
         )
-        inner, tiling = self._methods[1].round_inputs(inner), PrefillTiling(*config.down)
-        return grouped_linear_prefill(
-            inner, down.weight, mapped, num_pairs, tiling, bias=down.bias, scale=last, sorted_in=True
-        )
+        return self._down.prefill(inner, mapped, num_pairs, PrefillTiling(*config.down), scale=last, sorted_in=True)
 
     def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The routing weights, for the product that they multiply: the first or the last one."""
         return (weights, None) if self._scales_input else (None, weights)
-
-
-def _dense(weights: ExpertWeights) -> tuple[UnquantizedExperts, UnquantizedExperts]:
-    """What kernels read: the weights, or the memory that they are unpacked to."""
-    if weights.unpacked is not None:
-        gate_up, down = weights.unpacked
-        return UnquantizedExperts(gate_up, weights.gate_up.bias), UnquantizedExperts(down, weights.down.bias)
-    assert isinstance(weights.gate_up, UnquantizedExperts)
-    assert isinstance(weights.down, UnquantizedExperts)
-    return weights.gate_up, weights.down

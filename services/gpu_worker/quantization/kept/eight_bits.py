@@ -1,12 +1,13 @@
 """Numbers of 8 bits with scales: functions that the forms `Fp8W8A8` and `W8A16` share."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-MOST = 448.0  # of e4m3
-FLOOR = 1e-12  # of scales, so that zeros are not divided by zero
+from blockyard.kernels.layers import rounding
+from blockyard.kernels.layers.rounding import E4M3, InputRounding, round_rows_reference
+
+MOST = rounding.MOST[E4M3]
+FLOOR = rounding.FLOOR  # of scales
 
 
 def expand(scales: Tensor, group: int | None, inputs: int) -> Tensor:
@@ -23,14 +24,8 @@ def to_e4m3(x: Tensor, group: int | None = None, most: float | None = None) -> t
     most: a row counts as having at most this absolute value, and larger numbers are clamped. Returns codes
     [rows, inputs] and scales float32 [rows] or [rows, groups].
     """
-    x = x.float()
-    if group is None:
-        largest = x.abs().amax(-1)
-    else:
-        missing = -x.shape[-1] % group
-        largest = torch.unflatten(F.pad(x, (0, missing)), -1, (-1, group)).abs().amax(-1)
-    scales = (largest if most is None else largest.clamp(max=most)).div(MOST).clamp_(min=FLOOR)
-    return scaled_to_e4m3(x, expand(scales, group, x.shape[-1])), scales
+    made = round_rows_reference(x, InputRounding(E4M3, group, most))
+    return made.codes, made.scales
 
 
 def scaled_to_e4m3(x: Tensor, scales: Tensor) -> Tensor:

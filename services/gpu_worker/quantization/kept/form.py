@@ -8,13 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
+from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import multiply, multiply_rounded
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
+BLOCKS = "blocks"  # the layout of weights that kernels of a GPU read, followed by its parameters
 DUMMY_SCALE = 0.02  # standard deviation of the numbers that dummy weights stand for
-
-UNPACKED_ELEMENTS = 1 << 26  # at a time, because references compute in float32
 
 
 class KeptTensor(NamedTuple):
@@ -82,6 +84,38 @@ class HostForm(Protocol):
         """Multiplies as `product` does, by tensors of `for_host`. None: to dequantize is quicker for so many rows."""
 
 
+class Blocks(Protocol):
+    """A weight that kernels of a GPU read in an order of their own."""
+
+    @property
+    def key(self) -> str:
+        """What kernels are compiled for."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [rows, inputs] -> [rows, outputs], without bias."""
+
+
+@runtime_checkable
+class RoundingForm(Protocol):
+    """A form whose inputs are rounded to 8 bits, by kernels of a GPU too."""
+
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
+        """How kernels round the inputs, as `KeptForm.round_inputs` does. None: this device has no such products."""
+
+    def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
+        """The weight as kernels read it. Only where there is a rounding."""
+
+
+def rounded_product(form: RoundingForm, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+    """`KeptForm.product` by kernels of a GPU; None where there are none."""
+    rounding = form.rounding(kept)
+    if rounding is None:
+        return None
+    return multiply(x, rounding, form.weight(kept))
+
+
 def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ()) -> dict[str, Kind]:
     """Shapes and dtypes of the tensors by name, of experts with their number in `lead`."""
     return {
@@ -92,8 +126,6 @@ def kinds(form: KeptForm, outputs: int, inputs: int, lead: tuple[int, ...] = ())
 
 class KeptLinear:
     """A weight in a kept form. Implements `LinearMethod`."""
-
-    fusions = frozenset[Fusion]()
 
     def __init__(
         self,
@@ -109,17 +141,43 @@ class KeptLinear:
         self.size_bytes = sum(one.nbytes for one in kept.values())
         self._dense: UnquantizedLinear | None = None  # on the CPU, if the form is not multiplied as it is
         self._packed: dict[str, Tensor] = {}  # on the CPU, see `HostForm`
+        self._is_moved = False  # products read other memory than was loaded to
+        self.blocks: Blocks | None = None  # on a GPU, if it has kernels for this weight
 
     @property
     def form(self) -> str | None:
-        return self.kept_form.name
+        return self.kept_form.name if self.blocks is None else f"{BLOCKS} {self.blocks.key}"
+
+    @property
+    def fusions(self) -> frozenset[Fusion]:
+        return frozenset(Fusion) if self.input_rounding is not None else frozenset()
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """Implements `RoundedInputs`."""
+        form = self.kept_form
+        return form.rounding(self._kept) if isinstance(form, RoundingForm) and self._dense is None else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._bias
+
+    def weight8(self) -> Weight8Bit:
+        """The weight as kernels of rounded rows read it. Only where there is an `input_rounding`."""
+        assert isinstance(self.kept_form, RoundingForm)
+        return self.kept_form.weight(self._kept)
+
+    def apply_rounded(self, rows: RoundedRows) -> Tensor:
+        """Implements `RoundedInputs`."""
+        out = multiply_rounded(rows, self.weight8())
+        return out if self._bias is None else out.add_(self._bias)
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model."""
         return self.kept_form.dequantize(self._kept, self.shape[0], self._dtype)
 
     def prepare(self) -> None:
-        if self._dense is not None or self._packed:
+        if self._dense is not None or self._packed or self.blocks is not None:
             return
         form, device = self.kept_form, next(iter(self._kept.values())).device
         if device.type == "cpu" and fits_host(form, self.shape, self._dtype):
@@ -132,6 +190,14 @@ class KeptLinear:
             self.size_bytes = self._dense.size_bytes
             # the tensors that `round_inputs` needs stay
             self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
+        elif device.type == "cuda" and not self._is_moved:
+            # imports Triton, which is installed only on machines with a GPU
+            from blockyard.services.gpu_worker.quantization.kept.block_products import block_product  # noqa: PLC0415
+
+            self.blocks = block_product(form, self._kept, self.shape, self._dtype)
+            if self.blocks is not None:
+                self._kept = {}
+                self.size_bytes = sum(one.nbytes for one in self.blocks.tensors().values())
 
     def apply(self, x: Tensor) -> Tensor:
         if self._dense is not None:
@@ -142,6 +208,8 @@ class KeptLinear:
         return out if self._bias is None else out.add_(self._bias)
 
     def _product(self, x: Tensor) -> Tensor | None:
+        if self.blocks is not None:
+            return self.blocks(x)
         if self._packed:
             assert isinstance(self.kept_form, HostForm)
             return self.kept_form.host_product(x, self._packed)
@@ -149,10 +217,12 @@ class KeptLinear:
 
     def tensors(self) -> dict[str, Tensor]:
         packed = {f"packed.{name}": one for name, one in self._packed.items()}
+        if self.blocks is not None:
+            return self.blocks.tensors()
         return self._kept | packed | ({} if self._dense is None else self._dense.tensors())
 
     def replace(self, name: str, tensor: Tensor) -> None:
-        self._kept[name] = tensor
+        self._kept[name], self._is_moved = tensor, True
 
 
 def fits_host(form: KeptForm, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -178,7 +248,7 @@ class KeptExperts:
         bias: Tensor | None = None,
     ) -> None:
         """kept: tensors with a leading dimension of experts. bias: [experts, outputs]. Others: see `KeptLinear`."""
-        self.kept_form, self.shape, self._dtype, self.bias = kept_form, shape, dtype, bias
+        self.kept_form, self.shape, self.dtype, self.bias = kept_form, shape, dtype, bias
         self._kept = dict(kept)
         self.size_bytes = sum(one.nbytes for one in kept.values())
 
@@ -189,19 +259,7 @@ class KeptExperts:
     def linear(self, expert: int) -> LinearMethod:
         stated = self.kept_form.tensors()
         own = {name: one if stated[name].is_one_number else one[expert] for name, one in self._kept.items()}
-        return KeptLinear(
-            self.kept_form, own, self.shape, self._dtype, None if self.bias is None else self.bias[expert]
-        )
-
-    def unpack(self, target: Tensor) -> None:
-        stated, chunk = self.kept_form.tensors(), max(UNPACKED_ELEMENTS // target[0].numel(), 1)
-        for start in range(0, len(target), chunk):
-            some = slice(start, start + chunk)
-            own = {
-                name: one if stated[name].is_one_number else one[some].to(target.device, non_blocking=True)
-                for name, one in self._kept.items()
-            }
-            target[some].copy_(self.kept_form.dequantize(own, self.shape[0], target.dtype))
+        return KeptLinear(self.kept_form, own, self.shape, self.dtype, None if self.bias is None else self.bias[expert])
 
     def round_inputs(self, x: Tensor) -> Tensor:
         return self.kept_form.round_inputs(x, self._kept)

@@ -11,17 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
-    E4M3,
-    expand,
-    fill_e4m3,
-    scaled_to_e4m3,
-    to_e4m3,
-)
-from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor
+from blockyard.kernels.layers.rounding import InputRounding, round_rows_reference
+from blockyard.kernels.quantized.operands import Weight8Bit
+from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3, has_products
+from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, rounded_product
 
 CODES, SCALES, INPUT_SCALE = "codes", "scales", "input_scale"
-ALIGNMENT = 16  # numbers; `torch._scaled_mm` requires it
+ALIGNMENT = 16  # numbers; tensor cores read rows that are multiples of it
+GROUPS = (128, 256, 512)  # that kernels apply
 DUMMY_STD = 112.0  # of codes: a quarter of the largest
 DUMMY_INPUT_SCALE = 0.05
 
@@ -45,37 +42,34 @@ class Fp8W8A8:
 
     def _to_codes(self, x: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Codes [rows, inputs], and scales [rows] or [rows, groups]."""
-        if self.static:
-            scale = kept[INPUT_SCALE]
-            return scaled_to_e4m3(x, scale), scale.expand(len(x))
-        return to_e4m3(x, self.group, self.most_input)
+        made = round_rows_reference(x, self._rounding(kept))
+        return made.codes, made.scales
+
+    def _rounding(self, kept: Mapping[str, Tensor]) -> InputRounding:
+        return InputRounding(E4M3, self.group, self.most_input, kept[INPUT_SCALE] if self.static else None)
 
     def round_inputs(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         codes, scales = self._to_codes(x, kept)
-        return (codes.float() * expand(scales, None if self.static else self.group, x.shape[-1])).to(x.dtype)
+        return (codes.float() * expand(scales, self.group, x.shape[-1])).to(x.dtype)
+
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
+        """Implements `RoundingForm`."""
+        codes = kept[CODES]
+        if codes.device.type != "cuda" or not has_products(codes.device) or codes.shape[1] % ALIGNMENT:
+            return None
+        if self.group not in (None, *GROUPS):
+            return None
+        return self._rounding(kept)
+
+    def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
+        """Implements `RoundingForm`."""
+        return Weight8Bit(kept[CODES], kept[SCALES], self.group)
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        codes = kept[CODES]
-        if x.device.type != "cuda" or x.dtype != torch.bfloat16 or self.group is not None or _is_odd(codes):
-            return None
-        if torch.cuda.get_device_capability(x.device) < (9, 0):  # older GPUs have no scales of rows
-            return None
-        rounded, scales = self._to_codes(x, kept)
-        out: Tensor = torch._scaled_mm(
-            rounded,
-            codes.t(),
-            scale_a=scales[:, None].contiguous(),
-            scale_b=kept[SCALES][None],
-            out_dtype=x.dtype,
-        )
-        return out
+        return rounded_product(self, x, kept)
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_e4m3(kept[CODES], generator, DUMMY_STD)
         kept[SCALES].fill_(DUMMY_SCALE / DUMMY_STD)
         if self.static:
             kept[INPUT_SCALE].fill_(DUMMY_INPUT_SCALE)
-
-
-def _is_odd(codes: Tensor) -> bool:
-    return any(size % ALIGNMENT for size in codes.shape) or codes.data_ptr() % ALIGNMENT != 0

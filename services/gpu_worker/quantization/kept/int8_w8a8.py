@@ -18,13 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR
-from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
+from blockyard.kernels.layers.rounding import FLOOR, InputRounding
+from blockyard.kernels.quantized.operands import Weight8Bit
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    KeptTensor,
+    fill_codes,
+    rounded_product,
+    uniform_scale,
+)
 
 CODES, SCALES = "codes", "scales"
 INPUT_SCALE, INPUT_HIGH, INPUT_LOW = "input_scale", "input_high", "input_low"
 LOW, HIGH, STEPS = -128, 127, 255  # of codes
 DUMMY_INPUT_SCALE = 0.05
+ALIGNMENT = 16  # numbers; tensor cores read rows that are multiples of it
 CUDA_ROWS, CUDA_ALIGNMENT = 32, 8  # `torch._int_mm` needs more than 16 rows there, and sizes that are multiples
 
 
@@ -69,19 +76,41 @@ class Int8W8A8:
         codes, scales, zeros = self._to_codes(x, kept)
         return ((codes if zeros is None else codes - zeros) * scales).to(x.dtype)
 
+    def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
+        """Implements `RoundingForm`."""
+        weight = kept[CODES]
+        if not self.symmetric or weight.device.type != "cuda" or weight.shape[1] % ALIGNMENT:
+            return None
+        return InputRounding(torch.int8, scale=kept[INPUT_SCALE] if self.static else None)
+
+    def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
+        """Implements `RoundingForm`."""
+        return Weight8Bit(kept[CODES], kept[SCALES])
+
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
-        """Multiplies by `torch._int_mm`. Its sums are exact: a row does not depend on the number of rows."""
-        weight, rows = kept[CODES], len(x)
-        if not self.symmetric or x.device.type not in ("cpu", "cuda"):
+        """Sums of integers are exact: a row does not depend on the number of rows."""
+        if x.device.type == "cuda":
+            own = rounded_product(self, x, kept)
+            return self._on_cuda(x, kept) if own is None else own
+        if not self.symmetric or x.device.type != "cpu":
             return None
         codes, scales, _ = self._to_codes(x, kept)
-        codes = codes.to(torch.int8)
-        if x.device.type == "cuda":
-            if any(size % CUDA_ALIGNMENT for size in weight.shape):
-                return None
-            codes = F.pad(codes, (0, 0, 0, max(CUDA_ROWS - rows, 0)))
-        sums: Tensor = torch._int_mm(codes, weight.t())[:rows]
+        sums: Tensor = torch._int_mm(codes.to(torch.int8), kept[CODES].t())
         return sums.float().mul_(scales).mul_(kept[SCALES]).to(x.dtype)
+
+    def _on_cuda(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
+        """The product of inputs with zeros, or of a size that own kernels do not read, by `torch._int_mm`.
+
+        The zero of a row times the sum of an output's codes is subtracted; a row of ones gives these sums.
+        """
+        weight, rows = kept[CODES], len(x)
+        if any(size % CUDA_ALIGNMENT for size in weight.shape):
+            return None
+        codes, scales, zeros = self._to_codes(x, kept)
+        codes = F.pad(F.pad(codes, (0, 0, 0, 1), value=1.0), (0, 0, 0, max(CUDA_ROWS - rows - 1, 0)))
+        sums: Tensor = torch._int_mm(codes.to(torch.int8), weight.t())
+        made = sums[:rows] if zeros is None else sums[:rows] - zeros.to(torch.int32) * sums[rows]
+        return made.float().mul_(scales).mul_(kept[SCALES]).to(x.dtype)
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         fill_codes(kept[CODES], generator)

@@ -62,7 +62,7 @@ def test_every_candidate_is_right(tmp_path: Path) -> None:
             for layer, group in zip(tuner.layers, tuner.groups, strict=True):
                 x = rows_of(group[0], rows)
                 wants = [x.double() @ linear.method.weight.double().T for linear in group]
-                for config in tuner._candidates(layer, rows):
+                for config in tuner.candidates(layer, rows):
                     products = [tuner.products.of(config, linear) for linear in group * 2]
                     for got, want in zip([product(x) for product in products], wants * 2, strict=True):
                         assert float((got.double() - want).norm() / want.norm()) < 6e-3, config

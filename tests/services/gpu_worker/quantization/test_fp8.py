@@ -1,7 +1,6 @@
 """Checkpoints in fp8 against the numbers that they stand for, with inputs rounded by a definition of their own."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,8 +255,8 @@ def test_a_rank_that_would_cut_a_block_is_refused() -> None:
 
 @pytest.mark.parametrize("in_pairs", [False, True])
 @pytest.mark.parametrize("kind", ["host", "grouped"])
-def test_stacked_experts(kind: str, in_pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tensor [experts, inputs, outputs] for all, with transformers' names; unpacked for the kernels of a GPU."""
+def test_stacked_experts(kind: str, in_pairs: bool) -> None:
+    """One tensor [experts, inputs, outputs] for all, with transformers' names."""
     hidden, inner, experts, routing = 16, 8, 4, Routing(num_experts=4, top_k=2)
     table = WeightTable(torch.float32, CPU)
     layers = LinearLayers(table, {"quantization_config": {"quant_method": "fp8", "weight_block_size": (8, 8)}})
@@ -278,15 +277,11 @@ def test_stacked_experts(kind: str, in_pairs: bool, monkeypatch: pytest.MonkeyPa
     if in_pairs:
         numbers[0] = torch.cat((numbers[0][:, ::2], numbers[0][:, 1::2]), 1)
     for method, want in zip((weights.gate_up, weights.down), numbers, strict=True):
-        monkeypatch.setattr(form, "UNPACKED_ELEMENTS", 3 * want[0].numel())
-        method.unpack(target := torch.full(want.shape, torch.nan))
-        torch.testing.assert_close(target, want)
         torch.testing.assert_close(method.linear(1).dequantized(), want[1])
     if kind == "grouped":
         from blockyard.services.gpu_worker.layers.moe.grouped_experts import GroupedExperts
 
-        unpacked = tuple(torch.full(one.shape, torch.nan) for one in numbers)
-        made: Any = GroupedExperts(replace(weights, unpacked=unpacked), routing, Gate.SILU, False)
+        made: Any = GroupedExperts(weights, routing, Gate.SILU, False)
     else:
         made = routed_experts.HostExperts(weights, routing, Gate.SILU, False)
     x = torch.randn(5, hidden)

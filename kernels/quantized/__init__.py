@@ -1,0 +1,13 @@
+"""Kernels that multiply quantized weights.
+
+- `packed_weights`: `PackedWeights`, the codes and scales of a weight as files and kernels of experts have them.
+  `unpack_tiles`: what kernels make of a tile of codes, in registers: numbers of 4- and 8-bit codes, and scales.
+- `block_weights`: `BlockWeights`, the same of a linear layer, in the order of `linear_blocks`, its product on tensor
+  cores, for which `unpack_assembly` has a GPU's instructions. `unpack_blocks` writes its numbers to memory.
+- `quantize_rows`: rows as codes of 8 bits with scales. How they are rounded says `layers/rounding`; norm and gate
+  kernels write the same bits by the device functions of `layers/round_row`.
+- `operands`: weights of 8 bits, and their product with rounded rows in plain torch. `linear_w8a8_skinny`: products of
+  one to eight rows; `linear_w8a8_stream_k`: of any number of rows, on tensor cores.
+
+The worker's `quantization/kept/`, `linear_tuning/` and `layers/moe/` call these. Imports go to `layers/`.
+"""

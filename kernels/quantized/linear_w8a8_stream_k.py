@@ -1,0 +1,152 @@
+"""Linear layer on tensor cores with weights and inputs in e4m3 or int8, by stream-K; on a GPU.
+
+As `layers/linear_stream_k`, whose docstring says how sums are divided and why a row does not depend on the others.
+Products of e4m3 are summed in float32: the tensor cores keep fewer bits, so that after every 128 inputs their sum is
+added to one in float32 registers. There the scales of groups are applied, those of whole rows at the end. Sums of int8
+are exact.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from blockyard.kernels.int_math import ceil_div
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace, fits, with_bias, with_parts
+from blockyard.kernels.layers.rounding import RoundedRows
+from blockyard.kernels.programmatic_launch import pdl_options
+from blockyard.kernels.quantized.operands import Weight8Bit, check_operands
+
+
+@triton.jit
+def _prefetch(weight_ptr, tile_out, first_col, outs, size, OUT_TILE: tl.constexpr, FETCH: tl.constexpr):
+    """Fetches the first FETCH cache lines of a tile's weights to the L2 cache."""
+    lines = first_col + tl.arange(0, FETCH) * 128
+    early = tl.minimum(tile_out + tl.arange(0, OUT_TILE), outs - 1).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [weight_ptr + (early * size)[:, None] + tl.minimum(lines, size - 1)[None, :]],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_w8a8_stream_k_kernel(
+    x_desc, x_scale_ptr, weight_desc, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
+    rows, outs, size,
+    OUT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IN_TILE: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+):  # fmt: skip
+    # program p: steps p * work / programs to (p + 1) * work / programs
+    INT8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
+    SUM: tl.constexpr = tl.int32 if INT8 and GROUP == 0 else tl.float32
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    row_tiles = tl.cdiv(rows, ROW_TILE)
+    steps = tl.cdiv(size, IN_TILE)
+    work = tl.cdiv(outs, OUT_TILE) * row_tiles * steps
+    begin = (program * work // programs).to(tl.int32)
+    end = ((program + 1) * work // programs).to(tl.int32)
+    place = tl.arange(0, OUT_TILE)[:, None] * ROW_TILE + tl.arange(0, ROW_TILE)[None, :]
+    groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
+    if PDL:
+        if FETCH > 0:
+            tile = (end - 1) // steps
+            first_col = tl.maximum(begin - tile * steps, 0) * IN_TILE
+            _prefetch(weight_ptr, tile // row_tiles * OUT_TILE, first_col, outs, size, OUT_TILE, FETCH)
+        gdc_wait()
+    while end > begin:
+        tile = (end - 1) // steps
+        first = tl.maximum(begin - tile * steps, 0)
+        last = end - tile * steps
+        out_start = tile // row_tiles * OUT_TILE
+        row_start = tile % row_tiles * ROW_TILE
+        out = out_start + tl.arange(0, OUT_TILE)
+        row = row_start + tl.arange(0, ROW_TILE)
+        total = tl.zeros([OUT_TILE, ROW_TILE], SUM)
+        for step in tl.range(first, last, num_stages=STAGES):
+            weight = weight_desc.load([out_start, step * IN_TILE])
+            x = x_desc.load([row_start, step * IN_TILE])
+            if GROUP > 0:
+                group = step * IN_TILE // GROUP
+                by_out = tl.load(weight_scale_ptr + out.to(tl.int64) * groups + group, mask=out < outs, other=0.0)
+                by_row = tl.load(x_scale_ptr + row * groups + group, mask=row < rows, other=0.0)
+                total += tl.dot(weight, x.T).to(tl.float32) * (by_out[:, None] * by_row[None, :])
+            elif INT8:
+                total = tl.dot(weight, x.T, total, out_dtype=tl.int32)
+            else:
+                total = tl.dot(weight, x.T, total, max_num_imprecise_acc=min(IN_TILE, 128))
+        end = tile * steps + first
+        if PDL:  # noqa: SIM102, PDL is known at compile time
+            if end <= begin:
+                gdc_launch_dependents()
+        if last < steps:
+            tl.store(parts_ptr + program * OUT_TILE * ROW_TILE + place, total)
+            tl.debug_barrier()  # stores of all threads come before the flag
+            tl.atomic_xchg(arrived_ptr + program, 1, sem="release", scope="gpu")
+        else:
+            if first > 0:
+                other = ((tile.to(tl.int64) * steps + 1) * programs - 1) // work  # the program of the tile's first step
+                total = with_parts(total, other, program, parts_ptr, arrived_ptr, place)
+            y = total.to(tl.float32)
+            if GROUP == 0:
+                by_out = tl.load(weight_scale_ptr + out, mask=out < outs, other=0.0)
+                by_row = tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)
+                y *= by_out[:, None] * by_row[None, :]
+            y = with_bias(y, bias_ptr + out, out < outs, BIAS)
+            inside = (out < outs)[:, None] & (row < rows)[None, :]
+            where = out_ptr + row.to(tl.int64)[None, :] * outs + out[:, None]
+            tl.store(where, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def linear_w8a8_stream_k(
+    x: RoundedRows,
+    weight: Weight8Bit,
+    bias: Tensor | None,
+    tiling: Tiling,
+    workspace: Workspace | None = None,
+    split: int = 1,
+) -> Tensor:
+    """x [rows, in], weight [out, in], bias [out] -> [rows, out] in the dtype of `x.dtype`.
+
+    Every tile is cut into `split` parts, which leave sums in the workspace; without one, into one part. Rows for which
+    it has no room are computed by further launches, which does not change their results. A step of `in_tile` inputs
+    lies in one group. All tensors are contiguous, and rows of codes are multiples of 16 bytes. Raises ValueError for
+    other layouts, shapes and dtypes.
+    """
+    check_operands(x, weight, bias)
+    (rows, size), outs, group = x.codes.shape, weight.codes.shape[0], weight.group or 0
+    if not fits(x.codes) or not fits(weight.codes):
+        raise ValueError(f"rows must be aligned, got {size} inputs")
+    if group % tiling.in_tile:
+        raise ValueError(f"steps of {tiling.in_tile} inputs do not divide groups of {group}")
+    out = torch.empty((rows, outs), dtype=x.dtype, device=x.codes.device)
+    if out.numel() == 0:
+        return out
+    parts, most = max(split, 1) * ceil_div(outs, tiling.out_tile), rows  # of one tile of rows
+    if split > 1:
+        room = 0 if workspace is None else workspace.programs(tiling)
+        if parts > room:
+            raise ValueError(f"a workspace for {room} programs is too small for {parts}")
+        most = room // parts * tiling.row_tile
+    sums, arrived = weight.scales, weight.scales  # any, they are not used
+    if workspace is not None:
+        exact = weight.codes.dtype == torch.int8 and not group
+        sums, arrived = workspace.parts.view(torch.int32) if exact else workspace.parts, workspace.arrived
+    weights = TensorDescriptor.from_tensor(weight.codes, [tiling.out_tile, tiling.in_tile])
+    for start in range(0, rows, most):
+        codes, scales, result = (one[start : start + most] for one in (x.codes, x.scales, out))
+        grid = parts * ceil_div(len(codes), tiling.row_tile)
+        _linear_w8a8_stream_k_kernel[(grid,)](
+            TensorDescriptor.from_tensor(codes, [tiling.row_tile, tiling.in_tile]), scales, weights, weight.codes,
+            weight.scales, weight.scales if bias is None else bias, result, sums, arrived, len(codes), outs, size,
+            OUT_TILE=tiling.out_tile, ROW_TILE=tiling.row_tile, IN_TILE=tiling.in_tile, STAGES=tiling.stages,
+            GROUP=group, BIAS=bias is not None, PDL=tiling.pdl, FETCH=tiling.fetch, num_warps=tiling.warps,
+            num_stages=tiling.stages, **pdl_options(tiling.pdl),
+        )  # fmt: skip
+    return out

@@ -1,0 +1,141 @@
+"""One product of all experts of a layer as Triton kernels, by the form of its weight. Imported only on a GPU."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny, gate_up_skinny
+from blockyard.kernels.moe.gates import Gate
+from blockyard.kernels.moe.grouped_linear import GroupedTiling, grouped_linear
+from blockyard.kernels.moe.grouped_linear_prefill import PrefillTiling, fits, grouped_linear_prefill
+from blockyard.kernels.moe.map_experts import ExpertMap
+from blockyard.kernels.moe.quantized_grouped import grouped_quantized, takes_codes
+from blockyard.kernels.moe.quantized_skinny import NO_ROUNDING, can_round, down_quantized, gate_up_quantized
+from blockyard.kernels.moe.round_rows import round_rows
+from blockyard.kernels.quantized.packed_weights import InputRounding
+from blockyard.services.gpu_worker.quantization.dense import FORM, UnquantizedExperts
+from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
+from blockyard.services.gpu_worker.quantization.kept.packed import pack
+from blockyard.services.gpu_worker.quantization.method import ExpertMethod
+
+
+class ExpertProduct(Protocol):
+    """The product of the weight [experts, out, in] of an `ExpertMethod`. Options are those of the kernels."""
+
+    @property
+    def form(self) -> str:
+        """The form of the weight with its parameters: what measured configs are for."""
+
+    @property
+    def rounds_inputs(self) -> bool: ...
+
+    @property
+    def takes_prefill(self) -> bool:
+        """Whether `prefill` multiplies it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight, which may be in host memory."""
+
+    def gate_up(
+        self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
+    ) -> Tensor:
+        """See `gate_up_skinny`."""
+
+    def down(self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, **options: Any) -> Tensor:
+        """See `down_skinny`."""
+
+    def grouped(
+        self, x: Tensor, mapped: ExpertMap | Tensor, num_pairs: int, tiling: GroupedTiling, **options: Any
+    ) -> Tensor:
+        """See `grouped_linear`."""
+
+    def prefill(self, x: Tensor, mapped: ExpertMap, num_pairs: int, tiling: PrefillTiling, **options: Any) -> Tensor:
+        """See `grouped_linear_prefill`."""
+
+
+class DenseProduct:
+    """Implements `ExpertProduct` for weights in the dtype of the model."""
+
+    form = FORM
+    rounds_inputs = False
+
+    def __init__(self, method: UnquantizedExperts) -> None:
+        self._weight, self._bias = method.weight, method.bias
+        self.device, self.takes_prefill = self._weight.device, fits(self._weight)
+
+    def gate_up(
+        self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
+    ) -> Tensor:
+        return gate_up_skinny(x, self._weight, experts, tiling, gate, norm=norm, bias=self._bias, **options)
+
+    def down(self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, **options: Any) -> Tensor:
+        return down_skinny(x, self._weight, experts, tiling, bias=self._bias, **options)
+
+    def grouped(
+        self, x: Tensor, mapped: ExpertMap | Tensor, num_pairs: int, tiling: GroupedTiling, **options: Any
+    ) -> Tensor:
+        return grouped_linear(x, self._weight, mapped, num_pairs, tiling, bias=self._bias, **options)
+
+    def prefill(self, x: Tensor, mapped: ExpertMap, num_pairs: int, tiling: PrefillTiling, **options: Any) -> Tensor:
+        return grouped_linear_prefill(x, self._weight, mapped, num_pairs, tiling, bias=self._bias, **options)
+
+
+class QuantizedProduct:
+    """Implements `ExpertProduct` for weights in a kept form. Inputs in groups that kernels do not know are rounded by
+    torch."""
+
+    takes_prefill = False  # `grouped` multiplies many pairs, too
+
+    def __init__(self, method: KeptExperts) -> None:
+        """Raises ConfigError for a form that kernels do not know."""
+        self._weights, self._rounding = pack(method)
+        self._method, self._bias, self.device = method, method.bias, self._weights.codes.device
+        self._takes_codes = takes_codes(self._weights, self._rounding)
+        self.rounds_inputs = self._rounding.kind != 0
+        inputs = f"-inputs-{self._rounding.kind.name.lower()}" if self.rounds_inputs else ""
+        self.form = f"{method.form}-{self._weights.key}{inputs}"
+
+    def gate_up(
+        self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, gate: Gate, norm: RMSNorm | None, **options: Any
+    ) -> Tensor:
+        x, rounding = self._rounded(x, tiling)
+        return gate_up_quantized(
+            x, self._weights, experts, tiling, gate, rounding=rounding, norm=norm, bias=self._bias, **options
+        )
+
+    def down(self, x: Tensor, experts: Tensor, tiling: SkinnyTiling, **options: Any) -> Tensor:
+        x, rounding = self._rounded(x, tiling)
+        return down_quantized(x, self._weights, experts, tiling, rounding=rounding, bias=self._bias, **options)
+
+    def _rounded(self, x: Tensor, tiling: SkinnyTiling) -> tuple[Tensor, InputRounding]:
+        """The input of a kernel, and how the kernel rounds it."""
+        if can_round(self._rounding, tiling.in_tile):
+            return x, self._rounding
+        return self._method.round_inputs(x), NO_ROUNDING
+
+    def grouped(
+        self, x: Tensor, mapped: ExpertMap | Tensor, num_pairs: int, tiling: GroupedTiling, **options: Any
+    ) -> Tensor:
+        dtype, scales = x.dtype, None
+        if self.rounds_inputs:
+            if self._takes_codes:
+                x, scales = round_rows(x, self._rounding)
+            else:
+                x = self._method.round_inputs(x)
+        return grouped_quantized(
+            x, self._weights, mapped, num_pairs, tiling, dtype, x_scales=scales, bias=self._bias, **options
+        )
+
+    def prefill(self, x: Tensor, mapped: ExpertMap, num_pairs: int, tiling: PrefillTiling, **options: Any) -> Tensor:
+        raise NotImplementedError  # see `takes_prefill`
+
+
+def find_product(method: ExpertMethod) -> ExpertProduct:
+    """The kernels of a weight's form. Raises ConfigError if there are none."""
+    if isinstance(method, UnquantizedExperts):
+        return DenseProduct(method)
+    assert isinstance(method, KeptExperts)
+    return QuantizedProduct(method)

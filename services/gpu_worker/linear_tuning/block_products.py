@@ -1,0 +1,141 @@
+"""Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
+
+Beside the method's own product: the stream-K GEMM that unpacks codes in registers, and for many rows cuBLAS with a
+weight that is unpacked first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
+from blockyard.kernels.programmatic_launch import supports_pdl
+from blockyard.kernels.quantized.block_weights import BLOCK
+from blockyard.kernels.quantized.linear_blocks import linear_blocks
+from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, make_spec
+from blockyard.services.gpu_worker.linear_tuning import kernel_configs
+from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
+from blockyard.services.gpu_worker.loading.linear_spec import part
+from blockyard.services.gpu_worker.quantization.kept.block_products import BlockProduct
+from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
+from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
+
+WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
+WORKSPACE_PROGRAMS = 1 << 14
+EXAMPLE_FEATURES = 256  # of `example`
+SHARED_BYTES = 226 << 10  # usable shared memory of one SM, compute capability 9.0
+FEWEST_BLOCKS = 3  # of inputs, in each part of a split tile
+PARTS = (1, 2, 3, 4)  # programs of a multiprocessor that splits are made for, at most
+
+# most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
+TILES = {
+    16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
+         (64, 16, BLOCK, 3, 4)),
+    32: ((64, 32, BLOCK, 4, 4), (64, 32, BLOCK, 6, 4), (128, 32, BLOCK, 4, 4), (128, 32, BLOCK, 4, 8)),
+    64: ((64, 64, BLOCK, 4, 4), (128, 64, BLOCK, 4, 4), (128, 64, BLOCK, 4, 8), (128, 64, BLOCK, 3, 4)),
+    128: ((64, 128, BLOCK, 3, 4), (128, 128, BLOCK, 3, 8), (128, 128, BLOCK, 4, 8), (128, 64, BLOCK, 4, 4),
+          (256, 64, BLOCK, 3, 8)),
+    256: ((128, 128, BLOCK, 3, 8), (128, 128, BLOCK, 4, 8), (128, 256, BLOCK, 2, 8), (256, 128, BLOCK, 2, 8)),
+}  # fmt: skip
+BATCH_INVARIANT = (64, 32, BLOCK, 4, 4)  # as in TILES, for any number of rows
+UNPACKED = KernelConfig("unpacked")
+
+
+class BlockProducts:
+    """Implements `FormProducts`. Its kernels share the workspace of the stream-K kernel."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, processors: int) -> None:
+        self._device, self._dtype, self._processors = device, dtype, processors
+        self._pdl = supports_pdl(device)
+        self._space: Workspace | None = None
+
+    def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
+        if rows > kernel_configs.MAX_ROWS:
+            return []
+        made = [
+            self._config(layer, tiles, split)
+            for tiles in TILES[next(most for most in TILES if rows <= most)]
+            for split in self._splits(layer, rows, tiles)
+        ]
+        return [*made, UNPACKED] if rows > 64 else made
+
+    def _splits(self, layer: LinearShape, rows: int, tiles: tuple[int, int, int, int, int]) -> list[int]:
+        """Split-K factors with which one to four programs run on each multiprocessor."""
+        out_tile, row_tile, _, stages, _ = tiles
+        count = -(-layer.out_features // out_tile) * -(-rows // row_tile)
+        room = SHARED_BYTES // ((out_tile // 2 + 2 * row_tile) * BLOCK * stages)
+        most = max(layer.in_features // BLOCK // FEWEST_BLOCKS, 1)
+        found = {min(max(self._processors * parts // count, 1), most) for parts in PARTS if parts <= max(room, 1)}
+        return sorted(found)
+
+    def _config(self, layer: LinearShape, tiles: tuple[int, int, int, int, int], split: int) -> KernelConfig:
+        fetch = 2 if layer.in_features * layer.out_features <= kernel_configs.FETCH_ELEMENTS else 0
+        return KernelConfig("blocks", *tiles, split, fetch)
+
+    def batch_invariant(self, layer: LinearShape) -> KernelConfig:
+        count = -(-layer.out_features // BATCH_INVARIANT[0])
+        most = max(layer.in_features // BLOCK // FEWEST_BLOCKS, 1)
+        return self._config(layer, BATCH_INVARIANT, min(max(round(self._processors / count), 1), most))
+
+    def of(self, config: KernelConfig, method: LinearMethod) -> Product:
+        blocks, bias = _blocks(method), _kept(method).bias
+        if config == UNPACKED:
+
+            def unpacked(x: Tensor) -> Tensor:
+                out = blocks.multiply_unpacked(blocks.ordered(x))
+                return out if bias is None else out.add_(bias)
+
+            return unpacked
+        workspace, split, weights, table = self._workspace(), config.split, blocks.weights, blocks.table
+        tiling = Tiling(
+            config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, self._pdl, config.fetch
+        )
+        if blocks.order is None:
+            return lambda x: linear_blocks(x, weights, bias, tiling, workspace, split, table=table)
+        return lambda x: linear_blocks(blocks.ordered(x), weights, bias, tiling, workspace, split, table=table)
+
+    def fused(self, config: KernelConfig, method: LinearMethod) -> FusedProduct:
+        raise AssertionError("no kernel of these weights fuses")
+
+    def example(self, config: KernelConfig, bias: bool, fusion: Fusion, like: LinearMethod) -> Linear:
+        one = _blocks(like).weights
+        made = replace(
+            one,
+            inputs=EXAMPLE_FEATURES,
+            codes=_first(one.codes, EXAMPLE_FEATURES // BLOCK, EXAMPLE_FEATURES, one.codes.shape[2]),
+            scales=None if one.scales is None else _first(one.scales, _groups(one.group), EXAMPLE_FEATURES),
+            zeros=None if one.zeros is None else _first(one.zeros, _groups(one.group), EXAMPLE_FEATURES),
+            row_scales=None if one.row_scales is None else one.row_scales.new_zeros(EXAMPLE_FEATURES),
+        )
+        vector = torch.zeros(EXAMPLE_FEATURES, dtype=self._dtype, device=self._device) if bias else None
+        spec = make_spec([part("", EXAMPLE_FEATURES)], EXAMPLE_FEATURES, bias=bias)
+        method = KeptLinear(_kept(like).kept_form, {}, (EXAMPLE_FEATURES, EXAMPLE_FEATURES), self._dtype, vector)
+        method.blocks = BlockProduct(made, None)
+        return Linear(method, spec, fusion)
+
+    def _workspace(self) -> Workspace:
+        """It is made for the first model of such a form: others need no memory for it."""
+        if self._space is None:
+            self._space = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, self._device)
+        return self._space
+
+
+def _groups(group: int) -> int:
+    return -(-EXAMPLE_FEATURES // group) if group else 1
+
+
+def _first(like: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.uint8, device=like.device).to(like.dtype)
+
+
+def _kept(method: LinearMethod) -> KeptLinear:
+    assert isinstance(method, KeptLinear)
+    return method
+
+
+def _blocks(method: LinearMethod) -> BlockProduct:
+    blocks = _kept(method).blocks
+    assert isinstance(blocks, BlockProduct)
+    return blocks
