@@ -39,8 +39,9 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# Tests that assert timings of whole services have the machine to themselves. `make pytest ARGS=tests/shared` runs these alone.
-ALONE := integration services/bench/test_suite.py
+# Tests in which a delay of the machine itself would be taken for a fault have it to themselves. `make pytest
+# ARGS=tests/shared` runs these alone.
+ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py) services/bench/test_suite.py
 pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
