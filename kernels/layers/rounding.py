@@ -40,6 +40,11 @@ class InputRounding:
     scale: Tensor | None = None  # float32, one number: the scale of all rows
 
 
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded as a division: on a GPU torch multiplies by the reciprocal of a Python number."""
+    return x / torch.full_like(x, number)
+
+
 def round_rows_reference(x: Tensor, rounding: InputRounding) -> RoundedRows:
     """x [rows, size] as `quantize_rows` rounds it, to the same bits."""
     most, group = MOST[rounding.dtype], rounding.group
@@ -50,7 +55,8 @@ def round_rows_reference(x: Tensor, rounding: InputRounding) -> RoundedRows:
         padded = F.pad(x.float(), (0, 0 if group is None else -x.shape[1] % group))
         parts = padded[:, None] if group is None else torch.unflatten(padded, 1, (-1, group))
         largest = parts.abs().amax(-1)
-        scales = (largest if rounding.most is None else largest.clamp(max=rounding.most)).div(most).clamp_(min=FLOOR)
+        largest = largest if rounding.most is None else largest.clamp(max=rounding.most)
+        scales = divided(largest, most).clamp_(min=FLOOR)
         scales = scales[:, 0] if group is None else scales
     by_number = scales[:, None] if group is None else scales.repeat_interleave(group, 1)[:, : x.shape[1]]
     ratios = x.float() / by_number

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
+from blockyard.kernels.layers.rounding import divided
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import InputRounding, RoundedTo
 
@@ -32,7 +33,7 @@ def _reference_of(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
             high, low = rounding.high.expand(len(x), 1), -rounding.low.expand(len(x), 1)
         else:
             high, low = x.amax(1, keepdim=True).clamp(min=0), x.amin(1, keepdim=True).clamp(max=0)
-        scales = ((high - low) / 255).clamp(min=FLOOR)
+        scales = divided(high - low, 255).clamp(min=FLOOR)
         zeros = (-128 - low / scales).round().clamp(-128, 127)
         return (x / scales + zeros).round().clamp(-128, 127) - zeros, scales
     if rounding.high is not None:
@@ -40,7 +41,7 @@ def _reference_of(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
     else:
         largest = x.abs().amax(1, keepdim=True)
         largest = largest if rounding.most is None else largest.clamp(max=rounding.most)
-        scales = largest / torch.full_like(largest, 448.0 if rounding.kind is RoundedTo.E4M3 else 127.0)
+        scales = divided(largest, 448.0 if rounding.kind is RoundedTo.E4M3 else 127.0)
     scales = scales if rounding.high is not None and rounding.kind is RoundedTo.E4M3 else scales.clamp(min=FLOOR)
     if rounding.kind is RoundedTo.E4M3:
         return (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scales

@@ -134,10 +134,11 @@ def linear_w8a8_stream_k(
         if parts > room:
             raise ValueError(f"a workspace for {room} programs is too small for {parts}")
         most = room // parts * tiling.row_tile
-    sums, arrived = weight.scales, weight.scales  # any, they are not used
-    if workspace is not None:
-        exact = weight.codes.dtype == torch.int8 and not group
-        sums, arrived = workspace.parts.view(torch.int32) if exact else workspace.parts, workspace.arrived
+    # without a workspace any memory, which is not used; parts have the dtype of the sum in any case
+    sums = weight.scales if workspace is None else workspace.parts
+    arrived = weight.scales.view(torch.int32) if workspace is None else workspace.arrived
+    if weight.codes.dtype == torch.int8 and not group:
+        sums = sums.view(torch.int32)
     weights = TensorDescriptor.from_tensor(weight.codes, [tiling.out_tile, tiling.in_tile])
     for start in range(0, rows, most):
         codes, scales, result = (one[start : start + most] for one in (x.codes, x.scales, out))

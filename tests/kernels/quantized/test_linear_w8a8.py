@@ -18,6 +18,7 @@ from blockyard.kernels.quantized.quantize_rows import quantize_rows
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PDL = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+FP8_SUMS = 3e-4 if DEVICE == "cuda" else 0.0  # relative error of sums on tensor cores, which keep 14 bits of them
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 KINDS = [(E4M3, None), (E4M3, 128), (torch.int8, None)]
 
@@ -52,13 +53,13 @@ def operands(
     return quantize_rows(x, InputRounding(codes_dtype, group)), Weight8Bit(weight.codes, weight.scales, group)
 
 
-def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, sums: float = 0.0) -> None:
     assert got.shape == want.shape
     assert got.dtype == dtype
     assert not got.isnan().any()
     for row in range(len(want)):  # rows differ by orders of magnitude
         error = float((got[row].double() - want[row]).norm() / want[row].norm().clamp_min(1e-12))
-        assert error <= ERROR[dtype], f"relative error {error} of row {row}"
+        assert error <= max(ERROR[dtype], sums), f"relative error {error} of row {row}"
 
 
 def vector(outs: int, dtype: torch.dtype) -> Tensor:
@@ -105,7 +106,7 @@ def test_rows(
     given = vector(outs, dtype) if bias else None
     space, tiling = workspace(), tiling_of()
     got = linear_w8a8_stream_k(x, weight, given, tiling, space, split)
-    assert_close(got, linear_w8a8_reference(x, weight, given), dtype)
+    assert_close(got, linear_w8a8_reference(x, weight, given), dtype, FP8_SUMS if kind[0] == E4M3 else 0.0)
     assert not space.arrived.any(), "the next kernel would take parts that are not its own"
     for some in (slice(0, 1), slice(rows // 2, rows)):  # a row does not depend on the others
         alone = RoundedRows(x.codes[some], x.scales[some], dtype)

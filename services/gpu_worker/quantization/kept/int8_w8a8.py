@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.layers.rounding import FLOOR, InputRounding
+from blockyard.kernels.layers.rounding import FLOOR, InputRounding, divided
 from blockyard.kernels.quantized.operands import Weight8Bit
 from blockyard.services.gpu_worker.quantization.kept.form import (
     KeptTensor,
@@ -61,14 +61,14 @@ class Int8W8A8:
         """Codes as numbers [rows, inputs], scales [rows, 1] or [], and zeros as scales; None: inputs have none."""
         x = x.float()
         if self.symmetric:
-            scales = kept[INPUT_SCALE] if self.static else x.abs().amax(-1, keepdim=True).div_(HIGH)
+            scales = kept[INPUT_SCALE] if self.static else divided(x.abs().amax(-1, keepdim=True), HIGH)
             scales = scales.clamp(min=FLOOR)
             return (x / scales).round_().clamp_(LOW, HIGH), scales, None
         if self.static:
             high, low = kept[INPUT_HIGH], -kept[INPUT_LOW]
         else:
             high, low = x.amax(-1, keepdim=True).clamp_(min=0), x.amin(-1, keepdim=True).clamp_(max=0)
-        scales = ((high - low) / STEPS).clamp(min=FLOOR)
+        scales = divided(high - low, STEPS).clamp(min=FLOOR)
         zeros = (LOW - low / scales).round_().clamp_(LOW, HIGH)
         return (x / scales + zeros).round_().clamp_(LOW, HIGH), scales, zeros
 
