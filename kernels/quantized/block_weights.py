@@ -50,7 +50,7 @@ def can_be_blocks(group: int) -> bool:
     return group % BLOCK == 0 or group in (16, 32, 64)
 
 
-def to_blocks(weights: PackedWeights, table: tuple[float, ...] | None = None) -> BlockWeights:
+def to_blocks(weights: PackedWeights) -> BlockWeights:
     """Brings the weight of one matrix, with a leading dimension of 1, into the order of blocks, in new memory."""
     codes, inputs = weights.codes[0], weights.inputs
     blocks = ceil_div(inputs, BLOCK)
@@ -70,7 +70,7 @@ def to_blocks(weights: PackedWeights, table: tuple[float, ...] | None = None) ->
         scales=None if scales is None else _transposed(scales[0], groups),
         zeros=None if zeros is None else _transposed(zeros[0].view(len(codes), -1), groups),
         row_scales=None if weights.row_scales is None else weights.row_scales[0].contiguous(),
-        table=table,
+        table=None if weights.table is None else tuple(weights.table.tolist()),
         is_e8m0=weights.is_e8m0,
     )
 

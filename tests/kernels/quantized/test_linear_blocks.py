@@ -20,7 +20,7 @@ from blockyard.kernels.quantized.block_weights import (
     to_blocks,
 )
 from blockyard.kernels.quantized.linear_blocks import linear_blocks, linear_blocks_reference
-from blockyard.kernels.quantized.packed_weights import Codes, dequantized
+from blockyard.kernels.quantized.packed_weights import dequantized
 from blockyard.kernels.quantized.unpack_blocks import unpack_blocks, unpack_blocks_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +47,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blocks(form: str, outs: int, size: int, zero: int | None = None) -> BlockWeights:
     packed = draw(form, 1, outs, size, DEVICE, zero)
-    made = to_blocks(packed, NF4 if packed.kind is Codes.TABLE4 else None)
+    made = to_blocks(packed)
     assert torch.equal(dequantized_blocks(made), dequantized(packed)[0])
     return made
 
@@ -129,12 +129,11 @@ from blockyard.kernels.quantized import linear_blocks as file
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
 from blockyard.kernels.quantized.unpack_blocks import unpack_blocks
 from blockyard.kernels.quantized.block_weights import to_blocks
-from packed_experts import FORMS, NF4, draw
-from blockyard.kernels.quantized.unpack_assembly import unpack_assembly
+from packed_experts import draw
 import torch
 torch.Tensor.is_cuda = True
 for form in FORMS_TO_COMPILE:
-    weights = to_blocks(draw(form, 1, 128, 512, "cpu"), NF4 if "nf4" in form else None)
+    weights = to_blocks(draw(form, 1, 128, 512, "cpu"))
     for rows in (16, 64):
         tiling = Tiling(128, rows, 128, 4, 4, True, 2)
         space = Workspace(1 << 16, 64, torch.device("cpu"))

@@ -1,35 +1,29 @@
-"""Products of weights of 4 and 8 bits with inputs as they are, by kernels of a GPU. Imports Triton: for GPUs only."""
-
-from collections.abc import Mapping
+"""Products of weights of 4 and 8 bits with inputs as they are, by kernels of a GPU."""
 
 import torch
 from torch import Tensor
 
-from blockyard.kernels.layers.linear_stream_k import ALIGNMENT, Tiling, Workspace
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, can_be_blocks, to_blocks
-from blockyard.kernels.quantized.linear_blocks import linear_blocks
-from blockyard.kernels.quantized.packed_weights import E8M0, Codes, PackedWeights
-from blockyard.kernels.quantized.unpack_blocks import unpack_blocks
-from blockyard.services.gpu_worker.quantization.kept.act_order import ORDER
-from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
-from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
-from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, ROW_SCALES, Table4A16
-from blockyard.services.gpu_worker.quantization.kept.w4a16 import CODES, SCALES, W4A16, ZEROS
-from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
+from blockyard.kernels.quantized.packed_weights import PackedWeights
 
+if torch.cuda.is_available():
+    # they import Triton, which comes only with CUDA builds of torch
+    from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
+    from blockyard.kernels.quantized.linear_blocks import linear_blocks
+    from blockyard.kernels.quantized.unpack_blocks import unpack_blocks
+
+ALIGNMENT = 16  # bytes of a row that kernels read at once
 MOST_ROWS = 256  # the weight of a product with more is unpacked first
 CHUNK_BYTES, CHUNK_UNIT = 24 << 20, 128  # of unpacked outputs at a time, and a multiple of so many outputs
 ROW_TILES = (16, 32, 64)  # without measured configs; the last one for any number of rows
 OUT_TILE, STAGES, WARPS = 64, 4, 4
-
-_BYTES = {torch.int8: Codes.INT8, torch.uint8: Codes.UINT8, E4M3: Codes.E4M3}
 
 
 class BlockProduct:
     """The weight of a linear layer in blocks, and its products."""
 
     def __init__(self, weights: BlockWeights, order: Tensor | None) -> None:
-        """order: see `act_order`; None: columns are in the order of inputs."""
+        """order: which input each column is, see `act_order`; None: columns are in the order of inputs."""
         self.weights, self.order = weights, order
         device = weights.codes.device
         self.table = None if weights.table is None else torch.tensor(weights.table, device=device)
@@ -44,7 +38,7 @@ class BlockProduct:
         return f"{one.kind.name}-{one.group}-{kinds}"
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.weights.tensors() | ({} if self.order is None else {ORDER: self.order})
+        return self.weights.tensors() | ({} if self.order is None else {"order": self.order})
 
     def ordered(self, x: Tensor) -> Tensor:
         """x [rows, inputs] in the order of the columns."""
@@ -76,34 +70,12 @@ class BlockProduct:
         return out
 
 
-def block_product(
-    form: KeptForm, kept: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype
-) -> BlockProduct | None:
-    """Brings a weight into the order of blocks. None: no kernel reads weights of this form, shape or dtype."""
-    match form:
-        case W4A16(group=group):
-            kind, table, rows = Codes.INT4, None, None
-        case W8A16(codes=codes, group=group):
-            kind, table, rows = _BYTES[codes], None, None
-        case Table4A16(table=numbers, group=group):
-            is_float = numbers == E2M1
-            kind, table, rows = (Codes.E2M1, None, None) if is_float else (Codes.TABLE4, numbers, None)
-            rows = kept.get(ROW_SCALES)
-        case _:
-            return None
-    if not can_be_blocks(group or 0) or dtype.itemsize != 2 or shape[0] * dtype.itemsize % ALIGNMENT:
+def block_product(packed: PackedWeights, order: Tensor | None, dtype: torch.dtype) -> BlockProduct | None:
+    """Brings the weight of one matrix into the order of blocks. None: no kernel reads weights like it, or rows of this
+    dtype.
+
+    order: as `BlockProduct` has it.
+    """
+    if not can_be_blocks(packed.group) or dtype.itemsize != 2 or packed.inputs * dtype.itemsize % ALIGNMENT:
         return None
-    scales, zeros = kept[SCALES], kept.get(ZEROS)
-    is_e8m0 = scales.dtype == E8M0
-    scales = scales.view(torch.uint8) if is_e8m0 else scales
-    packed = PackedWeights(
-        codes=kept[CODES][None],
-        kind=kind,
-        inputs=shape[0],
-        group=group or 0,
-        scales=None if group is None else scales[None],
-        zeros=None if zeros is None else zeros[None],
-        row_scales=scales[None] if group is None else None if rows is None else rows[None],
-        is_e8m0=is_e8m0 and group is not None,
-    )
-    return BlockProduct(to_blocks(packed, table), kept.get(ORDER))
+    return BlockProduct(to_blocks(packed), order)

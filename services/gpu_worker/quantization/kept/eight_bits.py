@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers import rounding
-from blockyard.kernels.layers.rounding import E4M3, InputRounding, round_rows_reference
+from blockyard.kernels.layers.rounding import InputRounding, round_rows_reference
 
+E4M3 = rounding.E4M3
 MOST = rounding.MOST[E4M3]
 FLOOR = rounding.FLOOR  # of scales
 

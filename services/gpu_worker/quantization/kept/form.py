@@ -10,8 +10,10 @@ from torch import Tensor
 
 from blockyard.kernels.layers.rounding import InputRounding, RoundedRows
 from blockyard.kernels.quantized.operands import Weight8Bit
+from blockyard.kernels.quantized.packed_weights import PackedWeights
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.kept.block_products import BlockProduct, block_product
 from blockyard.services.gpu_worker.quantization.kept.w8a8_products import multiply, multiply_rounded
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
@@ -84,17 +86,12 @@ class HostForm(Protocol):
         """Multiplies as `product` does, by tensors of `for_host`. None: to dequantize is quicker for so many rows."""
 
 
-class Blocks(Protocol):
-    """A weight that kernels of a GPU read in an order of their own."""
+@runtime_checkable
+class PackedForm(Protocol):
+    """A form whose weights kernels of a GPU unpack in registers; inputs stay as they are."""
 
-    @property
-    def key(self) -> str:
-        """What kernels are compiled for."""
-
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, inputs] -> [rows, outputs], without bias."""
+    def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
+        """The weights as kernels read them: views of tensors with a leading dimension of matrices."""
 
 
 @runtime_checkable
@@ -142,7 +139,7 @@ class KeptLinear:
         self._dense: UnquantizedLinear | None = None  # on the CPU, if the form is not multiplied as it is
         self._packed: dict[str, Tensor] = {}  # on the CPU, see `HostForm`
         self._is_moved = False  # products read other memory than was loaded to
-        self.blocks: Blocks | None = None  # on a GPU, if it has kernels for this weight
+        self.blocks: BlockProduct | None = None  # on a GPU, if it has kernels for this weight
 
     @property
     def form(self) -> str | None:
@@ -190,11 +187,12 @@ class KeptLinear:
             self.size_bytes = self._dense.size_bytes
             # the tensors that `round_inputs` needs stay
             self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
-        elif device.type == "cuda" and not self._is_moved:
-            # imports Triton, which is installed only on machines with a GPU
-            from blockyard.services.gpu_worker.quantization.kept.block_products import block_product  # noqa: PLC0415
-
-            self.blocks = block_product(form, self._kept, self.shape, self._dtype)
+        elif device.type == "cuda" and not self._is_moved and isinstance(form, PackedForm):
+            whole = {
+                name: one if self.kept_form.tensors()[name].is_order else one[None] for name, one in self._kept.items()
+            }
+            order = next((one for name, one in whole.items() if self.kept_form.tensors()[name].is_order), None)
+            self.blocks = block_product(form.packed(whole, self.shape[0]), order, self._dtype)
             if self.blocks is not None:
                 self._kept = {}
                 self.size_bytes = sum(one.nbytes for one in self.blocks.tensors().values())

@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
 from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes
+from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import unpack
 
 CODES, SCALES, ROW_SCALES = "codes", "scales", "row_scales"
@@ -47,7 +49,7 @@ def _numbers(table: Table, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Table4A16:
-    """Implements `KeptForm`. The module says what its tensors hold."""
+    """Implements `KeptForm` and `PackedForm`. The module says what its tensors hold."""
 
     table: Table
     group: int
@@ -73,6 +75,14 @@ class Table4A16:
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         return None
+
+    def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
+        """Implements `PackedForm`."""
+        codes, scales, rows = kept[CODES], kept[SCALES], kept.get(ROW_SCALES)
+        if self.table == E2M1:
+            return packed_codes(Codes.E2M1, codes, inputs, self.group, scales, row_scales=rows)
+        table = _numbers(self.table, codes.device)
+        return packed_codes(Codes.TABLE4, codes, inputs, self.group, scales, row_scales=rows, table=table)
 
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         """Scales in 8 bits that no scale of the row corrects are the nearest that there is, up to 1.4 times off."""

@@ -23,9 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept import act_order, host_w4
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
 from blockyard.services.gpu_worker.quantization.kept.form import KeptTensor, fill_codes, uniform_scale
+from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 MIDDLE = 8  # the zero of weights without zeros
@@ -33,7 +35,7 @@ MIDDLE = 8  # the zero of weights without zeros
 
 @dataclass(frozen=True, slots=True)
 class W4A16:
-    """Implements `KeptForm` and `HostForm`. The module says what its tensors hold."""
+    """Implements `KeptForm`, `HostForm` and `PackedForm`. The module says what its tensors hold."""
 
     group: int | None = None  # inputs of a scale; None: all of a row
     zeros: torch.dtype | None = None  # uint8, or a float dtype; None: every zero is 8
@@ -61,6 +63,10 @@ class W4A16:
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         return None
+
+    def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
+        """Implements `PackedForm`."""
+        return packed_codes(Codes.INT4, kept[CODES], inputs, self.group, kept[SCALES], kept.get(ZEROS))
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
         return host_w4.fits(self.group, shape, dtype)

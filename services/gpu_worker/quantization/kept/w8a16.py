@@ -12,20 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
 from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, uniform_scale
+from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 DUMMY_STD = 112.0  # of codes in e4m3
 MIDDLE = 128  # of uint8
 UNIT = 64  # inputs; the CPU's product reads beyond rows of other numbers, such as 72
+_KINDS = {torch.int8: Codes.INT8, torch.uint8: Codes.UINT8, E4M3: Codes.E4M3}
 MOST_ROWS = 16  # more are multiplied by dequantized weights
 
 
 @dataclass(frozen=True, slots=True)
 class W8A16:
-    """Implements `KeptForm` and `HostForm`. A weight is (code - zero) * scale."""
+    """Implements `KeptForm`, `HostForm` and `PackedForm`. A weight is (code - zero) * scale."""
 
     codes: torch.dtype  # int8, uint8 or e4m3
     group: int | None = None  # inputs of a scale; None: all of a row
@@ -53,6 +56,10 @@ class W8A16:
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         return None
+
+    def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
+        """Implements `PackedForm`."""
+        return packed_codes(_KINDS[self.codes], kept[CODES], inputs, self.group, kept[SCALES], kept.get(ZEROS))
 
     def fits_host(self, shape: tuple[int, int], dtype: torch.dtype) -> bool:
         is_plain = self.codes == torch.int8 and self.group is None and not self.zeros and not self.order
