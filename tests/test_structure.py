@@ -10,6 +10,7 @@ FILES = sorted(p for top in ("services", "shared", "kernels") for p in (ROOT / t
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 TOOL_PARSERS = ROOT / "shared" / "tool_parsers"
 MODEL_FAMILIES = ROOT / "services" / "gpu_worker" / "models"
+WEIGHT_FORMATS = ROOT / "services" / "gpu_worker" / "quantization" / "formats"
 MOST_MODULES = 16  # in a folder, without __init__
 MOST_LINES = 500
 MOST_FUNCTION_LINES = 80
@@ -100,7 +101,7 @@ def test_files_and_functions_can_be_read_at_once() -> None:
 
 
 def test_few_small_files_have_one_importer() -> None:
-    """Except for families of models, each of which is one file by design."""
+    """Except for families of models and formats of weights, each of which is one file by design."""
     importers: Counter[str] = Counter()
     for path in FILES:
         importers.update(imported_modules(path) - {module_name(path)})
@@ -108,7 +109,7 @@ def test_few_small_files_have_one_importer() -> None:
         name
         for name, path in MODULES.items()
         if importers[name] == 1 and len(path.read_text().splitlines()) < 60 and not path.name.startswith("__")
-        if TOOL_PARSERS not in path.parents and MODEL_FAMILIES not in path.parents
+        if {TOOL_PARSERS, MODEL_FAMILIES, WEIGHT_FORMATS}.isdisjoint(path.parents)
     ]
     assert len(small) <= MOST_SMALL_FILES, small
 

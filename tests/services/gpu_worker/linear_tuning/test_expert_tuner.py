@@ -58,7 +58,7 @@ def fake_times(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return 2.0 if (config == candidates(shape, rows)[-1]) == (rows == 1) else 1.0
 
     monkeypatch.setattr(tuner, "compile", lambda sizes: None)
-    monkeypatch.setattr(tuner, "_candidates", lambda layer, rows: [])
+    monkeypatch.setattr(tuner, "candidates", lambda layer, rows: [])
     monkeypatch.setattr(tuner._experts, "seconds", seconds)
     return timed
 

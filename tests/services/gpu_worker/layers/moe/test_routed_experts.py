@@ -175,12 +175,12 @@ def test_a_row_alone_and_among_100_has_the_same_bits_in_a_batch_invariant_model(
 
 
 def test_a_batch_invariant_model_has_one_tiling_for_all_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from blockyard.services.gpu_worker.layers.moe import grouped_experts
+    from blockyard.services.gpu_worker.layers.moe import expert_products, grouped_experts
 
     used = []
-    product = grouped_experts.grouped_linear
+    product = expert_products.grouped_linear
     monkeypatch.setattr(
-        grouped_experts,
+        expert_products,
         "grouped_linear",
         lambda x, weight, mapped, pairs, tiling, **more: (
             used.append((mapped.tile, tiling)),
