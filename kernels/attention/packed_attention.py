@@ -174,8 +174,8 @@ def packed_attention(
         raise ValueError(f"qkv: heads of {head_dim} numbers; a multiple of 8 up to {LARGEST_HEAD} is needed")
     if qkv.dtype not in DTYPES or qkv.stride(2) != 1 or qkv.stride(1) != head_dim:
         raise ValueError(f"qkv: expected contiguous heads of floats, got strides {qkv.stride()} of {qkv.dtype}")
-    if rules.soft_cap is not None or rules.sinks is not None or rules.chunked:
-        raise ValueError("rules: packed attention has neither soft caps nor sinks nor chunks")
+    if not rules.both_sides or rules.soft_cap is not None or rules.sinks is not None or rules.chunked:
+        raise ValueError("rules: packed attention is of both sides, and has neither soft caps nor sinks nor chunks")
     check_tensor("out", out, (tokens, num_heads * head_dim), qkv.dtype)
     check_tensor("starts", starts, tuple(starts.shape), torch.int32)
     num_seqs = len(starts) - 1

@@ -40,38 +40,38 @@ def _check(qkv: Tensor, starts: Tensor, rules: ScoreRules, heads: int, longest: 
 @pytest.mark.parametrize("head_dim", [32, 64, 72, 80, 128])
 def test_sequences_of_unlike_length(head_dim: int, dtype: torch.dtype) -> None:
     qkv, starts = _packed(UNLIKE, 3, 3, head_dim, dtype)
-    _check(qkv, starts, ScoreRules(scale=head_dim**-0.5), 3, max(UNLIKE))
+    _check(qkv, starts, ScoreRules(scale=head_dim**-0.5, both_sides=True), 3, max(UNLIKE))
 
 
 @pytest.mark.parametrize("window", [1, 2, 17, 64, 65, 500])
 @pytest.mark.parametrize("head_dim", [64, 72])
 def test_windows(window: int, head_dim: int) -> None:
     qkv, starts = _packed(UNLIKE, 2, 2, head_dim, torch.float32)
-    _check(qkv, starts, ScoreRules(scale=0.2, window=window), 2, max(UNLIKE))
+    _check(qkv, starts, ScoreRules(scale=0.2, both_sides=True, window=window), 2, max(UNLIKE))
 
 
 @pytest.mark.parametrize("lengths", [[1], [0], [0, 0, 1], [16] * 9, [17, 33], [256, 1]], ids=str)
 def test_few_sequences_and_short_ones(lengths: list[int]) -> None:
     qkv, starts = _packed(lengths, 2, 1, 32, torch.float32)
-    _check(qkv, starts, ScoreRules(scale=0.3), 2, max(lengths))
+    _check(qkv, starts, ScoreRules(scale=0.3, both_sides=True), 2, max(lengths))
 
 
 @pytest.mark.parametrize("heads", [(4, 1), (6, 2)])
 def test_shared_heads(heads: tuple[int, int]) -> None:
     qkv, starts = _packed([40, 9], *heads, 256, torch.float32)
-    _check(qkv, starts, ScoreRules(scale=0.05, window=12), heads[0], 40)
+    _check(qkv, starts, ScoreRules(scale=0.05, both_sides=True, window=12), heads[0], 40)
 
 
 def test_many_sequences() -> None:
     """4,000 on a GPU, where each program searches for its sequence."""
     lengths = torch.randint(0, 60, (4000 if DEVICE == "cuda" else 150,), generator=torch.manual_seed(5)).tolist()
     qkv, starts = _packed(lengths, 1, 1, 32, torch.float16)
-    _check(qkv, starts, ScoreRules(scale=0.2), 1, max(lengths))
+    _check(qkv, starts, ScoreRules(scale=0.2, both_sides=True), 1, max(lengths))
 
 
 def test_reference_against_torch() -> None:
     qkv, starts = _packed([12, 30], 4, 2, 16, torch.float32)
-    got = packed_attention_reference(qkv[:42], starts, ScoreRules(scale=0.25, window=6), 4)
+    got = packed_attention_reference(qkv[:42], starts, ScoreRules(scale=0.25, both_sides=True, window=6), 4)
     for start, end in ((0, 12), (12, 42)):
         q, k, v = qkv[start:end].transpose(0, 1).split((4, 2, 2))
         place = torch.arange(end - start, device=DEVICE)
@@ -84,7 +84,7 @@ def test_reference_against_torch() -> None:
     ("changes", "words"),
     [
         ({"num_heads": 5}, "not 5 of q"),
-        ({"rules": ScoreRules(scale=1.0, soft_cap=3.0)}, "soft caps"),
+        ({"rules": ScoreRules(scale=1.0, both_sides=True, soft_cap=3.0)}, "soft caps"),
         ({"starts": torch.zeros(2, dtype=torch.int64)}, "starts"),
         ({"qkv": torch.zeros(4, 6, 12)}, "heads of 12"),
     ],
@@ -93,7 +93,7 @@ def test_refuses(changes: dict[str, Any], words: str) -> None:
     given = {
         "qkv": torch.zeros(4, 6, 16, device=DEVICE),
         "starts": torch.tensor([0, 4], dtype=torch.int32, device=DEVICE),
-        "rules": ScoreRules(scale=1.0),
+        "rules": ScoreRules(scale=1.0, both_sides=True),
         "num_heads": 2,
         "max_seq_len": 4,
         "out": torch.zeros(4, 32, device=DEVICE),
