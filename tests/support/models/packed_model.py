@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from model_logits import hidden_in_chunks
 from torch import Tensor
 
 from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedProduct, PackedAttention, PackedProduct
+from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading import checkpoint
 from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -47,3 +49,9 @@ def run_packed(model: Model, texts: Sequence[list[int]], token_types: Sequence[l
     )
     with torch.inference_mode():
         return list(model.forward(step).clone().split(lengths.tolist()))
+
+
+def run_causal(model: Model, ids: list[int], chunks: list[int]) -> Tensor:
+    """Hidden states [tokens, hidden] of a decoder, computed in chunks over a KV pool of its own."""
+    pool = KVPool(model.shape, 64, 8, model.table.dtype, model.table.device, False)
+    return hidden_in_chunks(model, pool, ids, chunks)
