@@ -9,11 +9,14 @@ import torch
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
+from blockyard.services.gpu_worker.encoder_engine import start_encoder
+from blockyard.services.gpu_worker.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
+from blockyard.services.gpu_worker.loading.classifier_tokens import settle_classifier
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
@@ -37,7 +40,9 @@ DTYPES = {
 }
 
 
-def start(config: WorkerConfig, report_start: Report, processes: CompileProcesses | None = None) -> Runner:
+def start(
+    config: WorkerConfig, report_start: Report, processes: CompileProcesses | None = None
+) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any.
@@ -47,9 +52,14 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     report.phase("reading the configuration")
     folder = Path(config.model_path)
     settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
+    settings = settle_classifier(settings, folder, Path(config.tokenizer_path or folder))
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     build = find_family(settings, config.model_impl)
+    shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
+    if not shape.has_kv:
+        length = pick_length(config.max_model_len, shape.max_positions)
+        return start_encoder(config, settings, build, dtype, length, backend, report)
     share = check(build, settings, dtype, config, backend)
     table = WeightTable(dtype, backend.device, share)
     table.link = backend.link

@@ -9,13 +9,13 @@ from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
 from blockyard.services.gpu_worker.layers.embedding import HEAD, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
 from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.loading.classifier_tokens import TOKEN_IDS
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.shared.config.pooling.activations import num_labels
 from blockyard.shared.config.pooling.output_kinds import OutputKind
 from blockyard.shared.errors import ConfigError
 
 SCORE = "score"  # name of a decoder's classifier in checkpoints
-TOKEN_IDS = "classifier_token_ids"  # key of config.json: ids of the tokens that a reranker compares, false before true
 
 
 class NoOutput:

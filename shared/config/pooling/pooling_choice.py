@@ -52,7 +52,7 @@ def choose_pooling(
     """Returns how vectors are made.
 
     default: of the model's kind. hidden_size: of its hidden states. normalizes: whether a folder without modules.json
-    does. Raises ConfigError if the modules do not fit the model or the flag contradicts itself.
+    does, as models that make vectors do, and classifiers do not. Raises ConfigError if the modules do not fit the model or the flag contradicts itself.
     """
     found = _of_folder(default, hidden_size, modules, normalizes)
     if overrides.mode is not None:
@@ -90,6 +90,8 @@ def _of_folder(
     default: PoolingMode, hidden_size: int, modules: SentenceModules | None, normalizes: bool
 ) -> PoolingChoice:
     if modules is None or modules.pooling is None:
+        if modules is not None and normalizes:
+            raise ConfigError("modules.json lists no Pooling, so nothing makes a vector")
         source = "default of the model"
         return PoolingChoice(modes=(default,), source=source, width=hidden_size, normalize=normalizes)
     pooling = modules.pooling

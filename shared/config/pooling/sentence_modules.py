@@ -59,7 +59,7 @@ class LogitScoreModule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SentenceModules(msgspec.Struct, frozen=True, kw_only=True):
-    """The modules of a folder. One of `pooling` and `logit_score` is None, or both."""
+    """The modules of a folder. One of `pooling` and `logit_score` is None; both are where the model is a classifier."""
 
     pooling: PoolingModule | None = None
     behind: tuple[DenseModule | NormalizeModule, ...] = ()  # the pooling, in order
@@ -113,8 +113,6 @@ def read_modules(folder: Path) -> SentenceModules | None:
         found = _with_module(found, kind, folder, _inside(path, entry.path))
     if found.pooling is not None and found.logit_score is not None:
         raise ConfigError(f"{path}: a model has Pooling or LogitScore, not both")
-    if found.pooling is None and found.logit_score is None:
-        raise ConfigError(f"{path}: it lists neither Pooling nor LogitScore, so nothing makes a vector")
     return found
 
 

@@ -26,7 +26,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        model_max_length=64,
+        model_max_length=64, model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )  # fmt: skip
 
 

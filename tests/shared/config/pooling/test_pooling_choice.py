@@ -78,6 +78,14 @@ def test_folder_that_does_not_fit_the_model() -> None:
         choose_pooling(PoolingMode.LAST, 4, _folder(DENSE, pooling=joined), read_overrides({"pooling_type": "CLS"}))
 
 
+def test_folder_without_a_pooling() -> None:
+    """Those of classifiers have none."""
+    with pytest.raises(ConfigError, match="lists no Pooling"):
+        choose_pooling(PoolingMode.LAST, 8, SentenceModules(), NOTHING)
+    found = choose_pooling(PoolingMode.LAST, 8, SentenceModules(), NOTHING, normalizes=False)
+    assert (found.modes, found.normalize) == ((PoolingMode.LAST,), False)
+
+
 def test_dimensions() -> None:
     assert dimensions_problem(8, 8, {}) is None
     assert dimensions_problem(4, 8, {"is_matryoshka": True}) is None

@@ -87,7 +87,6 @@ DENSE = {"in_features": WIDTH, "out_features": 4, "activation_function": "torch.
     ("modules", "words"),
     [
         ([], "lists no modules"),
-        ([TRANSFORMER], "neither Pooling nor LogitScore"),
         ([TRANSFORMER, POOLING, ("WordWeights", {})], "WordWeights is not supported"),
         ([POOLING, TRANSFORMER], "first module"),
         ([TRANSFORMER, POOLING, POOLING], "second Pooling"),
