@@ -218,8 +218,10 @@ LAYERS["services/gpu_worker"] += (
     "attention",
     "structured_output",
     "sampling",
+    "pooling",
     "batch",
     "execution",
+    "encoder_runner",
     "runner",
 )
 LAYERS["services/gpu_worker"] += (
@@ -227,6 +229,7 @@ LAYERS["services/gpu_worker"] += (
     "compilation",
     "memory_profile",
     "startup",
+    "encoder_engine",
     "engine",
     "mock",
     "bench",
