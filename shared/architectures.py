@@ -89,7 +89,9 @@ ARCHITECTURES |= {
     "ModernBertForSequenceClassification": Architecture(
         "encoders.modernbert", "ModernBERT: classifiers and rerankers", CLASSIFY
     ),
-    "ModernBertForTokenClassification": Architecture("encoders.modernbert", "ModernBERT: labels of tokens", CLASSIFY[:1]),
+    "ModernBertForTokenClassification": Architecture(
+        "encoders.modernbert", "ModernBERT: labels of tokens", CLASSIFY[:1]
+    ),
     "ModernBertModel": Architecture("encoders.modernbert", "ModernBERT: GTE, Granite embeddings", EMBED),
     "Gemma3TextModel": Architecture("gemma.gemma3", "EmbeddingGemma", EMBED),
     "LlamaModel": Architecture("llama_style.llama", "Llama without its head", EMBED),

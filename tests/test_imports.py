@@ -128,6 +128,7 @@ LAYERS["shared/config"] += (
     "structured_outputs",
     "host_memory",
     "checkpoint",
+    "pooling",
     "server",
     "output_parsers",
     "worker_roles",
@@ -221,7 +222,6 @@ LAYERS["services/gpu_worker"] += (
     "pooling",
     "batch",
     "execution",
-    "encoder_runner",
     "runner",
 )
 LAYERS["services/gpu_worker"] += (
@@ -229,7 +229,7 @@ LAYERS["services/gpu_worker"] += (
     "compilation",
     "memory_profile",
     "startup",
-    "encoder_engine",
+    "encoders",
     "engine",
     "mock",
     "bench",

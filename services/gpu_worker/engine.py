@@ -10,8 +10,8 @@ import torch
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
-from blockyard.services.gpu_worker.encoder_engine import start_encoder
-from blockyard.services.gpu_worker.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.encoders.encoder_engine import start_encoder
+from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
 from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
@@ -96,6 +96,9 @@ def start(
         )
         if generates:
             backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
+        else:  # no step samples, and none is captured
+            backend.end_compiling()
+            config = msgspec.structs.replace(config, enforce_eager=True, run_ahead_penalties=False)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
@@ -110,24 +113,24 @@ def start(
 
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
-        choice, output = pools
-        geometry = msgspec.structs.replace(geometry, vector_size=choice.width)
-        report.note(choice.describe())
+        geometry = msgspec.structs.replace(geometry, vector_size=pools[0].width)
+        report.note(pools[0].describe())
 
     def start_steps(again: Runner) -> None:
         if pools is None:
             backend.start_steps(again, config, report)
         else:
-            start_pooled_steps(again, pools[1], report)
+            start_pooled_steps(again, pools[1], backend, report)
 
     runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
     start_steps(runner)
     return runner
 
 
-def start_pooled_steps(runner: Runner, output: PoolingOutput, report: StartReport) -> None:
+def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
     """Gives the runner steps that pool, and runs a first one. Raises LoadError if its results are not finite."""
-    runner.use(PooledSteps(runner.model, runner.pool, runner.batch, runner.geometry, output))
+    attention = backend.chunk_attention(runner.pool)
+    runner.use(PooledSteps(runner.model, runner.pool, runner.batch, runner.geometry, output, attention))
     report.phase("first step")
     first_step(runner)
     report.phase("ready", 1.0)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from blockyard.kernels.attention.packed_attention import packed_attention
+from blockyard.kernels.attention.packed.packed_attention import packed_attention
 from blockyard.kernels.attention.score_rules import ScoreRules
 
 

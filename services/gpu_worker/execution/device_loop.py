@@ -26,7 +26,6 @@ from blockyard.services.gpu_worker.execution.prompt_logprobs import (
     choose_prompts,
     entries_by_slot,
 )
-from blockyard.services.gpu_worker.execution.pooled_results import to_slot_results
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.pooling.output import PooledResults
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, StepRows
@@ -244,7 +243,7 @@ class DeviceLoop:
 
     def _pooled_results(self, flight: InFlightStep, pooled: PooledResults) -> list[SlotResult]:
         lengths = dict(zip(flight.slots.tolist(), flight.launched.results[2].tolist(), strict=True))
-        found = to_slot_results(pooled, lengths)
+        found = pooled.to_slot_results(lengths)
         if any(result.finish is FinishReason.FAILED for result in found):
             owners = dict(zip(flight.slots.tolist(), flight.owners.tolist(), strict=True))
             for result in found:

@@ -35,7 +35,9 @@ def _ids_of(tokens: list[str], path: Path) -> list[int]:
     if not path.is_file():
         raise ConfigError(f"config.json: {_TOKENS} needs the ids of its tokens, and there is no {path}")
     tokenizer = Tokenizer.from_file(str(path))
-    found = [tokenizer.token_to_id(token) for token in tokens]
-    if None in found:
-        raise ConfigError(f"config.json: {_TOKENS} {tokens[found.index(None)]!r} is not a token of {path}")
+    found = []
+    for token in tokens:
+        if (one := tokenizer.token_to_id(token)) is None:
+            raise ConfigError(f"config.json: {_TOKENS} {token!r} is not a token of {path}")
+        found.append(one)
     return found

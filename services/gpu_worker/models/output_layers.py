@@ -53,7 +53,13 @@ def make_linear(layers: LinearLayers, name: str, outputs: int, inputs: int, *, b
 
 
 def make_decoder_output(
-    kind: OutputKind, config: dict[str, Any], layers: LinearLayers, embedding: TokenEmbedding, hidden: int, *, tied: bool
+    kind: OutputKind,
+    config: dict[str, Any],
+    layers: LinearLayers,
+    embedding: TokenEmbedding,
+    hidden: int,
+    *,
+    tied: bool,
 ) -> tuple[OutputLayer, int]:
     """Returns the output layer of a decoder that does not generate, and its number of outputs.
 

@@ -6,8 +6,9 @@
   makes one for each mode of `PoolingChoice`, and `rows_needed` says which rows a step has to keep for them.
 - `vector_head.VectorHead`: what is behind: dense layers, fewer dimensions, normalization.
 - `class_head.ClassHead`: the model's classifier and the function of its logits, once.
+- `selection.choose_output`: which of these a model has.
 - `output.PoolingOutput`: both ends together: a step's rows -> the results of the sequences that are complete.
 
-`execution/` calls this folder. It imports `models/interface`, `loading/` and `shared/config/pooling`, and knows no model
-family: which rows a family's classifier reads says `shared/config/pooling/output_kinds`.
+`execution/` and `encoders/` call this folder. It imports `models/interface` and `shared/config/pooling`, and knows no
+model family: which rows a family's classifier reads says `shared/config/pooling/output_kinds`.
 """

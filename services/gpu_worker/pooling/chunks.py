@@ -1,13 +1,14 @@
 """The rows of one step that are pooled."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
 from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.host_link import HostLink, SameMemory, put
 
 
 class PooledSequence(NamedTuple):
@@ -15,13 +16,13 @@ class PooledSequence(NamedTuple):
 
     slot: int
     first: int  # position of the first row in its sequence
-    count: int  # rows
+    num_rows: int
     total: int  # tokens of the whole sequence
     skip: int = 0  # leading tokens that are not pooled
 
     @property
     def is_complete(self) -> bool:
-        return self.first + self.count == self.total
+        return self.first + self.num_rows == self.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class PooledChunk:
     hidden: Tensor  # [tokens, hidden]; rows behind the last sequence are padding
     sequences: list[PooledSequence]
     token_ids: Ints  # [tokens], on the host
+    link: HostLink = field(default_factory=SameMemory)  # of the device of `hidden`
 
     @property
     def starts(self) -> Ints:
@@ -40,11 +42,8 @@ class PooledChunk:
 
     @property
     def counts(self) -> Ints:
-        return np.array([one.count for one in self.sequences], np.int64)
+        return np.array([one.num_rows for one in self.sequences], np.int64)
 
-    def on_device(self, values: Ints) -> Tensor:
+    def on_device(self, values: "npt.NDArray[Any]") -> Tensor:
         """Copies numbers to where the hidden states are."""
-        tensor = torch.from_numpy(values)
-        if self.hidden.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.hidden.device, non_blocking=True)
+        return put(values, self.hidden.device, self.link)

@@ -1,6 +1,6 @@
 """From the rows of a step to the bytes of results: pooler, head, and the copy to host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.pooling.poolers import Pooler, make_poolers
 from blockyard.services.gpu_worker.pooling.vector_head import VectorHead
 from blockyard.shared.config.pooling.activations import Activation
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
+from blockyard.shared.messages import FinishReason, SlotResult
 
 
 class PoolingOptions(NamedTuple):
@@ -29,6 +30,7 @@ class PoolingOptions(NamedTuple):
 
 
 DEFAULT = PoolingOptions()
+NOT_FINITE = "the model's vectors are not finite"
 
 
 @dataclass(slots=True)
@@ -40,6 +42,16 @@ class PooledResults:
     numbers: Tensor  # all of them, float32 in host memory
     done: LinkEvent
 
+    def to_slot_results(self, lengths: Mapping[int, int]) -> list[SlotResult]:
+        """Returns the finished slots. lengths: tokens of each slot. One with numbers that are not finite fails."""
+        bad, found = self.not_finite(), []
+        for slot, data in zip(self.slots, self.to_bytes(), strict=True):
+            if slot in bad:
+                found.append(SlotResult(slot, [], lengths[slot], FinishReason.FAILED, detail=NOT_FINITE))
+            else:
+                found.append(SlotResult(slot, [], lengths[slot], FinishReason.STOP, vector=data))
+        return found
+
     def not_finite(self) -> set[int]:
         """The slots whose results have numbers that are not finite."""
         finite = np.isfinite(self.numbers.numpy())
@@ -50,9 +62,9 @@ class PooledResults:
 
     def to_bytes(self) -> list[bytes]:
         """The little-endian float32 numbers of each slot."""
-        whole = memoryview(np.ascontiguousarray(self.numbers.numpy(), "<f4")).cast("B")
-        ends = (4 * np.cumsum(self.lengths)).tolist()
-        return [bytes(whole[end - 4 * n : end]) for n, end in zip(self.lengths, ends, strict=True)]
+        whole = self.numbers.numpy().astype("<f4", copy=False)
+        ends = np.cumsum(self.lengths).tolist()
+        return [whole[end - n : end].tobytes() for n, end in zip(self.lengths, ends, strict=True)]
 
 
 class PoolingOutput:

@@ -5,6 +5,7 @@ the result is kept by its slot, and the next step's is combined with it. Nearly 
 """
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -67,19 +68,19 @@ class SumPooler:
             return None
         found = []
         for one in chunk.sequences:
-            positions = np.arange(one.first, one.first + one.count)
+            positions = np.arange(one.first, one.first + one.num_rows)
             weight = (positions >= one.skip).astype(np.float32)
             found.append(weight * (positions + 1) if is_weighted else weight)
         return np.concatenate(found).astype(np.float32)
 
     def _divisor(self, one: PooledSequence) -> float:
-        pooled = max(one.total - one.skip, 0)
+        pooled = float(max(one.total - one.skip, 0))
         match self._mode:
             case PoolingMode.MEAN_SQRT_LEN:
-                pooled = pooled**0.5  # type: ignore[assignment]
+                pooled = math.sqrt(pooled)
             case PoolingMode.WEIGHTED_MEAN:
-                pooled = (one.total * (one.total + 1) - one.skip * (one.skip + 1)) // 2
-        return max(float(pooled), 1e-9)
+                pooled = (one.total * (one.total + 1) - one.skip * (one.skip + 1)) / 2
+        return max(pooled, 1e-9)
 
 
 class MaxPooler:
@@ -95,7 +96,7 @@ class MaxPooler:
         counts = chunk.counts
         rows = chunk.hidden[: int(counts.sum())].float()
         if any(one.skip for one in chunk.sequences):
-            hidden = [np.arange(one.first, one.first + one.count) < one.skip for one in chunk.sequences]
+            hidden = [np.arange(one.first, one.first + one.num_rows) < one.skip for one in chunk.sequences]
             mask = torch.from_numpy(np.concatenate(hidden)).to(rows.device)
             rows = rows.masked_fill(mask[:, None], float("-inf"))
         most = torch.segment_reduce(rows, "max", lengths=chunk.on_device(counts), axis=0, unsafe=True)
@@ -118,10 +119,10 @@ class FirstPooler:
         """Implements `Pooler`."""
         found = []
         wanted = [_first_place(one) - one.first for one in chunk.sequences]
-        inside = [min(max(place, 0), one.count - 1) for place, one in zip(wanted, chunk.sequences, strict=True)]
+        inside = [min(max(place, 0), one.num_rows - 1) for place, one in zip(wanted, chunk.sequences, strict=True)]
         rows = chunk.hidden.index_select(0, chunk.on_device(chunk.starts + np.array(inside))).float()
         for i, (place, one) in enumerate(zip(wanted, chunk.sequences, strict=True)):
-            row = rows[i] if 0 <= place < one.count else self._kept.pop(one.slot, None)
+            row = rows[i] if 0 <= place < one.num_rows else self._kept.pop(one.slot, None)
             if one.is_complete:
                 assert row is not None, "an earlier step had the row"
                 found.append(row[None])
@@ -162,11 +163,11 @@ class TokenPooler:
         """Implements `Pooler`."""
         found = []
         for start, one in zip(chunk.starts.tolist(), chunk.sequences, strict=True):
-            positions = np.arange(one.first, one.first + one.count)
+            positions = np.arange(one.first, one.first + one.num_rows)
             wanted = positions >= one.skip
             if self._step_tag_id is not None:
-                wanted &= chunk.token_ids[start : start + one.count] == self._step_tag_id
-            rows = chunk.hidden[start : start + one.count]
+                wanted &= chunk.token_ids[start : start + one.num_rows] == self._step_tag_id
+            rows = chunk.hidden[start : start + one.num_rows]
             if not wanted.all():
                 rows = rows.index_select(0, chunk.on_device(np.flatnonzero(wanted)))
             parts = [*self._kept.pop(one.slot, []), rows.float()]
@@ -231,7 +232,10 @@ def _first_place(one: PooledSequence) -> int:
 
 
 def _combined(
-    reduced: Tensor, sequences: Sequence[PooledSequence], kept: dict[int, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
+    reduced: Tensor,
+    sequences: Sequence[PooledSequence],
+    kept: dict[int, Tensor],
+    combine: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Combines the rows of a step with what earlier ones had, and keeps those of sequences that go on."""
     for i, one in enumerate(sequences):
@@ -243,4 +247,4 @@ def _combined(
 
 
 def _rows(rows: Tensor) -> list[Tensor]:
-    return list(rows.split(1)) if len(rows) else []
+    return list(rows.unsqueeze(1).unbind(0))

@@ -18,9 +18,7 @@ from blockyard.shared.errors import ConfigError
 VECTORS = (OutputKind.NONE, OutputKind.TOKENS)  # kinds of models whose hidden states are pooled to vectors
 
 
-def choose_output(
-    config: WorkerConfig, settings: dict[str, Any], model: Model
-) -> tuple[PoolingChoice, PoolingOutput]:
+def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) -> tuple[PoolingChoice, PoolingOutput]:
     """Returns how the model pools, and what does it. settings: config.json. Raises ConfigError or LoadError."""
     folder, kind = Path(config.model_path), first_kind(settings)
     try:

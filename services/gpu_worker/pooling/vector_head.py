@@ -89,9 +89,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def _take(
-    stored: Mapping[str, Tensor], name: str, shape: Sequence[int], folder: Path, device: torch.device
-) -> Tensor:
+def _take(stored: Mapping[str, Tensor], name: str, shape: Sequence[int], folder: Path, device: torch.device) -> Tensor:
     if name not in stored:
         raise LoadError(f"{folder}: the weights of this Dense module lack {name}")
     if tuple(stored[name].shape) != tuple(shape):

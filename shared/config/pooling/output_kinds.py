@@ -13,7 +13,7 @@ class OutputKind(enum.StrEnum):
     NONE = "none"  # hidden states themselves: `*Model`
     TOKENS = "tokens"  # logits of the vocabulary: `*ForCausalLM`
     CLASSES = "classes"  # logits of labels for a sequence
-    TOKEN_CLASSES = "token_classes"  # noqa: S105 - logits of labels for each token
+    TOKEN_CLASSES = "token_classes"
     REWARD = "reward"  # a number for each token
     STEP_REWARD = "step_reward"  # logits of good and bad for each step of a solution
 

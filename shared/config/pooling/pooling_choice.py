@@ -52,7 +52,8 @@ def choose_pooling(
     """Returns how vectors are made.
 
     default: of the model's kind. hidden_size: of its hidden states. normalizes: whether a folder without modules.json
-    does, as models that make vectors do, and classifiers do not. Raises ConfigError if the modules do not fit the model or the flag contradicts itself.
+    does, as models that make vectors do, and classifiers do not. Raises ConfigError if the modules do not fit the model
+    or the flag contradicts itself.
     """
     found = _of_folder(default, hidden_size, modules, normalizes)
     if overrides.mode is not None:
@@ -97,7 +98,8 @@ def _of_folder(
     pooling = modules.pooling
     if pooling.width != hidden_size:
         raise ConfigError(
-            f"modules.json: the Pooling is for hidden states of {pooling.width} numbers, config.json means {hidden_size}"
+            f"modules.json: the Pooling is for hidden states of {pooling.width} numbers, config.json means "
+            f"{hidden_size}"
         )
     dense: list[DenseModule] = []
     before: list[int] = []

@@ -67,7 +67,7 @@ class SentenceModules(msgspec.Struct, frozen=True, kw_only=True):
     transformer_folder: str = ""  # with config.json and the weights, inside the model's
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _ModuleEntry(msgspec.Struct, frozen=True):
     type: str
     path: str = ""
     idx: int = 0
@@ -116,9 +116,9 @@ def read_modules(folder: Path) -> SentenceModules | None:
     return found
 
 
-def _entries(path: Path) -> list[_Entry]:
+def _entries(path: Path) -> list[_ModuleEntry]:
     try:
-        listed = msgspec.json.decode(path.read_bytes(), type=list[_Entry])
+        listed = msgspec.json.decode(path.read_bytes(), type=list[_ModuleEntry])
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror}") from e
     except msgspec.MsgspecError as e:

@@ -18,9 +18,7 @@ from blockyard.services.gpu_worker.models.registry import find_family
 from blockyard.services.gpu_worker.step import Step
 
 
-def load_model(
-    folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, overrides: str = "{}"
-) -> Model:
+def load_model(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32, overrides: str = "{}") -> Model:
     settings = read_config(folder, overrides)
     table = WeightTable(dtype, torch.device(device))
     model = find_family(settings)(settings, table)
@@ -30,12 +28,17 @@ def load_model(
     return model
 
 
-def run_packed(model: Model, texts: Sequence[list[int]], token_types: Sequence[list[int]] | None = None) -> list[Tensor]:
+def run_packed(
+    model: Model, texts: Sequence[list[int]], token_types: Sequence[list[int]] | None = None
+) -> list[Tensor]:
     """Hidden states [tokens, hidden] of each sequence, computed in one step."""
     lengths = np.array([len(text) for text in texts])
+    types = None
+    if token_types is not None:
+        types = torch.tensor([one for text in token_types for one in text], device=model.table.device)
     device = model.table.device
     if device.type == "cuda":
-        from blockyard.services.gpu_worker.attention.triton_packed import TritonPackedProduct  # noqa: PLC0415
+        from blockyard.services.gpu_worker.attention.triton_packed import TritonPackedProduct
 
         starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
         product: PackedProduct = TritonPackedProduct(starts, int(lengths.max()))
@@ -45,7 +48,7 @@ def run_packed(model: Model, texts: Sequence[list[int]], token_types: Sequence[l
         torch.tensor([one for text in texts for one in text], device=device),
         torch.cat([torch.arange(n) for n in lengths.tolist()]).to(device),
         PackedAttention(model.shape.attention, product),
-        token_types=None if token_types is None else torch.tensor(sum(token_types, []), device=device),
+        token_types=types,
     )
     with torch.inference_mode():
         return list(model.forward(step).clone().split(lengths.tolist()))

@@ -4,5 +4,5 @@
 - `bert`, `roberta` (XLM-RoBERTa, too): built from it.
 - `modernbert`: a `decoder.Decoder` whose attention is of both sides, with windows and two rotations.
 
-EmbeddingGemma is `gemma.gemma3` with `use_bidirectional_attention`. `models.output_layers` has the parts of classifiers.
+EmbeddingGemma is `gemma.gemma3` with `use_bidirectional_attention`. `models.output_layers` has what classifiers share.
 """

@@ -96,14 +96,14 @@ def build_bert(
         table,
         _model_shape(fields, shape, first_position, labels if has_output else hidden),
         embedding=_embedding(fields, layers, prefix, first_position),
-        layers=[_layer(fields, layers, f"{prefix}.encoder.layer.{i}", i, shape) for i in range(fields.num_hidden_layers)],
+        layers=[
+            _layer(fields, layers, f"{prefix}.encoder.layer.{i}", i, shape) for i in range(fields.num_hidden_layers)
+        ],
         output=make_output(kind, layers, hidden, labels) if has_output else NoOutput(),
     )
 
 
-def _model_shape(
-    fields: BertConfig, shape: AttentionShape, first_position: int, num_outputs: int
-) -> ModelShape:
+def _model_shape(fields: BertConfig, shape: AttentionShape, first_position: int, num_outputs: int) -> ModelShape:
     return ModelShape(
         vocab_size=fields.vocab_size,
         max_positions=fields.max_position_embeddings - first_position,

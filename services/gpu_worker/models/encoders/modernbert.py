@@ -118,7 +118,14 @@ def _layer(fields: ModernBertConfig, layers: LinearLayers, number: int, shape: A
         Attention(layers, f"{prefix}.attn", number, hidden, shape, options),
         _norm(fields, table, f"{prefix}.mlp_norm"),
         GatedMLP(
-            layers, f"{prefix}.mlp", hidden, fields.intermediate_size, activation, fields.mlp_bias, joined="Wi", down="Wo"
+            layers,
+            f"{prefix}.mlp",
+            hidden,
+            fields.intermediate_size,
+            activation,
+            fields.mlp_bias,
+            joined="Wi",
+            down="Wo",
         ),
     )
 

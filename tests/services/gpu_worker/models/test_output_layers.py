@@ -40,7 +40,12 @@ def test_reward_models(name: str, labels: int, tmp_path: Path) -> None:
     tiny = Tiny("reward", Qwen2Config, Qwen2Model, LLAMA, rewrite={"architectures": [name]})
     theirs = tiny.save(tmp_path)
     torch.manual_seed(5)
-    sizes = {"score.0.weight": (64, 64), "score.0.bias": (64,), "score.2.weight": (labels, 64), "score.2.bias": (labels,)}
+    sizes = {
+        "score.0.weight": (64, 64),
+        "score.0.bias": (64,),
+        "score.2.weight": (labels, 64),
+        "score.2.bias": (labels,),
+    }
     head = {key: torch.randn(shape) * 0.3 for key, shape in sizes.items()}
     _rewrite(tmp_path, lambda stored: {f"model.{key}": value for key, value in stored.items()} | head)
     ours = load_model(tmp_path)

@@ -71,7 +71,7 @@ def test_refuses_the_flag(values: dict[str, object], words: str) -> None:
 
 
 def test_folder_that_does_not_fit_the_model() -> None:
-    with pytest.raises(ConfigError, match="8 numbers, config.json means 16"):
+    with pytest.raises(ConfigError, match=r"8 numbers, config\.json means 16"):
         choose_pooling(PoolingMode.LAST, 16, _folder(), NOTHING)
     joined = PoolingModule(modes=(PoolingMode.MEAN, PoolingMode.CLS), width=4)
     with pytest.raises(ConfigError, match="makes 4 numbers, and the dense layer of the folder reads 8"):
@@ -112,7 +112,7 @@ def test_activation(config: dict[str, object], labels: int, expected: Activation
 
 
 def test_code_of_others_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'mine.Act'"):
+    with pytest.raises(ConfigError, match=r"'mine\.Act'"):
         choose_activation({"sbert_ce_default_activation_function": "mine.Act"}, 1)
 
 

@@ -18,15 +18,13 @@ from tiny_poolers import BERT, BY_NAME
 from transformers import BertConfig, BertForSequenceClassification
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import FinishReason, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.cpu),
-    pytest.param(
-        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-    ),
+    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
 ]
 
 

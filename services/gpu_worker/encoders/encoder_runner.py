@@ -9,12 +9,11 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
-from blockyard.services.gpu_worker.execution.packed_steps import PackedSteps, PackedText
+from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, PackedText
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.pooling.output import PooledResults
-from blockyard.services.gpu_worker.execution.pooled_results import to_slot_results
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, SlotStart, Stats, StepPlan
 
@@ -45,7 +44,7 @@ class _Flight:
     def results(self) -> list[SlotResult]:
         if self.pooled is None:
             return self.failed
-        return [*self.failed, *to_slot_results(self.pooled, self.lengths)]
+        return [*self.failed, *self.pooled.to_slot_results(self.lengths)]
 
 
 class EncoderRunner:
@@ -58,7 +57,7 @@ class EncoderRunner:
         self._flights: deque[_Flight] = deque()
         self._done_s = 0.0
         self._offloaded: OffloadedWeights | None = None
-        self._runs_ahead = model.table.device.type != "cpu"
+        self._runs_ahead = model.table.link.copies
 
     @property
     def kv_memory(self) -> TransferBlocks:

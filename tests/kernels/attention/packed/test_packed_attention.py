@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.kernels.attention.packed_attention import packed_attention, packed_attention_reference
+from blockyard.kernels.attention.packed.packed_attention import packed_attention, packed_attention_reference
 from blockyard.kernels.attention.score_rules import ScoreRules
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

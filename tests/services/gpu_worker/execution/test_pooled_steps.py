@@ -19,9 +19,7 @@ from blockyard.shared.messages import FinishReason, Sampling, SlotBlocks, SlotRe
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.cpu),
-    pytest.param(
-        "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-    ),
+    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
 ]
 RNG = np.random.default_rng(3)
 TEXTS = [RNG.integers(2, VOCAB, n).tolist() for n in (1, 30, 17, 50)]

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from blockyard.services.gpu_worker.encoder_runner import EncoderRunner
-from blockyard.services.gpu_worker.execution.packed_steps import PackedSteps, PackedText
+from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, PackedText
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
@@ -34,6 +34,7 @@ def start_encoder(
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line."""
     if config.kv_transfer is not None:
         raise ConfigError("--kv-transfer-config: this model keeps no KV blocks that it could send")
+    backend.end_compiling()
     folder = Path(config.model_path)
     declared = build(settings, WeightTable(dtype, torch.device("meta")))
     checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
@@ -51,7 +52,7 @@ def start_encoder(
             backend.pick_products(model, config, True, report)
     choice, output = choose_output(config, settings, model)
     report.note(choice.describe())
-    steps = PackedSteps(model, output, alone=config.batch_invariant)
+    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant))
     runner = EncoderRunner(model, steps, geometry_of(model, config, max_model_len, choice.width))
     report.phase("first step")
     first_step(steps, max_model_len)

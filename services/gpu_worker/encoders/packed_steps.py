@@ -1,16 +1,17 @@
 """Steps of a model without KV: packed sequences, whole, in one forward pass. The same on a GPU and on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedProduct, PackedAttention, PackedProduct
+from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
+from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk, PooledSequence
-from blockyard.services.gpu_worker.pooling.output import PooledResults, PoolingOptions, PoolingOutput
+from blockyard.services.gpu_worker.pooling.output import DEFAULT, PooledResults, PoolingOptions, PoolingOutput
 from blockyard.services.gpu_worker.step import Step
 
 
@@ -22,18 +23,16 @@ class PackedText:
     token_ids: Ints
     second_start: int | None = None  # where the second text of a pair begins; None: there is one text
     skip: int = 0  # leading tokens that are not pooled
-    options: PoolingOptions = PoolingOptions()
+    options: PoolingOptions = DEFAULT
 
 
 class PackedSteps:
     """Computes hidden states of packed sequences and pools them."""
 
-    def __init__(self, model: Model, output: PoolingOutput, *, alone: bool = False) -> None:
-        """alone: on the CPU each sequence has an attention call of its own, so that its numbers do not depend on the
-        others."""
+    def __init__(self, model: Model, output: PoolingOutput, make_product: Callable[[Ints], PackedProduct]) -> None:
+        """make_product: the attention of sequences of these lengths, of the device."""
         self.output = output
-        self._model, self._alone = model, alone
-        self._device = model.table.device
+        self._model, self._make_product = model, make_product
 
     def run(self, texts: Sequence[PackedText]) -> PooledResults:
         """Launches a step. On a GPU it returns before the step is done."""
@@ -45,22 +44,15 @@ class PackedSteps:
             step = Step(
                 self._put(ids),
                 self._put(positions),
-                PackedAttention(self._model.shape.attention, self._product(lengths)),
+                PackedAttention(self._model.shape.attention, self._make_product(lengths)),
                 token_types=self._token_types(texts, lengths, positions),
             )
             hidden = self._model.forward(step)
-            whole = [PooledSequence(one.slot, 0, len(one.token_ids), len(one.token_ids), one.skip) for one in texts]
-            return self.output.add(PooledChunk(hidden, whole, ids), [one.options for one in texts])
-
-    def _product(self, lengths: Ints) -> PackedProduct:
-        if self._device.type == "cpu":
-            return CpuPackedProduct(lengths, alone=self._alone)
-        # imports Triton, which is installed only on machines with a GPU
-        from blockyard.services.gpu_worker.attention.triton_packed import TritonPackedProduct  # noqa: PLC0415
-
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        on_device = torch.from_numpy(starts).pin_memory().to(self._device, non_blocking=True)
-        return TritonPackedProduct(on_device, int(lengths.max()))
+            columns = zip(texts, lengths.tolist(), strict=True)
+            whole = [PooledSequence(one.slot, 0, n, n, one.skip) for one, n in columns]
+            return self.output.add(
+                PooledChunk(hidden, whole, ids, self._model.table.link), [one.options for one in texts]
+            )
 
     def _token_types(self, texts: Sequence[PackedText], lengths: Ints, positions: Ints) -> torch.Tensor | None:
         """0 for the first text of a pair, 1 for the second; None: no sequence is a pair."""
@@ -70,5 +62,4 @@ class PackedSteps:
         return self._put((positions >= np.repeat(np.array(second), lengths)).astype(np.int64))
 
     def _put(self, values: Ints) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        return put(values, self._model.table.device, self._model.table.link)
