@@ -31,8 +31,8 @@ Folders:
 `host_link.HostLink` of the device: no other code needs to know which device it is, except for kernels.
 
 Imports go one way: `engine` -> `encoders/` -> `startup/` -> `compilation/` -> `runner` -> `execution/` -> `batch` ->
-`pooling/`, `sampling/`, `structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `quantization/` ->
-`loading/`. tests/test_imports.py holds the whole order.
+`pooling/`, `sampling/`, `structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` ->
+`quantization/` -> `loading/`. tests/test_imports.py holds the whole order.
 `service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker without transfers
 runs without it.
 """

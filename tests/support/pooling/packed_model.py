@@ -38,7 +38,7 @@ def run_packed(
         types = torch.tensor([one for text in token_types for one in text], device=model.table.device)
     device = model.table.device
     if device.type == "cuda":
-        from blockyard.services.gpu_worker.attention.triton_packed import TritonPackedProduct
+        from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonPackedProduct
 
         starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
         product: PackedProduct = TritonPackedProduct(starts, int(lengths.max()))

@@ -1,4 +1,5 @@
-"""What is behind the pooling of a vector: dense layers, fewer dimensions, normalization."""
+"""What is behind the pooling: of vectors dense layers, fewer dimensions, normalization; of classifiers the output
+layer of the model and the function of its logits, once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.shared.config.pooling.activations import Activation
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.config.pooling.sentence_modules import WEIGHTS, DenseModule
 from blockyard.shared.errors import LoadError
@@ -76,6 +79,26 @@ class VectorHead:
             rows = rows[:, :dimensions]
         wants = self._choice.normalize if normalize is None else normalize
         return F.normalize(rows, dim=-1) if wants else rows
+
+
+class ClassHead:
+    """Makes scores or classes of pooled rows."""
+
+    def __init__(self, model: Model, activation: Activation, returned_ids: Sequence[int] | None = None) -> None:
+        """returned_ids: the outputs that are kept, before the function; None: all."""
+        self._model, self._function = model, FUNCTIONS[activation.value]
+        device = model.table.device
+        self._returned = None if returned_ids is None else torch.tensor(list(returned_ids), device=device)
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+    def __call__(self, rows: Tensor, *, use_activation: bool = True) -> Tensor:
+        """rows [n, hidden] float32 -> [n, labels] float32. use_activation: False returns logits."""
+        logits = self._model.logits(rows.to(self._model.table.dtype)).float()
+        if self._returned is not None:
+            logits = logits.index_select(1, self._returned)
+        return self._function(logits) if use_activation else logits
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -1,7 +1,11 @@
-"""The attention of a step of a decoder that pools, on a GPU: its rows are known on the host."""
+"""The attention of steps that pool, on a GPU: of packed sequences, and of decoders, whose rows the host knows."""
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from blockyard.kernels.attention.packed.packed_attention import packed_attention
+from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
@@ -41,3 +45,16 @@ class TritonChunkAttention:
                 max_context_len=int(before.max()),
             ),
         )
+
+
+class TritonPackedProduct:
+    """Implements `packed_attention.PackedProduct`."""
+
+    def __init__(self, starts: Tensor, max_seq_len: int) -> None:
+        """starts [num_seqs + 1] int32, on the device: the first row of each sequence, and the end of the last."""
+        self._starts, self._max_seq_len = starts, max_seq_len
+
+    def __call__(self, qkv: Tensor, rules: ScoreRules, num_heads: int) -> Tensor:
+        out = torch.empty(qkv.shape[0], num_heads * qkv.shape[2], dtype=qkv.dtype, device=qkv.device)
+        packed_attention(qkv, self._starts, rules, num_heads, self._max_seq_len, out)
+        return out

@@ -8,7 +8,7 @@ from sentence_folders import save_sentence_folder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from blockyard.services.gpu_worker.pooling.vector_head import VectorHead
+from blockyard.services.gpu_worker.pooling.heads import VectorHead
 from blockyard.shared.config.pooling.modes import PoolingMode
 from blockyard.shared.config.pooling.pooler_config import PoolerOverrides
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
