@@ -22,11 +22,6 @@ from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import FinishReason, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.cpu),
-    pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
-]
-
 
 def start(folder: Path, device: str = "cpu", **others: Any) -> EncoderRunner:
     notes: list[str] = []
@@ -53,13 +48,12 @@ def vectors(results: list[SlotResult]) -> torch.Tensor:
     return torch.from_numpy(np.stack([np.frombuffer(result.vector, "<f4") for result in by_slot]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_folder_of_sentence_transformers(device: str, tmp_path: Path) -> None:
+def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
     model = save_sentence_folder(tmp_path, Pooling(32, ["mean", "max"]), Dense(64, 20), Normalize())
     texts = ["ab ac ad", "za", "ba be bf " * 9, "ca cb"]
     expected = torch.from_numpy(model.encode(texts))
     ids = [model.tokenizer(text)["input_ids"] for text in texts]
-    runner = start(tmp_path, device)
+    runner = start(tmp_path)
     assert (runner.geometry.vector_size, runner.geometry.num_blocks) == (20, 0)
     torch.testing.assert_close(vectors(run(runner, ids)), expected, atol=1e-5, rtol=1e-5)
     alone = torch.cat([vectors(run(runner, [one])) for one in ids])
@@ -100,26 +94,6 @@ def test_an_ended_slot_runs_no_more(tmp_path: Path) -> None:
     runner.reset(1)
     assert runner.execute(StepPlan(0, 1, [], [SlotStart(0, ids, 2, 0, [], Sampling(1), 0)], [], [])) == []
     assert runner.execute(StepPlan(0, 2, [0], [], [], [SlotRun(0, 2)])) == []
-
-
-def test_batch_invariant(tmp_path: Path) -> None:
-    """The bits of a vector do not depend on the texts beside it."""
-    BY_NAME["modernbert"].save(tmp_path)
-    runner = start(tmp_path, batch_invariant=True)
-    texts = [[5, 6, 7], [9] * 40, [3, 8, 2, 4], [5] * 3]
-    together = vectors(run(runner, texts))
-    assert torch.equal(together[0], vectors(run(runner, texts[:1]))[0])
-    assert torch.equal(together[1], vectors(run(runner, [texts[1], texts[3]]))[0])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_sleep(device: str, tmp_path: Path) -> None:
-    BY_NAME["bert"].save(tmp_path)
-    runner = start(tmp_path, device)
-    before = vectors(run(runner, [[4, 5, 6]]))
-    runner.release_memory()
-    runner.reclaim_memory()
-    assert torch.equal(vectors(run(runner, [[4, 5, 6]])), before)
 
 
 def test_settings_of_pooling(tmp_path: Path) -> None:
