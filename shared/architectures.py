@@ -70,6 +70,58 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": Architecture("layer_norm.starcoder2", "StarCoder 2"),
 }
 
+EMBED, CLASSIFY, REWARD = ("embed",), ("classify", "score"), ("reward",)
+
+ARCHITECTURES |= {
+    "BertForMaskedLM": Architecture("encoders.bert", "BERT without its head", EMBED),
+    "BertForSequenceClassification": Architecture("encoders.bert", "BERT: classifiers and rerankers", CLASSIFY),
+    "BertForTokenClassification": Architecture("encoders.bert", "BERT: labels of tokens", CLASSIFY[:1]),
+    "BertModel": Architecture("encoders.bert", "BERT: BGE, E5, GTE, MiniLM", EMBED),
+    "RobertaForMaskedLM": Architecture("encoders.roberta", "RoBERTa without its head", EMBED),
+    "RobertaForSequenceClassification": Architecture("encoders.roberta", "RoBERTa: classifiers, rerankers", CLASSIFY),
+    "RobertaForTokenClassification": Architecture("encoders.roberta", "RoBERTa: labels of tokens", CLASSIFY[:1]),
+    "RobertaModel": Architecture("encoders.roberta", "RoBERTa: all-distilroberta and others", EMBED),
+    "XLMRobertaForMaskedLM": Architecture("encoders.roberta", "XLM-RoBERTa without its head", EMBED),
+    "XLMRobertaForSequenceClassification": Architecture("encoders.roberta", "BGE-reranker-v2-m3 and others", CLASSIFY),
+    "XLMRobertaForTokenClassification": Architecture("encoders.roberta", "XLM-RoBERTa: labels of tokens", CLASSIFY[:1]),
+    "XLMRobertaModel": Architecture("encoders.roberta", "XLM-RoBERTa: BGE-M3, multilingual E5", EMBED),
+    "ModernBertForMaskedLM": Architecture("encoders.modernbert", "ModernBERT without its head", EMBED),
+    "ModernBertForSequenceClassification": Architecture(
+        "encoders.modernbert", "ModernBERT: classifiers and rerankers", CLASSIFY
+    ),
+    "ModernBertForTokenClassification": Architecture(
+        "encoders.modernbert", "ModernBERT: labels of tokens", CLASSIFY[:1]
+    ),
+    "ModernBertModel": Architecture("encoders.modernbert", "ModernBERT: GTE, Granite embeddings", EMBED),
+    "Gemma3TextModel": Architecture("gemma.gemma3", "EmbeddingGemma", EMBED),
+    "LlamaModel": Architecture("llama_style.llama", "Llama without its head", EMBED),
+    "MistralModel": Architecture("llama_style.mistral", "Mistral without its head: E5-Mistral, SFR", EMBED),
+    "Qwen2Model": Architecture("llama_style.qwen2", "Qwen 2 without its head: GTE-Qwen2", EMBED),
+    "Qwen3Model": Architecture("llama_style.qwen3", "Qwen 3 without its head", EMBED),
+    "Qwen2ForRewardModel": Architecture("llama_style.qwen2", "Qwen2.5-Math-RM", REWARD),
+    "Qwen2ForProcessRewardModel": Architecture("llama_style.qwen2", "Qwen2.5-Math-PRM", REWARD),
+    **{
+        f"{family}ForSequenceClassification": Architecture(module, f"{models}: classifiers and rerankers", CLASSIFY)
+        for family, module, models in (
+            ("Llama", "llama_style.llama", "Llama"),
+            ("Mistral", "llama_style.mistral", "Mistral"),
+            ("Qwen2", "llama_style.qwen2", "Qwen 2"),
+            ("Qwen3", "llama_style.qwen3", "Qwen 3, Qwen3-Reranker"),
+            ("Gemma", "gemma.gemma", "Gemma 1"),
+            ("Gemma2", "gemma.gemma2", "Gemma 2"),
+        )
+    },
+    **{
+        f"{family}ForTokenClassification": Architecture(module, f"{models}: labels of tokens", CLASSIFY[:1])
+        for family, module, models in (
+            ("Llama", "llama_style.llama", "Llama"),
+            ("Mistral", "llama_style.mistral", "Mistral"),
+            ("Qwen2", "llama_style.qwen2", "Qwen 2"),
+            ("Qwen3", "llama_style.qwen3", "Qwen 3"),
+        )
+    },
+}
+
 _ALIBI = "its attention adds a bias by distance (ALiBi), which no attention kernel here computes"
 _INDEXER = "an indexer picks the keys of its sparse attention, which no attention kernel here does"
 _PER_LAYER = "each of its layers has inputs of its own beside the hidden state"

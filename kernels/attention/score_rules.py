@@ -13,6 +13,7 @@ class ScoreRules:
 
     scale: float  # factor of q @ k before the softmax
     window: int | None = None  # number of last keys, its own included, that a token attends to; None: all
+    both_sides: bool = False  # a token attends to later keys, too, and then to those whose distance is below `window`
     chunked: bool = False  # positions are in chunks of `window`, and a token attends to its own; otherwise it slides
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap); None: not
     sinks: Tensor | None = field(default=None, compare=False)  # [heads] float32: a score for each head that is in the

@@ -16,6 +16,7 @@ Folders:
 - `models/`: model families. `layers/`, `attention/`: the parts they are built from.
 - `sampling/`: from logits to tokens.
 - `structured_output/`: masks of structured output, made by matcher processes beside the worker.
+- `pooling/`: from hidden states to vectors, scores and classes. `encoders/`: runs models without KV.
 - `execution/`: steps on a GPU and on the CPU, CUDA graphs, the device loop.
 - `startup/`: what differs by device when a worker starts, one `Backend` for each kind of device.
 - `compilation/`: compiles Triton kernels in parallel at startup.
@@ -29,9 +30,9 @@ Folders:
 `engine.start` builds the runner on a backend, which is chosen once. What copies between device and host memory asks the
 `host_link.HostLink` of the device: no other code needs to know which device it is, except for kernels.
 
-Imports go one way: `engine` -> `startup/` -> `compilation/` -> `runner` -> `execution/` -> `batch` -> `sampling/`,
-`structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` -> `quantization/` ->
-`loading/`. tests/test_imports.py holds the whole order.
+Imports go one way: `engine` -> `encoders/` -> `startup/` -> `compilation/` -> `runner` -> `execution/` -> `batch` ->
+`pooling/`, `sampling/`, `structured_output/`, `attention/`, `linear_tuning/` -> `kv/` -> `models/` -> `layers/` ->
+`quantization/` -> `loading/`. tests/test_imports.py holds the whole order.
 `service`, `session`, `interfaces`, `loading.sleep` and `mock/` do not import torch, so a mock worker without transfers
 runs without it.
 """

@@ -5,25 +5,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
+from blockyard.services.gpu_worker.encoders.encoder_engine import start_encoder
+from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
 from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
 from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, describe_experts
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
+from blockyard.services.gpu_worker.loading.classifier_tokens import settle_classifier
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
+from blockyard.services.gpu_worker.pooling.output import PoolingOutput
+from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
+from blockyard.services.gpu_worker.warm_up import first_step
+from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
@@ -37,7 +46,9 @@ DTYPES = {
 }
 
 
-def start(config: WorkerConfig, report_start: Report, processes: CompileProcesses | None = None) -> Runner:
+def start(
+    config: WorkerConfig, report_start: Report, processes: CompileProcesses | None = None
+) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any.
@@ -47,9 +58,15 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     report.phase("reading the configuration")
     folder = Path(config.model_path)
     settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
+    settings = settle_classifier(settings, folder, Path(config.tokenizer_path or folder))
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     build = find_family(settings, config.model_impl)
+    shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
+    if not shape.has_kv:
+        length = pick_length(config.max_model_len, shape.max_positions)
+        return start_encoder(config, settings, build, dtype, length, backend, report)
+    generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
     share = check(build, settings, dtype, config, backend)
     table = WeightTable(dtype, backend.device, share)
     table.link = backend.link
@@ -77,7 +94,11 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
             batch_invariant=config.batch_invariant,
             shorten=config.fit_max_model_len,
         )
-        backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
+        if generates:
+            backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
+        else:  # no step samples, and none is captured
+            backend.end_compiling()
+            config = msgspec.structs.replace(config, enforce_eager=True, run_ahead_penalties=False)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
@@ -88,20 +109,42 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
         report.note(*kv_scales.set_pool_scales(pool, scales, config))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    matchers = MatcherProcesses(
+    matchers = make_matchers(config, geometry) if generates else None
+
+    pools = None if generates else choose_output(config, settings, model)
+    if pools is not None:
+        geometry = msgspec.structs.replace(geometry, vector_size=pools[0].width)
+        report.note(pools[0].describe())
+
+    def start_steps(again: Runner) -> None:
+        if pools is None:
+            backend.start_steps(again, config, report)
+        else:
+            start_pooled_steps(again, pools[1], backend, report)
+
+    runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
+    start_steps(runner)
+    return runner
+
+
+def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
+    """Gives the runner steps that pool, and runs a first one. Raises LoadError if its results are not finite."""
+    attention = backend.chunk_attention(runner.pool)
+    runner.use(PooledSteps(runner.model, runner.pool, runner.batch, runner.geometry, output, attention))
+    report.phase("first step")
+    first_step(runner)
+    report.phase("ready", 1.0)
+
+
+def make_matchers(config: WorkerConfig, geometry: Geometry) -> MatcherProcesses:
+    """Makes the processes that make masks of structured output."""
+    return MatcherProcesses(
         config.tokenizer_path or config.model_path,
         geometry.vocab_size,
         geometry.eos_token_ids,
         engines=config.grammar_engines,
         num_slots=config.max_num_seqs,
     )
-
-    def start_steps(again: Runner) -> None:
-        backend.start_steps(again, config, report)
-
-    runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
-    backend.start_steps(runner, config, report)
-    return runner
 
 
 def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:

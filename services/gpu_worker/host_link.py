@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,6 +62,16 @@ class HostLink(Protocol):
 
     def free_cached(self) -> None:
         """Gives memory that torch keeps for later tensors back to the device."""
+
+
+def put(values: "npt.NDArray[Any]", device: torch.device, link: HostLink) -> Tensor:
+    """Copies numbers of the host to the device, which need not be done when this returns."""
+    tensor = torch.from_numpy(values)
+    if not link.copies:
+        return tensor
+    host = link.host_tensor(tensor.shape, tensor.dtype)
+    host.copy_(tensor)
+    return host.to(device, non_blocking=True)
 
 
 class SameMemory:

@@ -9,6 +9,7 @@ v. `Attend.of_rows` is the attention of a layer of which only some rows are need
 - `cpu_metadata.CpuMetadataBuilder`: builds `CpuAttention` or `BatchInvariantCpuAttention`.
 - `absorbed`: latent layers on the CPU, whose up-projections move to the query and behind the attention.
 - `metadata.AttentionMetadata`: the rows of a step on a GPU.
+- `packed_attention.PackedAttention`: that of encoders, which have no cache.
 - `triton_attention.build_attention`: builds the attention of a step on a GPU, `triton_latent` that of latent layers.
   Imported only on a GPU.
 

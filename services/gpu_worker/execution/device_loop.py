@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.execution.prompt_logprobs import (
     entries_by_slot,
 )
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
+from blockyard.services.gpu_worker.pooling.output import PooledResults
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, StepRows
 from blockyard.shared.config.services.worker import LogprobsMode
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, StepPlan, TokenLogprobs
@@ -68,6 +69,7 @@ class LaunchedStep:
     host_logits: Tensor | None = None  # of `StepRequest.host_rows`
     prompt_logprobs: Sequence[ScoredRows] = ()  # in host memory
     all_sampled: bool = False  # the step is done, and each slot is a decode that has taken a token and goes on
+    pooled: PooledResults | None = None  # of slots that are complete; None: the step samples
 
 
 class DeviceSteps(Protocol):
@@ -174,6 +176,9 @@ class DeviceLoop:
             table.advance_sampled(slots, computed, token_ids)
         else:
             table.advance_ahead(slots, counts, ~state.samples_on_device[slots] if state.host_sampled else None)
+        if launched.pooled is not None:
+            for slot in launched.pooled.slots:
+                table.finish(slot)  # it computes nothing more
         has_mask = state.has_mask[slots] if needs_processing else None
         if has_mask is not None and not has_mask.any():
             has_mask = None
@@ -223,6 +228,8 @@ class DeviceLoop:
             rows = self._take_rows(flight)
         if flight.host_rows:
             self._host_sampling.on_done(slots[flight.host_rows], flight.owners[flight.host_rows])
+        if flight.launched.pooled is not None:
+            results += self._pooled_results(flight, flight.launched.pooled)
         results += self._host_sampling.take_results(flight.plan, results)
         if flight.has_mask is not None and self._batch.matchers is not None and self.steps.runs_ahead:
             # the device has read them: those that the host reads are counted there
@@ -233,6 +240,16 @@ class DeviceLoop:
         return CompletedPlan(
             flight.plan, results, time.time(), step_s, failed, flight.launch_s, rows, num_decodes < num
         )
+
+    def _pooled_results(self, flight: InFlightStep, pooled: PooledResults) -> list[SlotResult]:
+        lengths = dict(zip(flight.slots.tolist(), flight.launched.results[2].tolist(), strict=True))
+        found = pooled.to_slot_results(lengths)
+        if any(result.finish is FinishReason.FAILED for result in found):
+            owners = dict(zip(flight.slots.tolist(), flight.owners.tolist(), strict=True))
+            for result in found:
+                if result.finish is FinishReason.FAILED:
+                    self._batch.fail_slot(result.slot, owners[result.slot])
+        return found
 
     def _take_rows(self, flight: InFlightStep) -> DecodeTokens:
         """Adds the tokens of a step to the table, and the results of rows that are not a decode's plain token."""

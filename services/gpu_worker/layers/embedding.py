@@ -1,9 +1,12 @@
 """Token embeddings, learned positions, and the output layer that may share the weight of the embeddings."""
 
+from typing import Protocol
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
+from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.linear_spec import Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
@@ -15,13 +18,13 @@ class TokenEmbedding:
 
     def __init__(
         self, layers: LinearLayers, name: str, vocab_size: int, width: int, factor: float = 1.0,
-        project: Linear | None = None,
+        project: Linear | None = None, norm: Norm | None = None,
     ) -> None:  # fmt: skip
         """factor: of the embeddings, not of the output matrix that shares their weight. project: from `width` to the
-        hidden size; None: both are the same."""
+        hidden size; None: both are the same. norm: of the embeddings, before the first layer; None: they have none."""
         self._name = f"{name}.weight"
         self.weight = layers.plain(part(name, vocab_size), width, split=Split.OUTPUTS)
-        self._vocab_size, self._factor, self._project = vocab_size, factor, project
+        self._vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
 
     def linears(self) -> list[Linear]:
         return [] if self._project is None else [self._project]
@@ -30,6 +33,8 @@ class TokenEmbedding:
         found = F.embedding(token_ids, self.weight)
         if self._project is not None:
             found = self._project(found)
+        if self._norm is not None:
+            found = self._norm(found)
         return found if self._factor == 1.0 else found.mul_(self._factor)
 
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
@@ -54,6 +59,15 @@ class LearnedPositions:
     def __call__(self, positions: Tensor) -> Tensor:
         """positions [tokens] -> [tokens, width]."""
         return self.weight.index_select(0, positions)
+
+
+class OutputLayer(Protocol):
+    """What a model makes of hidden states: logits of the vocabulary, or of labels."""
+
+    def linears(self) -> list[Linear]: ...
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, outputs]."""
 
 
 class Head:

@@ -48,16 +48,18 @@ class GatedMLP:
         bias: bool = False,
         *,
         joined: str | None = None,
+        down: str = "down_proj",
     ) -> None:
-        """activation: a key of `ACTIVATIONS`. joined: the checkpoint has gate and up as one tensor of this name."""
+        """activation: a key of `ACTIVATIONS`. joined: the checkpoint has gate and up as one tensor of this name. down:
+        the name of the last matrix there."""
         self._ops, self._activation = find_ops(layers.table.device), activation
         parts = [part(f"{prefix}.gate_proj", inner), part(f"{prefix}.up_proj", inner)]
         if joined is not None:
             parts = [MatrixPart(name=f"{prefix}.{joined}", rows=(Rows(inner, inner), Rows(inner, inner)))]
         self.gate_up = layers.make(parts, hidden, split=Split.OUTPUTS, bias=bias, fusion=Fusion.NORM)
         fusion = Fusion.GATED_ADD if activation == "silu" else Fusion.ADD  # fused kernels support only silu
-        down = [part(f"{prefix}.down_proj", hidden)]
-        self.down = layers.make(down, inner, split=Split.INPUTS, bias=bias, fusion=fusion)
+        last = [part(f"{prefix}.{down}", hidden)]
+        self.down = layers.make(last, inner, split=Split.INPUTS, bias=bias, fusion=fusion)
 
     def linears(self) -> list[Linear]:
         return [self.gate_up, self.down]

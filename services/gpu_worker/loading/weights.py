@@ -20,8 +20,8 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HOST_SLACK = 0.5  # bytes; rounding of a share
-# what checkpoints put before, or leave out of, the names of a decoder's weights
-PREFIXES = ("", "model.", "transformer.", "gpt_neox.")
+# what checkpoints put before, or leave out of, the names of a model's weights
+PREFIXES = ("", "model.", "transformer.", "gpt_neox.", "bert.", "roberta.")
 TEXT_PART = "language_model."
 # last parts of names of tables and masks that a model computes itself; releases of all families have some of them
 COMPUTED = (
@@ -250,7 +250,7 @@ class WeightTable:
 
         name: of the matrix in the checkpoint. Those outside of the layers are on the device.
         """
-        if ".layers." not in name and ".h." not in name:  # GPT-2's name of it
+        if not any(layer in name for layer in (".layers.", ".h.", ".layer.")):  # names of GPT-2 and BERT
             return [self.empty(*shape, dtype=dtype) for shape, dtype in wanted]
         self.matrix_bytes += _size_bytes(wanted)
         return self._within(self._host_share.matrices * self.matrix_bytes, self.matrices_on_host, wanted)

@@ -9,6 +9,7 @@
 - `layer_types`: the kind of each layer, where layers differ in their windows or rotations.
 - `llama_style`: dense families with Llama's names of weights. Its `llama.build_llama` builds a decoder of them, and
   `LlamaVariant` says how a family differs. `gemma`, `layer_norm`: other dense families. `moe`: mixtures of experts.
+- `encoders`: models whose tokens attend to both sides. `output_layers`: what a model that pools has in place of a head.
 - `transformers_model`: decoder classes of transformers. `transformers_layers`: their modules that our kernels compute,
   and the trial that a class has to pass.
 

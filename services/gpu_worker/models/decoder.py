@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
-from blockyard.services.gpu_worker.layers.embedding import Head, LearnedPositions, TokenEmbedding
+from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -27,7 +27,7 @@ class Decoder:
         embedding: TokenEmbedding,
         layers: Sequence[DecoderLayer],
         norm: Norm,
-        head: Head,
+        head: OutputLayer,
         rotations: LayerRotations,
         positions: LearnedPositions | None = None,
     ) -> None:

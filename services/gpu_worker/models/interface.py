@@ -20,6 +20,8 @@ class ModelShape:
     vocab_size: int
     max_positions: int  # longest sequence that the model supports
     attention: tuple[AttentionShape, ...]  # one for each layer
+    has_kv: bool = True  # False: each token attends to all others, so that nothing is kept of earlier steps
+    num_outputs: int | None = None  # of `logits`; None: `vocab_size`
 
     @property
     def num_layers(self) -> int:
@@ -85,7 +87,10 @@ class Model(Protocol):
         """Runs the layers. Returns hidden states [tokens, hidden], the input of `logits`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Multiplies by the output matrix: [rows, hidden] -> [rows, vocab_size], in the dtype of the model."""
+        """Computes the output layer: [rows, hidden] -> [rows, vocab_size], in the dtype of the model.
+
+        Of a classifier [rows, labels], and the rows are pooled hidden states.
+        """
 
 
 def tensors_of(model: Model) -> Iterator[Tensor]:

@@ -1,10 +1,14 @@
 """The interface of a device to a worker's start, and its choice."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -67,6 +71,15 @@ class Backend(Protocol):
         report: StartReport,
     ) -> None:
         """Compiles the kernels of steps before the first one runs."""
+
+    def end_compiling(self) -> None:
+        """Ends what `set_up` started for `compile_kernels`, of a model whose steps need none of its kernels."""
+
+    def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
+        """Returns what makes the attention of packed sequences of these lengths, of a model without KV."""
+
+    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
+        """Returns the attention of prefills of a model that pools."""
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         """Returns the memory of the device for buffers of copies of KV blocks, to host memory and other workers."""

@@ -1,9 +1,15 @@
 """The CPU: torch's own operations on host memory, a fixed share of which is for KV blocks."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
+from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedProduct, PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
+from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -64,6 +70,15 @@ class CpuBackend:
         report: StartReport,
     ) -> None:
         """torch's own operations are compiled."""
+
+    def end_compiling(self) -> None:
+        """Nothing compiles."""
+
+    def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
+        return partial(CpuPackedProduct, alone=batch_invariant)
+
+    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
+        return CpuChunkAttention(pool)
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return 0

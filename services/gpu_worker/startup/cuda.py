@@ -1,21 +1,26 @@
 """A GPU: Triton kernels that are compiled and tuned, steps ahead of the host, and CUDA graphs. Imports Triton."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
+from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
-from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream
+from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
+from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
+from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
@@ -102,6 +107,9 @@ class _CudaLinkEvent:
         torch.cuda.current_stream().wait_event(self._event)
 
 
+ANY_LENGTH = 1 << 30  # the tiles of long sequences, for all
+
+
 class CudaBackend:
     """Implements `Backend`. Owns the compiler of kernels, and what is left to tune in idle times."""
 
@@ -186,6 +194,23 @@ class CudaBackend:
             self._tuning = IdleTuning(tuner, compiler)
         else:
             compiler.close()
+
+    def end_compiling(self) -> None:
+        assert self._compiler is not None
+        self._compiler.close()
+
+    def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
+        """A sequence's numbers depend on the kernel's tiles, and these on the longest sequence of a step."""
+
+        def make(lengths: Ints) -> PackedProduct:
+            starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            longest = ANY_LENGTH if batch_invariant else int(lengths.max())
+            return TritonPackedProduct(put(starts, self.device, self.link), longest)
+
+        return make
+
+    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
+        return TritonChunkAttention(pool, self.link)
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return (STAGING_BYTES if host_plan.num_blocks else 0) + planned_bytes(transfers)

@@ -112,6 +112,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefetch_threads: int = 8  # that read files into the page cache
     prefetch_block_bytes: int = 16 * 2**20  # that such a thread reads at a time
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
+    task: Literal["generate", "embed", "classify", "score", "reward"] = "generate"
+    pooler_config: str = "{}"  # JSON object: --override-pooler-config
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

@@ -8,6 +8,7 @@ from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuil
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import Attend, InputVectors, Step
 
@@ -19,15 +20,25 @@ def all_logits(
 
     vectors: inputs [hidden] in place of ids, by position.
     """
-    blocks = -(-len(ids) // runner.geometry.block_size)
-    table = np.random.default_rng(5).permutation(runner.geometry.num_blocks)[:blocks]
-    device = runner.pool.device
+    hidden = hidden_in_chunks(runner.model, runner.pool, ids, chunks, vectors)
+    ends = np.cumsum(chunks)
+    with torch.inference_mode():
+        return torch.cat([runner.model.logits(hidden[end - n : end]) for n, end in zip(chunks, ends, strict=True)])
+
+
+def hidden_in_chunks(
+    model: Model, pool: KVPool, ids: list[int], chunks: list[int], vectors: dict[int, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """The hidden states behind `all_logits`."""
+    blocks = -(-len(ids) // pool.block_size)
+    table = np.random.default_rng(5).permutation(pool.num_blocks)[:blocks]
+    device = pool.device
     parts, done = [], 0
     with torch.inference_mode():
         for count in chunks:
             positions = np.arange(done, done + count)
             done += count
-            attend = _attend(runner.pool, table, positions)
+            attend = _attend(pool, table, positions)
             tokens = torch.tensor(ids, device=device)[positions]
             given = [(row, at) for row, at in enumerate(positions.tolist()) if at in (vectors or {})]
             inputs = None
@@ -35,8 +46,7 @@ def all_logits(
                 rows = torch.tensor([row for row, _ in given], device=device)
                 inputs = InputVectors(rows, torch.stack([vectors[at] for _, at in given]).to(device))
             step = Step(tokens, torch.from_numpy(positions).to(device), attend, vectors=inputs)
-            hidden = runner.model.forward(step)
-            parts.append(runner.model.logits(hidden))
+            parts.append(model.forward(step).clone())
     assert done == len(ids)
     return torch.cat(parts)
 

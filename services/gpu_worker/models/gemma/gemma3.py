@@ -1,6 +1,6 @@
 """Gemma 3, text: Gemma 2 with norms of q and k instead of soft caps, and other rotations in layers with a window.
 
-Of the models that also see, this is the text part, without pictures.
+Of the models that also see, this is the text part, without pictures. EmbeddingGemma's tokens attend to both sides.
 """
 
 from dataclasses import replace
@@ -49,8 +49,12 @@ class Gemma3Config(msgspec.Struct, frozen=True):
 def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     config = with_defaults(config, DEFAULTS)
     fields, own = read_gemma(config), parse(config, Gemma3Config)
-    if own.use_bidirectional_attention:
-        raise ConfigError("config.json: use_bidirectional_attention is not supported: tokens attend to earlier ones")
+    both_sides = bool(own.use_bidirectional_attention)  # of EmbeddingGemma
+    if both_sides and own.attn_logit_softcapping is not None:
+        raise ConfigError("config.json: attn_logit_softcapping is not supported with use_bidirectional_attention")
+    window = own.sliding_window
+    if both_sides and window:
+        window = window // 2 + 1  # of each side, its own key included
     table.leave_out("vision_tower.", "multi_modal_projector.")
     kinds = read_layer_types(config, fields.num_hidden_layers, every(own.sliding_window_pattern))
     size, longest = head_size(fields), fields.max_position_embeddings
@@ -63,7 +67,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         fields,
         table,
         attention=attention,
-        windows=[own.sliding_window or None if kind == SLIDING else None for kind in kinds],
+        windows=[window or None if kind == SLIDING else None for kind in kinds],
+        both_sides=both_sides,
         scale=own.query_pre_attn_scalar**-0.5,
         soft_cap=own.attn_logit_softcapping,
         rotations=[near if kind == SLIDING else full for kind in kinds],

@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.layers.attention import (
     SeparateQKV,
 )
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer, PreNormLayer
-from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
+from blockyard.services.gpu_worker.layers.embedding import Head, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
@@ -28,7 +28,9 @@ from blockyard.services.gpu_worker.loading.hf_config import parse
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.decoder import Decoder
 from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.gpu_worker.models.output_layers import make_decoder_output
 from blockyard.shared.config import model_bounds as bounds
+from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.errors import ConfigError
 
 
@@ -68,6 +70,7 @@ class LlamaVariant:
     attentions: Sequence[AttentionOptions] | None = None  # of each layer; None: `attention` in all
     windows: Sequence[int | None] | None = None  # sliding window of each layer, see `ScoreRules`; None: no layer's
     chunked: bool = False  # of layers with a window, see `ScoreRules`
+    both_sides: bool = False  # tokens attend to later ones, see `ScoreRules`
     scale: float | None = None  # of scores; None: 1 / sqrt(head size)
     soft_cap: float | None = None  # of scores, see `ScoreRules`
     has_sinks: bool = False  # see `ScoreRules`
@@ -124,14 +127,27 @@ def build_llama(
     lengths = [rotary.max_positions for rotary in rotations if rotary is not None]
     max_positions = variant.max_positions or min(lengths, default=fields.max_position_embeddings)
     norm = make_norm("model.norm")
-    head = embedding.make_head(layers, fields.tie_word_embeddings)
+    kind, num_outputs = first_kind(config), None
+    if kind is OutputKind.TOKENS:
+        tied = embedding.make_head(layers, fields.tie_word_embeddings)
+        head: OutputLayer = Head(tied, variant.logits_factor, variant.logits_soft_cap)
+    else:
+        head, num_outputs = make_decoder_output(
+            kind, config, layers, embedding, hidden, tied=fields.tie_word_embeddings
+        )
     return Decoder(
         table,
-        ModelShape(vocab_size=fields.vocab_size, max_positions=max_positions, attention=shapes),
+        ModelShape(
+            vocab_size=fields.vocab_size,
+            max_positions=max_positions,
+            attention=shapes,
+            has_kv=not variant.both_sides,
+            num_outputs=num_outputs,
+        ),
         embedding=embedding,
         layers=made,
         norm=norm,
-        head=Head(head, variant.logits_factor, variant.logits_soft_cap),
+        head=head,
         rotations=LayerRotations(rotations),
     )
 
@@ -192,7 +208,14 @@ def _shapes(fields: LlamaConfig, variant: LlamaVariant, table: WeightTable) -> t
 
     def make(window: int | None) -> AttentionShape:
         chunked = variant.chunked and window is not None
-        rules = ScoreRules(scale=scale, window=window, chunked=chunked, soft_cap=variant.soft_cap, sinks=make_sinks())
+        rules = ScoreRules(
+            scale=scale,
+            window=window,
+            both_sides=variant.both_sides,
+            chunked=chunked,
+            soft_cap=variant.soft_cap,
+            sinks=make_sinks(),
+        )
         return AttentionShape(num_heads=heads, kv_heads=kv_heads, head_dim=size, rules=rules)
 
     return tuple(map(make, windows))

@@ -119,7 +119,15 @@ def build(config: dict[str, Any]) -> Any:
         (LLAMA | {"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         (LLAMA | {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
         (LLAMA | {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["odd"] * 3}, "layer_types"),
-        (LLAMA | {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional"),
+        (
+            LLAMA
+            | {
+                "architectures": ["Gemma3ForCausalLM"],
+                "use_bidirectional_attention": True,
+                "attn_logit_softcapping": 3.0,
+            },
+            "attn_logit_softcapping is not supported with use_bidirectional",
+        ),
         (GEMMA4 | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 .* E2B and E4B"),
         (GEMMA4 | {"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input 256 .* E2B and E4B"),
         (GEMMA4 | {"num_kv_shared_layers": 10}, "num_kv_shared_layers 10 is not supported"),

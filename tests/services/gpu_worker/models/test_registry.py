@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import MODELS
+from tiny_poolers import DECODERS, ENCODERS
 
 from blockyard.services.gpu_worker.models import registry
 from blockyard.services.gpu_worker.models.llama_style import llama, qwen2
@@ -12,6 +13,7 @@ from blockyard.shared.architectures import ARCHITECTURES, REFUSED
 from blockyard.shared.config.model_documents import markdown, with_tables
 from blockyard.shared.errors import ConfigError
 
+REWARDS = {"Qwen2ForRewardModel", "Qwen2ForProcessRewardModel"}  # compared in test_output_layers
 FAMILIES = Path(registry.__file__).parent
 
 
@@ -21,7 +23,8 @@ def test_every_architecture_has_a_module_a_build_and_a_tiny_model(name: str) -> 
     build = find_family({"architectures": [name]})
     assert callable(build)
     assert build.__module__.endswith(f".{ARCHITECTURES[name].module}")
-    assert name in {tiny.architecture for tiny in MODELS}, "test_parity compares tiny models with transformers"
+    tiny_models = [*MODELS, *ENCODERS, *DECODERS]
+    assert name in {tiny.architecture for tiny in tiny_models} | REWARDS, "parity tests compare them with transformers"
 
 
 def test_every_family_is_in_the_table() -> None:

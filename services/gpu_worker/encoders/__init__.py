@@ -1,0 +1,8 @@
+"""Runs models without KV: packed sequences, whole, without blocks, slots on the device, sampler or decode graphs.
+
+- `packed_steps.PackedSteps`: one forward pass over packed texts, and the pooling behind it.
+- `encoder_runner.EncoderRunner`: plans to steps, and their results.
+- `encoder_engine.start_encoder`: loads the model; `engine.start` calls it.
+
+The models are in `models/encoders`, their attention is `attention/packed_attention`.
+"""

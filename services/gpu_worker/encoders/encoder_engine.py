@@ -1,0 +1,83 @@
+"""Starts the runner of a model without KV: weights and pooling, and nothing that belongs to blocks or sampling."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, PackedText
+from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.models.registry import Build
+from blockyard.services.gpu_worker.pooling.selection import choose_output
+from blockyard.services.gpu_worker.startup.backend import Backend
+from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.messages import Geometry
+
+FIRST_TOKENS = 2  # of the first step
+
+
+def start_encoder(
+    config: WorkerConfig,
+    settings: dict[str, Any],
+    build: Build,
+    dtype: torch.dtype,
+    max_model_len: int,
+    backend: Backend,
+    report: StartReport,
+) -> EncoderRunner:
+    """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line."""
+    if config.kv_transfer is not None:
+        raise ConfigError("--kv-transfer-config: this model keeps no KV blocks that it could send")
+    backend.end_compiling()
+    folder = Path(config.model_path)
+    declared = build(settings, WeightTable(dtype, torch.device("meta")))
+    checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
+    table = WeightTable(dtype, backend.device)
+    table.link = backend.link
+    model = build(settings, table)
+    report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
+    progress = Throttle(lambda done: report.phase("loading weights", done))
+    with torch.inference_mode(), page_cache.read_ahead(config):
+        loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
+        report.note(str(loaded), *table.describe_unused())
+        report.phase("preparing weights")
+        report.note(*model.prepare(max_model_len))
+        if config.batch_invariant:
+            backend.pick_products(model, config, True, report)
+    choice, output = choose_output(config, settings, model)
+    report.note(choice.describe())
+    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant))
+    runner = EncoderRunner(model, steps, geometry_of(model, config, max_model_len, choice.width))
+    report.phase("first step")
+    first_step(steps, max_model_len)
+    report.phase("ready", 1.0)
+    return runner
+
+
+def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, width: int) -> Geometry:
+    """The sizes of a worker without blocks. width: numbers of a result."""
+    return Geometry(
+        num_blocks=0,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        vocab_size=model.shape.vocab_size,
+        eos_token_ids=[],
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, max_model_len),  # a sequence is one step's
+        vector_size=width,
+    )
+
+
+def first_step(steps: PackedSteps, max_model_len: int) -> None:
+    """Runs one text. Raises LoadError if its results are not finite."""
+    ids = np.zeros(min(FIRST_TOKENS, max_model_len), np.int64)
+    pooled = steps.run([PackedText(slot=0, token_ids=ids)])
+    pooled.done.synchronize()
+    if pooled.not_finite():
+        raise LoadError("a first step makes numbers that are not finite; the weights or --dtype are wrong")

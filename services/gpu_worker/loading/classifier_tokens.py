@@ -1,0 +1,43 @@
+"""Language models that score by the logits of two tokens: config.json as that of a classifier with these rows."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from blockyard.shared.config.pooling.sentence_modules import read_modules
+from blockyard.shared.errors import ConfigError
+
+TOKEN_IDS = "classifier_token_ids"  # the key that models read: ids of the false and the true token
+_TOKENS = "classifier_from_token"  # the key that users give: their texts, the false one first
+
+
+def settle_classifier(settings: dict[str, Any], folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
+    """Returns config.json with the ids of the tokens that a reranker compares, if it is one.
+
+    By --hf-overrides with `classifier_from_token`, or a LogitScore module in the model's folder. Raises ConfigError.
+    """
+    tokens = settings.get(_TOKENS)
+    if tokens is not None:
+        if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(one, str) for one in tokens):
+            raise ConfigError(f"config.json: {_TOKENS} {tokens!r} has to be two tokens, the false one first")
+        return settings | {TOKEN_IDS: _ids_of(tokens, tokenizer_folder / "tokenizer.json"), "num_labels": 1}
+    modules = read_modules(folder)
+    if modules is None or modules.logit_score is None:
+        return settings
+    score, name = modules.logit_score, str(settings["architectures"][0])
+    ids = [score.true_token_id] if score.false_token_id is None else [score.false_token_id, score.true_token_id]
+    classifier = name.replace("ForCausalLM", "ForSequenceClassification")
+    return settings | {"architectures": [classifier], TOKEN_IDS: ids, "num_labels": 1}
+
+
+def _ids_of(tokens: list[str], path: Path) -> list[int]:
+    if not path.is_file():
+        raise ConfigError(f"config.json: {_TOKENS} needs the ids of its tokens, and there is no {path}")
+    tokenizer = Tokenizer.from_file(str(path))
+    found = []
+    for token in tokens:
+        if (one := tokenizer.token_to_id(token)) is None:
+            raise ConfigError(f"config.json: {_TOKENS} {token!r} is not a token of {path}")
+        found.append(one)
+    return found

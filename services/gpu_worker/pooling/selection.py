@@ -1,0 +1,46 @@
+"""Chooses how a worker's model pools: of its settings, config.json and the folder."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.pooling.output import PoolingOutput, make_output
+from blockyard.shared.config.pooling.activations import Activation, choose_activation
+from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
+from blockyard.shared.config.pooling.pooler_config import FLAG, read_overrides
+from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
+from blockyard.shared.config.pooling.sentence_modules import read_modules
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError
+
+VECTORS = (OutputKind.NONE, OutputKind.TOKENS)  # kinds of models whose hidden states are pooled to vectors
+
+
+def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) -> tuple[PoolingChoice, PoolingOutput]:
+    """Returns how the model pools, and what does it. settings: config.json. Raises ConfigError or LoadError."""
+    folder, kind = Path(config.model_path), first_kind(settings)
+    try:
+        values = msgspec.json.decode(config.pooler_config, type=dict[str, Any])
+    except msgspec.MsgspecError as e:
+        raise ConfigError(f"{FLAG} {config.pooler_config!r}: {e}") from e
+    choice = choose_pooling(
+        default_pooling(kind, has_kv=model.shape.has_kv, config=settings),
+        settings["hidden_size"],
+        read_modules(folder),
+        read_overrides(values),
+        normalizes=kind in VECTORS,
+    )
+    activation = None if kind in VECTORS else _activation(kind, choice, settings, model.shape.num_outputs or 1)
+    if activation is not None and choice.returned_token_ids is None:
+        choice = msgspec.structs.replace(choice, width=model.shape.num_outputs or 1)
+    return choice, make_output(model, choice, folder, activation)
+
+
+def _activation(kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int) -> Activation:
+    if choice.softmax is not None:
+        return Activation.SOFTMAX if choice.softmax else Activation.NONE
+    if kind is OutputKind.REWARD:
+        return Activation.NONE
+    return Activation.SOFTMAX if kind is OutputKind.STEP_REWARD else choose_activation(settings, labels)

@@ -1,0 +1,61 @@
+"""Decides the function that makes scores or classes of logits. It is applied once, in the worker."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from blockyard.shared.errors import ConfigError
+
+_TORCH = "torch.nn.modules."
+
+
+class Activation(enum.StrEnum):
+    """Values are the names in torch.nn."""
+
+    NONE = "Identity"
+    SIGMOID = "Sigmoid"
+    SOFTMAX = "Softmax"
+    TANH = "Tanh"
+    RELU = "ReLU"
+    GELU = "GELU"
+    SILU = "SiLU"
+
+
+def num_labels(config: Mapping[str, Any]) -> int:
+    """Returns the number of labels of config.json, by transformers' rules: its default is 2."""
+    count, names = config.get("num_labels"), config.get("id2label")
+    if isinstance(names, Mapping) and names:
+        return len(names)
+    return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else 2
+
+
+def choose_activation(config: Mapping[str, Any], labels: int) -> Activation:
+    """Returns the function of the logits of a classifier.
+
+    config: config.json with --hf-overrides. One of torch's that it names for sentence-transformers goes first, then
+    `problem_type`, then a sigmoid for one label and a softmax for several. Raises ConfigError for another's code.
+    """
+    inner = config.get("sentence_transformers")
+    named = inner.get("activation_fn") if isinstance(inner, Mapping) else None
+    field = "sentence_transformers.activation_fn"
+    if named is None:
+        field = "sbert_ce_default_activation_function"
+        named = config.get(field)
+    if isinstance(named, str):
+        return _read(named, field)
+    problem = config.get("problem_type")
+    if problem == "regression":
+        return Activation.NONE
+    if problem == "multi_label_classification":
+        return Activation.SIGMOID
+    if problem == "single_label_classification" and labels > 1:
+        return Activation.SOFTMAX
+    return Activation.SIGMOID if labels == 1 else Activation.SOFTMAX
+
+
+def _read(name: str, field: str) -> Activation:
+    last = name.rsplit(".", 1)[-1]
+    known = {one.value: one for one in Activation}
+    if not name.startswith(("torch.nn.", _TORCH)) or last not in known:
+        raise ConfigError(f"config.json: {field} {name!r} is not supported; torch.nn's {', '.join(known)} are")
+    return known[last]

@@ -1,0 +1,60 @@
+"""What the output layer of an architecture is, by its name in config.json, and the pooling that follows."""
+
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from blockyard.shared.config.pooling.modes import PoolingMode
+
+
+class OutputKind(enum.StrEnum):
+    """What a model makes of hidden states."""
+
+    NONE = "none"  # hidden states themselves: `*Model`
+    TOKENS = "tokens"  # logits of the vocabulary: `*ForCausalLM`
+    CLASSES = "classes"  # logits of labels for a sequence
+    TOKEN_CLASSES = "token_classes"
+    REWARD = "reward"  # a number for each token
+    STEP_REWARD = "step_reward"  # logits of good and bad for each step of a solution
+
+
+_SUFFIXES = {
+    "ForSequenceClassification": OutputKind.CLASSES,
+    "ForTokenClassification": OutputKind.TOKEN_CLASSES,
+    "ForProcessRewardModel": OutputKind.STEP_REWARD,
+    "ForRewardModel": OutputKind.REWARD,
+    "ForMaskedLM": OutputKind.NONE,  # its head is left out
+    "ForCausalLM": OutputKind.TOKENS,
+    "ForConditionalGeneration": OutputKind.TOKENS,
+    "LMHeadModel": OutputKind.TOKENS,
+    "Model": OutputKind.NONE,
+}
+_POOLING = {
+    OutputKind.TOKEN_CLASSES: PoolingMode.ALL,
+    OutputKind.REWARD: PoolingMode.ALL,
+    OutputKind.STEP_REWARD: PoolingMode.STEP,
+}
+
+
+def output_kind(architecture: str) -> OutputKind:
+    """Returns the kind of an architecture's output layer. Names of no known form are those of language models."""
+    return next((kind for suffix, kind in _SUFFIXES.items() if architecture.endswith(suffix)), OutputKind.TOKENS)
+
+
+def first_kind(config: Mapping[str, Any]) -> OutputKind:
+    """Returns the kind of the first architecture in config.json."""
+    return output_kind(str(config["architectures"][0]))
+
+
+def default_pooling(kind: OutputKind, *, has_kv: bool, config: Mapping[str, Any]) -> PoolingMode:
+    """Returns the pooling of a model whose folder says nothing about it.
+
+    has_kv: tokens attend to earlier ones, so that the last one has seen all. Otherwise the first one stands for all.
+    """
+    if kind in _POOLING:
+        return _POOLING[kind]
+    if has_kv:
+        return PoolingMode.LAST
+    if kind is OutputKind.CLASSES and config.get("classifier_pooling") == "mean":
+        return PoolingMode.MEAN
+    return PoolingMode.CLS

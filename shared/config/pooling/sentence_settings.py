@@ -1,0 +1,90 @@
+"""Reads what sentence-transformers says of texts: their length, prompts that go before them, and similarity."""
+
+import enum
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from blockyard.shared.config.checkpoint import read_json
+from blockyard.shared.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+# the same file by the names of older releases, one for each class of transformers
+LENGTH_FILES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+SETTINGS_FILE = "config_sentence_transformers.json"
+
+
+class Similarity(enum.StrEnum):
+    """The function that compares two vectors."""
+
+    COSINE = "cosine"
+    DOT = "dot"
+    EUCLIDEAN = "euclidean"  # the distance, negative
+    MANHATTAN = "manhattan"  # the distance, negative
+
+
+class SentenceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The defaults are those of a folder without these files."""
+
+    max_seq_length: int | None = None  # tokens of a text; None: the model's
+    do_lower_case: bool = False
+    prompts: dict[str, str] = {}  # by name
+    default_prompt_name: str | None = None
+    similarity: Similarity = Similarity.COSINE
+
+
+class _LengthFile(msgspec.Struct, frozen=True):
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+
+
+class _SettingsFile(msgspec.Struct, frozen=True):
+    prompts: dict[str, str] | None = None
+    default_prompt_name: str | None = None
+    similarity_fn_name: Similarity | None = None
+
+
+def read_settings(folder: Path, transformer_folder: str = "") -> SentenceSettings:
+    """Returns the settings of a model's folder. transformer_folder: of its Transformer module.
+
+    Raises ConfigError for files that are wrong.
+    """
+    settings = _read(folder / SETTINGS_FILE, _SettingsFile)
+    prompts = settings.prompts or {}
+    default = settings.default_prompt_name
+    if default is not None and default not in prompts:
+        named = ", ".join(prompts) or "it has none"
+        raise ConfigError(
+            f"{folder / SETTINGS_FILE}: default_prompt_name {default!r} is not the name of a prompt: {named}"
+        )
+    base = folder / transformer_folder
+    path = next((path for name in LENGTH_FILES if (path := base / name).is_file()), base / LENGTH_FILES[0])
+    length = _read(path, _LengthFile)
+    if length.max_seq_length is not None and length.max_seq_length < 1:
+        raise ConfigError(f"{path}: max_seq_length {length.max_seq_length} is not a number of tokens")
+    return SentenceSettings(
+        max_seq_length=length.max_seq_length,
+        do_lower_case=length.do_lower_case,
+        prompts=prompts,
+        default_prompt_name=default,
+        similarity=settings.similarity_fn_name or Similarity.COSINE,
+    )
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    if not path.is_file():
+        return kind()
+    try:
+        return msgspec.convert(read_json(path), kind)
+    except msgspec.ValidationError as e:
+        raise ConfigError(f"{path}: {e}") from e

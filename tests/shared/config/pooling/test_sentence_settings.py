@@ -1,0 +1,48 @@
+import json
+from pathlib import Path
+
+import pytest
+from sentence_folders import save_sentence_folder
+from sentence_transformers.sentence_transformer.modules import Pooling
+
+from blockyard.shared.config.pooling.sentence_settings import SentenceSettings, Similarity, read_settings
+from blockyard.shared.errors import ConfigError
+
+
+def test_reads_what_the_package_saves(tmp_path: Path) -> None:
+    prompts = {"query": "ab ac: ", "document": ""}
+    model = save_sentence_folder(
+        tmp_path, Pooling(32, "mean"), prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
+    )
+    found = read_settings(tmp_path)
+    assert found.prompts == prompts
+    assert found.default_prompt_name == "query"
+    assert found.similarity is Similarity.DOT
+    assert found.max_seq_length in (None, model.max_seq_length)
+
+
+def test_without_files(tmp_path: Path) -> None:
+    assert read_settings(tmp_path) == SentenceSettings()
+
+
+def test_length_of_an_older_name(tmp_path: Path) -> None:
+    (tmp_path / "0_Transformer").mkdir()
+    (tmp_path / "0_Transformer" / "sentence_roberta_config.json").write_text('{"max_seq_length": 77}')
+    assert read_settings(tmp_path, "0_Transformer").max_seq_length == 77
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("config_sentence_transformers.json", {"default_prompt_name": "q", "prompts": {"d": ""}}, "'q'.*: d"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "hamming"}, "similarity_fn_name"),
+        ("config_sentence_transformers.json", {"prompts": {"q": 1}}, "prompts"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length 0"),
+        ("sentence_bert_config.json", {"max_seq_length": "x"}, "max_seq_length"),
+    ],
+)
+def test_refuses(name: str, values: dict[str, object], words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=words) as error:
+        read_settings(tmp_path)
+    assert name in str(error.value)
