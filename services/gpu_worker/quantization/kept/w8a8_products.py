@@ -7,12 +7,12 @@ makes numbers of a weight, waits for the GPU, or lets a row depend on the others
 import torch
 from torch import Tensor
 
-from blockyard.kernels.gpu_facts import compute_capability
 from blockyard.kernels.layers.rounding import E4M3, InputRounding, RoundedRows
 from blockyard.kernels.quantized.operands import Weight8Bit
 
 if torch.cuda.is_available():
     # they import Triton, which comes only with CUDA builds of torch
+    from blockyard.kernels.gpu_facts import compute_capability
     from blockyard.kernels.layers.linear_stream_k import Tiling
     from blockyard.kernels.programmatic_launch import supports_pdl
     from blockyard.kernels.quantized.linear_w8a8_stream_k import linear_w8a8_stream_k
