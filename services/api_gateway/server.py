@@ -3,13 +3,14 @@
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
@@ -23,6 +24,7 @@ from blockyard.services.api_gateway.http.connections import BoundedRunner
 from blockyard.services.api_gateway.http.paced_site import PacedSite
 from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID
 from blockyard.services.api_gateway.http.uploads import Uploads
+from blockyard.services.api_gateway.http.user_middleware import UserMiddleware
 from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
 from blockyard.services.api_gateway.requests.ignored_fields import HEADER as IGNORED_HEADER
 from blockyard.services.api_gateway.service import Gateway
@@ -105,7 +107,8 @@ async def listening(config: GatewayConfig, gateway: Gateway) -> AsyncIterator[Ht
     handling = _HANDLING | limits | {"max_field_size": config.max_header_bytes}
     async with AsyncExitStack() as stack:
         most = connections.bound(config.max_connections, open_files.raise_limit())
-        app = BoundedRunner(build_app(config, gateway, guard), most, **handling)
+        extra = UserMiddleware(config.middleware, guard)
+        app = BoundedRunner(build_app(config, gateway, guard, extra.of_aiohttp()), most, extra.around, **handling)
         runners = [await _serve(stack, app, lambda: _site(config, app, context))]
         if config.uds:
             stack.callback(Path(config.uds).unlink, missing_ok=True)
@@ -122,11 +125,15 @@ def read_keys(config: GatewayConfig) -> tuple[list[AccessKey], list[AccessKey]]:
     return api_keys, all_keys(config.admin_keys, config.admin_key_file, f"--admin-key-file {config.admin_key_file}")
 
 
-def build_app(config: GatewayConfig, gateway: Gateway, guard: Guard) -> web.Application:
+def build_app(
+    config: GatewayConfig, gateway: Gateway, guard: Guard, outer: Sequence[Middleware] = ()
+) -> web.Application:
+    """`outer`: middleware around that of the gateway."""
     preflights, cors_headers = middleware.cors(config.cors)
     app = web.Application(
         client_max_size=config.max_body_bytes,
         middlewares=[
+            *outer,
             middleware.request_ids(config),
             middleware.errors(gateway, guard),
             preflights,

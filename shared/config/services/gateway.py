@@ -90,4 +90,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_log_len: int | None = None  # characters of a text in a log line; beside log_requests it shows prompts
     max_num_queued_reqs: int | None = None  # generation requests that wait or run; a further one is a 429
     max_num_queued_tokens: int | None = None  # prompt tokens of requests without output, from which on one is a 429
+    middleware: list[str] = []  # importable names, the first is the outermost
     batch: BatchConfig | None = None  # set: this gateway does not listen
