@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+MAX_CHARS = 1000  # of the message of a RequestError, and of the name of its field
+
 
 class BlockyardError(Exception):
     """Base of all errors raised on purpose."""
@@ -40,6 +42,14 @@ class TooLong(NamedTuple):
     max_tokens: int
 
 
+def bounded(text: str) -> str:
+    """Returns the text without its middle, if it is longer than MAX_CHARS: messages contain values of clients."""
+    if len(text) <= MAX_CHARS:
+        return text
+    half = MAX_CHARS // 2
+    return f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+
+
 class RequestError(BlockyardError, ValueError):
     """A request cannot be served. `field` names the wrong field, `status` is the HTTP status.
 
@@ -56,8 +66,8 @@ class RequestError(BlockyardError, ValueError):
         retry_after_s: float | None = None,
         too_long: TooLong | None = None,
     ) -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(bounded(message))
+        self.field = bounded(field)
         self.status = status
         self.code = code
         self.retry_after_s = retry_after_s

@@ -151,7 +151,7 @@ def build_app(
     endpoints = (
         GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads),
         StatusEndpoints(gateway, pages, version),
-        OperatorEndpoints(gateway.client.controls),
+        OperatorEndpoints(gateway.client.controls, gateway.pipeline, uploads),
     )
     routes = [route for each in endpoints for route in each.routes()]
     if config.serve_docs:
