@@ -178,6 +178,11 @@ class RequestPipeline:
         if self._config.log_outputs:
             log_outputs(generation, self._config.max_log_len)
 
+    def abort(self, answer_ids: set[str]) -> int:
+        """Ends the open requests whose answers have these ids, for an operator. Returns how many."""
+        error = RequestError("An operator aborted this request.", status=499, code="request_aborted")
+        return self._open.fail_named(answer_ids, error)
+
     def abandon(self, error: RequestError) -> None:
         """Fails every open request, before the process ends."""
         self._open.fail_all(error)

@@ -3,13 +3,14 @@
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from blockyard.services.api_gateway.batch_api.store import BatchStore
 from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
@@ -26,6 +27,7 @@ from blockyard.services.api_gateway.http.connections import BoundedRunner
 from blockyard.services.api_gateway.http.paced_site import PacedSite
 from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID
 from blockyard.services.api_gateway.http.uploads import Uploads
+from blockyard.services.api_gateway.http.user_middleware import UserMiddleware
 from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
 from blockyard.services.api_gateway.requests.ignored_fields import HEADER as IGNORED_HEADER
 from blockyard.services.api_gateway.service import Gateway
@@ -113,7 +115,9 @@ async def listening(
     handling = _HANDLING | limits | {"max_field_size": config.max_header_bytes}
     async with AsyncExitStack() as stack:
         most = connections.bound(config.max_connections, open_files.raise_limit())
-        app = BoundedRunner(build_app(config, gateway, guard, store), most, **handling)
+        extra = UserMiddleware(config.middleware, guard)
+        built = build_app(config, gateway, guard, store, extra.of_aiohttp())
+        app = BoundedRunner(built, most, extra.around, **handling)
         runners = [await _serve(stack, app, lambda: _site(config, app, context))]
         if config.uds:
             stack.callback(Path(config.uds).unlink, missing_ok=True)
@@ -131,12 +135,18 @@ def read_keys(config: GatewayConfig) -> tuple[list[AccessKey], list[AccessKey]]:
 
 
 def build_app(
-    config: GatewayConfig, gateway: Gateway, guard: Guard, store: BatchStore | None = None
+    config: GatewayConfig,
+    gateway: Gateway,
+    guard: Guard,
+    store: BatchStore | None = None,
+    outer: Sequence[Middleware] = (),
 ) -> web.Application:
+    """`outer`: middleware around that of the gateway."""
     preflights, cors_headers = middleware.cors(config.cors)
     app = web.Application(
         client_max_size=config.max_body_bytes,
         middlewares=[
+            *outer,
             middleware.request_ids(config),
             middleware.errors(gateway, guard),
             preflights,
@@ -156,7 +166,7 @@ def build_app(
         FileEndpoints(store, config.max_file_bytes, config.body_timeout_s),
         BatchEndpoints(store, uploads),
         StatusEndpoints(gateway, pages, version),
-        OperatorEndpoints(gateway.client.controls),
+        OperatorEndpoints(gateway.client.controls, gateway.pipeline, uploads),
     )
     routes = [route for each in endpoints for route in each.routes()]
     if config.serve_docs:

@@ -11,6 +11,7 @@ from msgspec import inspect as types
 
 from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.endpoints.operations import AbortRequests
 from blockyard.services.api_gateway.endpoints.status import Pages
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.requests.schemas import NOT_BUILT, DetokenizeRequest, TokenizeRequest
@@ -26,6 +27,7 @@ TAGS = {Access.OPEN: "status", Access.KEY: "text", Access.OPERATOR: "operators"}
 BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/tokenize": (TokenizeRequest,),
     "/detokenize": (DetokenizeRequest,),
+    "/abort_requests": (AbortRequests,),
     "/invocations": tuple(APIS[name].schema for name in ("chat", "completions")),
 }
 QUERIES = {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}

@@ -1,4 +1,4 @@
-"""Endpoints for operators: pause and resume, sleep and wake up, reset the prefix cache."""
+"""Endpoints for operators: pause and resume, sleep and wake up, reset the prefix cache, abort requests."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,9 @@ import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway.http.access import Access, Route
+from blockyard.services.api_gateway.http.uploads import Uploads
+from blockyard.services.api_gateway.request_pipeline import RequestPipeline
+from blockyard.services.api_gateway.requests.schemas import decode
 from blockyard.services.api_gateway.responses.json_response import json_response
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, Controlled, ControlVerb, MemoryTag
@@ -30,14 +33,23 @@ class IsPaused(msgspec.Struct, frozen=True):
     is_paused: bool
 
 
+class AbortRequests(msgspec.Struct, frozen=True):
+    request_ids: list[str]  # of answers, as clients see them
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    num_aborted: int
+
+
 class OperatorEndpoints:
-    def __init__(self, controls: ControlClient) -> None:
-        self._controls = controls
+    def __init__(self, controls: ControlClient, pipeline: RequestPipeline, uploads: Uploads) -> None:
+        self._controls, self._pipeline, self._uploads = controls, pipeline, uploads
 
     def routes(self) -> Iterator[Route]:
         yield Route("POST", "/reset_prefix_cache", self.reset_prefix_cache, Access.OPERATOR)
         yield Route("POST", "/pause", self.pause, Access.OPERATOR)
         yield Route("POST", "/resume", self.resume, Access.OPERATOR)
+        yield Route("POST", "/abort_requests", self.abort_requests, Access.OPERATOR)
         yield Route("POST", "/sleep", self.sleep, Access.OPERATOR)
         yield Route("POST", "/wake_up", self.wake_up, Access.OPERATOR)
         yield Route("GET", "/is_sleeping", self.is_sleeping, Access.KEY)
@@ -63,6 +75,13 @@ class OperatorEndpoints:
         """Requests go on after a pause."""
         _check_query(request)
         return await self._do(Control("", ControlVerb.RESUME))
+
+    async def abort_requests(self, request: web.Request) -> web.Response:
+        """Ends the requests whose answers have these ids, of those that are open at this gateway."""
+        _check_query(request)
+        async with self._uploads.read(request) as body:
+            asked, _ = decode(body, AbortRequests, strict=True)
+        return json_response(Aborted(self._pipeline.abort(set(asked.request_ids))))
 
     async def sleep(self, request: web.Request) -> web.Response:
         """Frees the memory of weights and KV; level 1 keeps the weights in host memory."""

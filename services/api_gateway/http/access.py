@@ -78,7 +78,12 @@ class Guard:
     def api(self, request: web.Request) -> Api:
         """Returns the API that the client speaks, for errors: the path's API, else the API that its headers tell."""
         route = self._routes.get(request.match_info.route)
-        api = self._paths.get(request.path) if route is None else route.api
+        api = None if route is None else route.api
+        return self.api_of_path(request) if api is None else api
+
+    def api_of_path(self, request: web.BaseRequest) -> Api:
+        """As `api`, of a request that no route was looked up for."""
+        api = self._paths.get(request.path)
         if api is not None:
             return api
         return MESSAGES if VERSION_HEADER in request.headers else CHAT

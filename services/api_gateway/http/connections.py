@@ -26,6 +26,9 @@ IDLE_S = 1.0  # a connection opened or used within this time is not replaced
 MAX_PARSER_CHARS = 200  # of the HTTP parser's message, which repeats what the client sent
 LOG_S = 60.0  # at most one log line in this time
 
+Handle = Callable[[Any], Awaitable[web.StreamResponse]]
+Around = Callable[[Handle, Callable[..., web.BaseRequest]], Handle]
+
 
 def bound(asked: int | None, open_files: int) -> int:
     """The most connections of a gateway. Raises ConfigError if `asked` is above the limit on open files."""
@@ -140,15 +143,19 @@ class BoundedServer(web.Server):
 class BoundedRunner(web.AppRunner):
     """Runs an application with at most `most` connections, summed over its listening sockets."""
 
-    def __init__(self, app: web.Application, most: int, **kwargs: Any) -> None:
+    def __init__(self, app: web.Application, most: int, around: Around | None = None, **kwargs: Any) -> None:
+        """`around` puts more around the application: called with its handler and what makes its requests."""
         super().__init__(app, **kwargs)
-        self._most = most
+        self._most, self._around = most, around
 
     async def _make_server(self) -> web.Server:
         plain = await super()._make_server()
+        handler = plain.request_handler
+        if self._around is not None:
+            handler = self._around(handler, plain.request_factory)
         return BoundedServer(
             self._most,
-            plain.request_handler,
+            handler,
             request_factory=plain.request_factory,
             loop=asyncio.get_running_loop(),
             **self._kwargs,

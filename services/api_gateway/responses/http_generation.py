@@ -139,6 +139,13 @@ class OpenRequests:
     def remove(self, generation: HttpGeneration) -> None:
         self._in_ring.discard(generation)
 
+    def fail_named(self, names: set[str], error: RequestError) -> int:
+        """Ends the requests in the ring whose answers have these ids. Returns how many."""
+        found = [generation for generation in self._in_ring if generation.request.options.answer_id in names]
+        for generation in found:
+            generation.fail(error)
+        return len(found)
+
     def fail_all(self, error: RequestError) -> None:
         """Ends every request in the ring with this error."""
         for generation in list(self._in_ring):

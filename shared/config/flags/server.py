@@ -72,8 +72,10 @@ SERVER = (
         "middleware",
         FlagKind.LIST,
         [],
-        "Extra ASGI middleware by import path.",
-        refused=not_built("the gateway is no ASGI application; put a proxy in front of it"),
+        "Importable name of middleware around every route, before keys and CORS: an ASGI class, an async function "
+        "(request, call_next) if the package starlette is installed, or an aiohttp middleware. Repeated: the first is "
+        "the outermost.",
+        ("gateway.middleware",),
     ),
     Flag("chat-template", FlagKind.TEXT, None, "Chat template: a file, or the template itself."),
     Flag(

@@ -94,4 +94,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_file_bytes: int = 512 * 2**20  # of an uploaded file
     batch_retention_s: float = 30 * 86400.0  # files and ended batches are removed after it
     batch_lines: int = 256  # of a batch that are answered at a time
+    middleware: list[str] = []  # importable names, the first is the outermost
     batch: BatchConfig | None = None  # set: this gateway does not listen

@@ -216,3 +216,12 @@ def test_the_launcher_imports_nothing_heavy() -> None:
         [sys.executable, "-c", PROBE], env={"PYTHONPATH": str(SRC)}, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_the_module_path_of_vllm_is_serve() -> None:
+    command = [sys.executable, "-P", "-m", "blockyard.entrypoints.openai.api_server"]
+    env = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run([*command, "--porrt", "1"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr == blockyard("serve", "--porrt", "1").stderr
+    done = subprocess.run([*command, "--help"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, blockyard("serve", "--help").stdout)

@@ -138,3 +138,25 @@ async def test_metrics_show_the_queue(rig, num_host_blocks: int, mode: str) -> N
     }
     assert 'tenant_served_tokens_total{tenant="key-1"} 900.0' in found
     assert 'tenant_waiting{tenant="key-1"} 6.0' in found
+
+
+async def test_requests_are_aborted_by_the_ids_of_their_answers(rig) -> None:
+    async with rig(api_keys=["key"], admin_keys=["admin"]) as r:
+        r.ring.step_s = 0.05
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 90}
+        key, admin = ({"Authorization": f"Bearer {name}"} for name in ("key", "admin"))
+        whole, other = (
+            asyncio.create_task(r.post("/v1/completions", body, headers=key | {"X-Request-Id": name})) for name in "ab"
+        )
+        await r.until(lambda: len(r.ring.running) == 2)
+        ids = {"request_ids": ["cmpl-a", "cmpl-none"]}
+        assert (await r.post("/abort_requests", ids, headers=key))[0] == 401
+        assert await r.post("/abort_requests", ids, headers=admin) == (200, {"num_aborted": 1})
+        status, error = await whole
+        assert (status, error["error"]["code"]) == (499, "request_aborted")
+        await r.until(lambda: len(r.ring.running) == 1)
+        assert not other.done()
+        assert await r.post("/abort_requests", {"request_ids": ["cmpl-b"]}, headers=admin) == (200, {"num_aborted": 1})
+        assert (await other)[0] == 499
+        status, error = await r.post("/abort_requests", {"ids": []}, headers=admin)
+        assert status == 400 and "request_ids" in error["error"]["message"]

@@ -319,3 +319,21 @@ def test_a_long_field_name_costs_no_more_than_its_length(name: str) -> None:
 )
 def test_the_key_before_malformed_json(before: bytes, field: str) -> None:
     assert field_before(before + b"NaN", len(before)) == field
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"model": "m" * 50_000},
+        {"tool_choice": "t" * 50_000},
+        {"response_format": {"type": "r" * 50_000}},
+        {"f" * 50_000: 1, "temperature": "x" * 50_000},
+        {"stop": ["s" * 50_000] * 3, "reasoning_effort": "e" * 50_000},
+    ],
+)
+async def test_no_error_repeats_a_long_value(rig, wrong: dict[str, Any]) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]} | wrong
+    async with rig(strict_fields=True) as r:
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+            status, error = await r.post(path, body)
+            assert 400 <= status < 500 and len(msgspec.json.encode(error)) < 3000, path

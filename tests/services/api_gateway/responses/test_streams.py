@@ -187,9 +187,10 @@ async def test_a_client_that_disconnects_before_the_first_token(rig, role: Role)
         assert r.gateway.journal.entries == {}
 
 
-async def test_a_slow_reader_delays_no_other_stream_and_gets_all_of_its_text(rig) -> None:
+@pytest.mark.parametrize("middleware", [[], ["user_middlewares.First"], ["user_middlewares.function"]])
+async def test_a_slow_reader_delays_no_other_stream_and_gets_all_of_its_text(rig, middleware: list[str]) -> None:
     """The client stops reading, another stream runs to its end, then the first gets all text in fewer events."""
-    async with rig() as r:
+    async with rig(middleware=middleware) as r:
         r.ring.script = lambda request_id, index: f"[{index}]" + "x" * 60_000
         reader, writer = await raw(r.port, completion(max_tokens=200), rcvbuf=4096)
         await r.until(lambda: r.gateway.meters.output_tokens == 200)
@@ -215,9 +216,10 @@ async def whole_body(reader: asyncio.StreamReader) -> bytes:
     return data
 
 
-async def test_unread_text_is_bounded_and_the_slowest_client_is_cancelled(rig) -> None:
+@pytest.mark.parametrize("middleware", [[], ["user_middlewares.First"], ["user_middlewares.function"]])
+async def test_unread_text_is_bounded_and_the_slowest_client_is_cancelled(rig, middleware: list[str]) -> None:
     """Two clients read nothing: the one with more unread text is cancelled, the other gets its whole answer."""
-    async with rig(max_unread_mib=8) as r:
+    async with rig(max_unread_mib=8, middleware=middleware) as r:
         r.ring.script = lambda request_id, index: "x" * 60_000
         r.ring.step_s = 0.005
         small, small_writer = await raw(r.port, completion(max_tokens=60), rcvbuf=4096)
@@ -253,10 +255,11 @@ def test_kept_deltas_are_merged_without_losing_text() -> None:
     assert unread_text.num_bytes == 4000 * 64 + len(together.text)
 
 
+@pytest.mark.parametrize("middleware", [[], ["user_middlewares.First"], ["user_middlewares.function"]])
 @pytest.mark.parametrize("num_tokens", [250, 200])
-async def test_a_client_that_reads_nothing_is_cancelled(rig, num_tokens: int) -> None:
+async def test_a_client_that_reads_nothing_is_cancelled(rig, num_tokens: int, middleware: list[str]) -> None:
     """While its text is generated, and after its end."""
-    async with rig(client_timeout_s=0.3) as r:
+    async with rig(client_timeout_s=0.3, middleware=middleware) as r:
         r.ring.script = lambda request_id, index: "x" * 60_000
         r.ring.step_s = 0.0 if num_tokens == 200 else 0.01
         _, writer = await raw(r.port, completion(max_tokens=num_tokens), rcvbuf=4096)

@@ -1,0 +1,1 @@
+"""vLLM's module paths of programs that are started with `python -m`."""

@@ -1,0 +1,1 @@
+"""`python -m blockyard.entrypoints.openai.api_server`: see `blockyard serve`."""
