@@ -70,10 +70,10 @@ class W8A16:
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         if self.codes == E4M3:
             fill_e4m3(kept[CODES], generator, DUMMY_STD)
-            kept[SCALES].fill_(DUMMY_SCALE / DUMMY_STD)
+            fill_numbers(kept[SCALES], DUMMY_SCALE / DUMMY_STD)
         else:
             fill_codes(kept[CODES], generator)
-            kept[SCALES].fill_(uniform_scale(0, 255))
+            fill_numbers(kept[SCALES], uniform_scale(0, 255))
         if self.zeros:
             kept[ZEROS].fill_(MIDDLE if self.codes == torch.uint8 else 0)
         if self.order:
