@@ -14,7 +14,13 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
-from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, uniform_scale
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    DUMMY_SCALE,
+    KeptTensor,
+    fill_codes,
+    fill_numbers,
+    uniform_scale,
+)
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
 DUMMY_STD = 112.0  # of codes in e4m3
