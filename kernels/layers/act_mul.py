@@ -16,6 +16,7 @@ from blockyard.kernels.layers.round_row import (
     bound,
     check_rounding,
     group_of,
+    scales_stride,
     static_scale,
     store_rounded,
 )
@@ -72,9 +73,9 @@ def _act_mul_kernel(
     tl.store(out_ptr + row * inner + cols, _activate(gate, ACTIVATION, SQRT_HALF, SQRT_8_OVER_PI) * up, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _act_mul_rounded_kernel(
-    gate_up_ptr, codes_ptr, scales_ptr, scale_ptr, stride, inner, most,
+    gate_up_ptr, codes_ptr, scales_ptr, scale_ptr, stride, inner, scales_stride, most,
     ACTIVATION: tl.constexpr, SQRT_HALF: tl.constexpr, SQRT_8_OVER_PI: tl.constexpr, TILE: tl.constexpr,
     GROUP: tl.constexpr, STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +89,9 @@ def _act_mul_rounded_kernel(
     gate = tl.load(gate_up_ptr + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + inner + cols, mask=inside, other=0.0).to(tl.float32)
     x = (_activate(gate, ACTIVATION, SQRT_HALF, SQRT_8_OVER_PI) * up).to(gate_up_ptr.dtype.element_ty)
-    store_rounded(x.to(tl.float32), codes_ptr, scales_ptr, scale_ptr, row, inner, most, TILE, GROUP, STATIC)
+    store_rounded(
+        x.to(tl.float32), codes_ptr, scales_ptr, scale_ptr, row, inner, scales_stride, most, TILE, GROUP, STATIC
+    )
 
 
 def act_mul(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -119,8 +122,9 @@ def act_mul_rounded(gate_up: Tensor, activation: str, rounding: InputRounding) -
         tile, pdl = max(next_power_of_2(inner), group_of(rounding)), supports_pdl(gate_up.device)
         _act_mul_rounded_kernel[(rows,)](
             gate_up, out.codes, out.scales, static_scale(rounding, out.scales), gate_up.stride(0), inner,
-            bound(rounding), ACTIVATION=_NUMBERS[activation], SQRT_HALF=_SQRT_HALF, SQRT_8_OVER_PI=_SQRT_8_OVER_PI,
-            TILE=tile, GROUP=group_of(rounding), STATIC=rounding.scale is not None, PDL=pdl,
+            scales_stride(out.scales), bound(rounding),
+            ACTIVATION=_NUMBERS[activation], SQRT_HALF=_SQRT_HALF, SQRT_8_OVER_PI=_SQRT_8_OVER_PI, TILE=tile,
+            GROUP=group_of(rounding), STATIC=rounding.scale is not None, PDL=pdl,
             num_warps=min(max(tile // 512, 1), 16), **pdl_options(pdl),
         )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ from blockyard.kernels.layers.round_row import (
     allocate,
     bound,
     check_rounding,
+    scales_stride,
     static_scale,
     store_rounded,
 )
@@ -27,10 +28,10 @@ def add_rms_norm_reference(residual: Tensor, delta: Tensor | None, weight: Tenso
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()).to(residual.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _add_rms_norm_kernel(
     residual_ptr, delta_ptr, weight_ptr, out_ptr, total_ptr, scales_ptr, scale_ptr, residual_stride, delta_stride,
-    addend_stride, total_stride, size, eps, most,
+    addend_stride, total_stride, scales_stride, size, eps, most,
     ADDENDS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, ROUND: tl.constexpr = False,
     GROUP: tl.constexpr = 0, STATIC: tl.constexpr = False,
 ):  # fmt: skip
@@ -57,7 +58,7 @@ def _add_rms_norm_kernel(
     x = x * scale * weight
     if ROUND:  # of what other products read, rounded
         x = x.to(residual_ptr.dtype.element_ty).to(tl.float32)
-        store_rounded(x, out_ptr, scales_ptr, scale_ptr, row, size, most, TILE, GROUP, STATIC)
+        store_rounded(x, out_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most, TILE, GROUP, STATIC)
     else:
         tl.store(out_ptr + row * size + cols, x, mask=inside)
 
@@ -85,7 +86,8 @@ def add_rms_norm_rounded(
     """Same as `add_rms_norm`, but returns its result as `quantize_rows` rounds it."""
     delta, total, addends = _checked(residual, delta, weight, None)
     check_rounding(rounding)
-    out = allocate(*residual.shape, rounding, residual)
+    rows, size = residual.shape
+    out = allocate(rows, size, rounding, residual)
     if out.codes.numel():
         scale = static_scale(rounding, out.scales)
         _launch(residual, delta, weight, eps, total, addends, out.codes, out.scales, scale, rounding)
@@ -107,12 +109,13 @@ def _launch(
     """scales, scale: any tensors where rounding is None."""
     rows, size = residual.shape
     tile, pdl = next_power_of_2(size), supports_pdl(residual.device)
-    options = {} if rounding is None else {"ROUND": True, "STATIC": rounding.scale is not None}
+    options: dict[str, int] = {} if rounding is None else {"ROUND": True, "STATIC": rounding.scale is not None}
     if rounding is not None and rounding.group is not None:
         options["GROUP"], tile = rounding.group, max(tile, rounding.group)
     _add_rms_norm_kernel[(rows,)](
         residual, delta, weight, out, total, scales, scale, residual.stride(0), delta.stride(0), delta.stride(-2),
-        total.stride(0), size, eps, 0.0 if rounding is None else bound(rounding),
+        total.stride(0), 0 if rounding is None else scales_stride(scales), size, eps,
+        0.0 if rounding is None else bound(rounding),
         ADDENDS=addends, TILE=tile, PDL=pdl, num_warps=min(max(tile // 512, 1), 16), **options, **pdl_options(pdl),
     )  # fmt: skip
 

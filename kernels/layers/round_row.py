@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.layers.rounding import E4M3, FLOOR, MOST, InputRounding, RoundedRows
+from blockyard.kernels.layers.rounding import E4M3, FLOOR, MOST, ROWS, InputRounding, RoundedRows
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: a float32 plus and minus this is rounded to an integer, half to even
 _FLOOR = tl.constexpr(FLOOR)
@@ -32,12 +32,13 @@ def _scales(largest, most, INT8: tl.constexpr):
 
 @triton.jit
 def store_rounded(
-    x, codes_ptr, scales_ptr, scale_ptr, row, size, most,
+    x, codes_ptr, scales_ptr, scale_ptr, row, size, scales_stride, most,
     TILE: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
     """Writes x [TILE] float32, a row of `size` numbers and zeros behind them, as codes and scales of this row.
 
-    GROUP: 0 for one scale. STATIC: the scale is at scale_ptr. most: of absolute values, infinite for no bound.
+    GROUP: 0 for one scale. STATIC: the scale is at scale_ptr. scales_stride: of groups. most: of absolute values,
+    infinite for no bound.
     """
     INT8: tl.constexpr = codes_ptr.dtype.element_ty == tl.int8
     cols = tl.arange(0, TILE)
@@ -45,7 +46,7 @@ def store_rounded(
     if STATIC:
         scale = tl.maximum(tl.load(scale_ptr), _FLOOR)
         group = tl.arange(0, TILE // GROUP if GROUP > 0 else 1)
-        tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
+        tl.store(scales_ptr + row + group * scales_stride, scale, mask=group < num_groups)
         codes = _codes(x, tl.zeros([TILE], tl.float32) + scale, INT8)
     elif GROUP == 0:
         scale = _scales(tl.max(tl.abs(x), 0), most, INT8)
@@ -56,19 +57,20 @@ def store_rounded(
         parts = tl.reshape(x, [groups, GROUP])
         scales = _scales(tl.max(tl.abs(parts), 1), most, INT8)
         group = tl.arange(0, groups)
-        tl.store(scales_ptr + row * num_groups + group, scales, mask=group < num_groups)
+        tl.store(scales_ptr + row + group * scales_stride, scales, mask=group < num_groups)
         codes = tl.reshape(_codes(parts, tl.broadcast_to(scales[:, None], [groups, GROUP]), INT8), [TILE])
     tl.store(codes_ptr + row * size + cols, codes, mask=cols < size)
 
 
 def allocate(rows: int, size: int, rounding: InputRounding, like: Tensor) -> RoundedRows:
     """Memory of rounded rows [rows, size]. like: has the rows' dtype and device."""
-    scales = (rows,) if rounding.group is None else (rows, ceil_div(size, rounding.group))
-    return RoundedRows(
-        torch.empty((rows, size), dtype=rounding.dtype, device=like.device),
-        torch.empty(scales, dtype=torch.float32, device=like.device),
-        like.dtype,
-    )
+    if rounding.group is None:
+        codes_rows, scales = rows, torch.empty((rows,), dtype=torch.float32, device=like.device)
+    else:  # the rows behind the last one are read by `torch._scaled_mm`, and what it makes of them by none
+        codes_rows, groups = ceil_div(rows, ROWS) * ROWS, ceil_div(size, rounding.group)
+        scales = torch.empty((groups, codes_rows), dtype=torch.float32, device=like.device).t()[:rows]
+    codes = torch.empty((codes_rows, size), dtype=rounding.dtype, device=like.device)
+    return RoundedRows(codes[:rows], scales, like.dtype)
 
 
 def check_rounding(rounding: InputRounding) -> None:
@@ -82,6 +84,11 @@ def check_rounding(rounding: InputRounding) -> None:
 def static_scale(rounding: InputRounding, scales: Tensor) -> Tensor:
     """The scale of the file, or any tensor where there is none."""
     return scales if rounding.scale is None else rounding.scale
+
+
+def scales_stride(scales: Tensor) -> int:
+    """Of groups."""
+    return 0 if scales.dim() == 1 else scales.stride(1)
 
 
 def bound(rounding: InputRounding) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 MOST = {E4M3: 448.0, torch.int8: 127.0}  # what the largest absolute value of a row becomes
 LOWEST_INT8 = -128
+ROWS = 4  # with groups, memory is for a multiple of so many rows, so that scales of a group begin at 16 bytes
 FLOOR = 1e-12  # of scales, so that zeros are not divided by zero
 
 
@@ -21,7 +22,7 @@ class RoundedRows(NamedTuple):
     """Rows in 8 bits."""
 
     codes: Tensor  # [rows, size], e4m3 or int8
-    scales: Tensor  # float32 [rows] or [rows, groups]
+    scales: Tensor  # float32 [rows] or [rows, groups], of which those of one group lie side by side
     dtype: torch.dtype  # of the rows before, and of what products make of them
 
     @property

@@ -24,13 +24,13 @@ LANE = 16  # weights that a thread loads at once; it divides every group
 
 
 @triton.jit
-def _load_weights(weights, weight_scales, known, start, cols, lanes, size, GROUP: tl.constexpr):
+def _load_weights(weights, weight_scales, known, known_scales, start, cols, lanes, size, GROUP: tl.constexpr):
     """A tile of weights from column `start` on, and the scale of each lane if there are groups."""
     weight = tl.load(weights + start, mask=known & (start + cols < size)[None, :], other=0.0)
     if GROUP > 0:
         first = start + lanes
         return weight, tl.load(
-            weight_scales + (first // GROUP)[None, :], mask=known & (first < size)[None, :], other=0.0
+            weight_scales + (first // GROUP)[None, :], mask=known_scales & (first < size)[None, :], other=0.0
         )
     else:  # noqa: RET505, only one branch is compiled
         return weight, 0.0
@@ -38,7 +38,7 @@ def _load_weights(weights, weight_scales, known, start, cols, lanes, size, GROUP
 
 @triton.jit
 def _add_tile(
-    totals, weight, weight_scale, x_ptr, x_scale_ptr, rows, start, cols, lanes, size,
+    totals, weight, weight_scale, x_ptr, x_scale_ptr, x_scale_stride, rows, start, cols, lanes, size,
     ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile's products to the accumulators of each row. A lane is summed into one accumulator."""
@@ -46,7 +46,6 @@ def _add_tile(
     LANES: tl.constexpr = lanes.shape[0]
     LANE_SIZE: tl.constexpr = weight.shape[1] // LANES
     SUM: tl.constexpr = tl.int32 if weight.dtype == tl.int8 else tl.float32
-    groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
     wide = weight.to(SUM)
     sums = ()
     for row in tl.static_range(ROWS):
@@ -55,7 +54,7 @@ def _add_tile(
         products = tl.sum(tl.reshape(wide * x[None, :], [OUT_TILE, LANES, LANE_SIZE]), 2)
         if GROUP > 0:
             first = start + lanes
-            x_scale = tl.load(x_scale_ptr + row * groups + first // GROUP, mask=first < there, other=0.0)
+            x_scale = tl.load(x_scale_ptr + row + first // GROUP * x_scale_stride, mask=first < there, other=0.0)
             products = products.to(tl.float32) * weight_scale * x_scale[None, :]
         sums += (totals[row] + products,)  # type: ignore[assignment]
     return sums
@@ -77,11 +76,11 @@ def _start(
     return totals, before
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "x_scale_stride"])
 def _linear_w8a8_skinny_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, rows, outs, size,
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, rows, outs, size, x_scale_stride,
     ROWS: tl.constexpr, OUT_TILE: tl.constexpr, TILE: tl.constexpr, LANE_SIZE: tl.constexpr, EARLY: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: outputs i * OUT_TILE ... of all rows; EARLY tiles of weights are loaded before the wait
     if PDL:
@@ -91,12 +90,14 @@ def _linear_w8a8_skinny_kernel(
     lanes = tl.arange(0, TILE // LANE_SIZE) * LANE_SIZE
     weights = weight_ptr + (out.to(tl.int64) * size)[:, None] + cols[None, :]
     groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
-    weight_scales = weight_scale_ptr + (out.to(tl.int64) * groups)[:, None]
-    known = (out < outs)[:, None]
+    # outputs of one block have one row of scales together
+    out_block = tl.program_id(0) * OUT_TILE // BLOCK + tl.arange(0, 1) if BLOCK % OUT_TILE == 0 else out // BLOCK
+    weight_scales = weight_scale_ptr + (out_block.to(tl.int64) * groups)[:, None]
+    known, known_scales = (out < outs)[:, None], (out_block < tl.cdiv(outs, BLOCK))[:, None]
     early = ()
     scales = ()
     for i in tl.static_range(EARLY):
-        weight, scale = _load_weights(weights, weight_scales, known, i * TILE, cols, lanes, size, GROUP)
+        weight, scale = _load_weights(weights, weight_scales, known, known_scales, i * TILE, cols, lanes, size, GROUP)
         early += (weight,)  # type: ignore[assignment]
         scales += (scale,)  # type: ignore[assignment]
     bias = tl.zeros([OUT_TILE], tl.float32)
@@ -111,11 +112,25 @@ def _linear_w8a8_skinny_kernel(
     totals, before = _start(out_ptr, out, rows, outs, ROWS, OUT_TILE, TILE // LANE_SIZE, SUM, ADD)
     for i in tl.static_range(EARLY):
         totals = _add_tile(
-            totals, early[i], scales[i], x_ptr, x_scale_ptr, rows, i * TILE, cols, lanes, size, ROWS, GROUP
+            totals,
+            early[i],
+            scales[i],
+            x_ptr,
+            x_scale_ptr,
+            x_scale_stride,
+            rows,
+            i * TILE,
+            cols,
+            lanes,
+            size,
+            ROWS,
+            GROUP,
         )
     for start in range(EARLY * TILE, size, TILE):
-        weight, scale = _load_weights(weights, weight_scales, known, start, cols, lanes, size, GROUP)
-        totals = _add_tile(totals, weight, scale, x_ptr, x_scale_ptr, rows, start, cols, lanes, size, ROWS, GROUP)
+        weight, scale = _load_weights(weights, weight_scales, known, known_scales, start, cols, lanes, size, GROUP)
+        totals = _add_tile(
+            totals, weight, scale, x_ptr, x_scale_ptr, x_scale_stride, rows, start, cols, lanes, size, ROWS, GROUP
+        )
     for row in tl.static_range(ROWS):
         y = tl.sum(totals[row], 1).to(tl.float32)
         if GROUP == 0:
@@ -141,8 +156,8 @@ def linear_w8a8_skinny(
     """x of at most MAX_ROWS rows [rows, in], weight [out, in], bias [out] -> [rows, out] in the dtype of `x.dtype`.
 
     add_to [rows, out]: is increased by the product and returned. A program has `out_tile` outputs, loads `tile` weights
-    of each at a time, and loads `early` such tiles before it waits for the previous kernel. All tensors are contiguous.
-    Raises ValueError for other shapes, dtypes and layouts.
+    of each at a time, and loads `early` such tiles before it waits for the previous kernel. Raises
+    ValueError for other shapes, dtypes and layouts.
     """
     (rows, size), outs = x.codes.shape, weight.codes.shape[0]
     if rows > MAX_ROWS:
@@ -155,8 +170,9 @@ def linear_w8a8_skinny(
         return out
     _linear_w8a8_skinny_kernel[(ceil_div(outs, out_tile),)](
         x.codes, x.scales, weight.codes, weight.scales, weight.scales if bias is None else bias, out, rows, outs, size,
+        0 if weight.group is None else x.scales.stride(1),
         ROWS=next_power_of_2(rows), OUT_TILE=out_tile, TILE=tile, LANE_SIZE=min(LANE, tile),
-        EARLY=min(max(early, 1), ceil_div(size, tile)), GROUP=weight.group or 0, BIAS=bias is not None,
-        ADD=add_to is not None, PDL=pdl, num_warps=warps, **pdl_options(pdl),
+        EARLY=min(max(early, 1), ceil_div(size, tile)), GROUP=weight.group or 0, BLOCK=weight.block,
+        BIAS=bias is not None, ADD=add_to is not None, PDL=pdl, num_warps=warps, **pdl_options(pdl),
     )  # fmt: skip
     return out

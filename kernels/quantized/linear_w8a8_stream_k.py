@@ -35,16 +35,72 @@ def _prefetch(weight_ptr, tile_out, first_col, outs, size, OUT_TILE: tl.constexp
     )
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _load_scales(
+    by_out, by_row, column, x_scale_stride, known_outs, known_rows,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, OUT_TILE: tl.constexpr,
+):  # fmt: skip
+    """The scales of outputs and rows at this column; where outputs have one together, rows have the product."""
+    if GROUP == 0:
+        return 1.0, 1.0
+    else:  # noqa: RET505, only one branch is compiled
+        group = column // GROUP
+        of_rows = tl.load(by_row + group * x_scale_stride, mask=known_rows, other=0.0)
+        if BLOCK % OUT_TILE == 0:
+            return 1.0, of_rows * tl.load(by_out + group)
+        else:  # noqa: RET505
+            return tl.load(by_out + group, mask=known_outs, other=0.0), of_rows
+
+
+@triton.jit
+def _sum_steps(
+    x_desc, by_row, weight_desc, weight_scale_ptr, out_start, row_start, first, last, rows, outs, size, x_scale_stride,
+    OUT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IN_TILE: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """The sum [OUT_TILE, ROW_TILE] of steps from `first` to `last`, without the scales of whole rows.
+
+    by_row: pointers to the scales of the tile's rows.
+    """
+    out, row = out_start + tl.arange(0, OUT_TILE), row_start + tl.arange(0, ROW_TILE)
+    groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
+    total = tl.zeros([OUT_TILE, ROW_TILE], tl.int32 if INT8 and GROUP == 0 else tl.float32)
+    out_block = out_start // BLOCK if BLOCK % OUT_TILE == 0 else out // BLOCK
+    by_out = weight_scale_ptr + out_block.to(tl.int64) * groups
+    of_outs, of_rows = _load_scales(
+        by_out, by_row, first * IN_TILE, x_scale_stride, out < outs, row < rows, GROUP, BLOCK, OUT_TILE
+    )
+    for step in tl.range(first, last, num_stages=STAGES):
+        weight = weight_desc.load([out_start, step * IN_TILE])
+        x = x_desc.load([row_start, step * IN_TILE])
+        if GROUP > 0:
+            # of the next step, because tensor cores would wait for them
+            column = tl.minimum(step + 1, last - 1) * IN_TILE
+            next_outs, next_rows = _load_scales(
+                by_out, by_row, column, x_scale_stride, out < outs, row < rows, GROUP, BLOCK, OUT_TILE
+            )
+            if BLOCK % OUT_TILE == 0:
+                total += tl.dot(weight, x.T).to(tl.float32) * of_rows[None, :]
+            else:
+                total += tl.dot(weight, x.T).to(tl.float32) * (of_outs[:, None] * of_rows[None, :])
+                of_outs = next_outs
+            of_rows = next_rows
+        elif INT8:
+            total = tl.dot(weight, x.T, total, out_dtype=tl.int32)
+        else:
+            total = tl.dot(weight, x.T, total, max_num_imprecise_acc=min(IN_TILE, 128))
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "x_scale_stride"])
 def _linear_w8a8_stream_k_kernel(
     x_desc, x_scale_ptr, weight_desc, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr, parts_ptr, arrived_ptr,
-    rows, outs, size,
+    rows, outs, size, x_scale_stride,
     OUT_TILE: tl.constexpr, ROW_TILE: tl.constexpr, IN_TILE: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     # program p: steps p * work / programs to (p + 1) * work / programs
     INT8: tl.constexpr = weight_ptr.dtype.element_ty == tl.int8
-    SUM: tl.constexpr = tl.int32 if INT8 and GROUP == 0 else tl.float32
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0).to(tl.int64)
     row_tiles = tl.cdiv(rows, ROW_TILE)
@@ -53,7 +109,6 @@ def _linear_w8a8_stream_k_kernel(
     begin = (program * work // programs).to(tl.int32)
     end = ((program + 1) * work // programs).to(tl.int32)
     place = tl.arange(0, OUT_TILE)[:, None] * ROW_TILE + tl.arange(0, ROW_TILE)[None, :]
-    groups = tl.cdiv(size, GROUP) if GROUP > 0 else 1
     if PDL:
         if FETCH > 0:
             tile = (end - 1) // steps
@@ -68,19 +123,10 @@ def _linear_w8a8_stream_k_kernel(
         row_start = tile % row_tiles * ROW_TILE
         out = out_start + tl.arange(0, OUT_TILE)
         row = row_start + tl.arange(0, ROW_TILE)
-        total = tl.zeros([OUT_TILE, ROW_TILE], SUM)
-        for step in tl.range(first, last, num_stages=STAGES):
-            weight = weight_desc.load([out_start, step * IN_TILE])
-            x = x_desc.load([row_start, step * IN_TILE])
-            if GROUP > 0:
-                group = step * IN_TILE // GROUP
-                by_out = tl.load(weight_scale_ptr + out.to(tl.int64) * groups + group, mask=out < outs, other=0.0)
-                by_row = tl.load(x_scale_ptr + row * groups + group, mask=row < rows, other=0.0)
-                total += tl.dot(weight, x.T).to(tl.float32) * (by_out[:, None] * by_row[None, :])
-            elif INT8:
-                total = tl.dot(weight, x.T, total, out_dtype=tl.int32)
-            else:
-                total = tl.dot(weight, x.T, total, max_num_imprecise_acc=min(IN_TILE, 128))
+        total = _sum_steps(
+            x_desc, x_scale_ptr + row, weight_desc, weight_scale_ptr, out_start, row_start, first, last, rows, outs,
+            size, x_scale_stride, OUT_TILE, ROW_TILE, IN_TILE, STAGES, GROUP, BLOCK, INT8,
+        )  # fmt: skip
         end = tile * steps + first
         if PDL:  # noqa: SIM102, PDL is known at compile time
             if end <= begin:
@@ -95,9 +141,8 @@ def _linear_w8a8_stream_k_kernel(
                 total = with_parts(total, other, program, parts_ptr, arrived_ptr, place)
             y = total.to(tl.float32)
             if GROUP == 0:
-                by_out = tl.load(weight_scale_ptr + out, mask=out < outs, other=0.0)
-                by_row = tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)
-                y *= by_out[:, None] * by_row[None, :]
+                y *= tl.load(weight_scale_ptr + out, mask=out < outs, other=0.0)[:, None]
+                y *= tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[None, :]
             y = with_bias(y, bias_ptr + out, out < outs, BIAS)
             inside = (out < outs)[:, None] & (row < rows)[None, :]
             where = out_ptr + row.to(tl.int64)[None, :] * outs + out[:, None]
@@ -116,8 +161,8 @@ def linear_w8a8_stream_k(
 
     Every tile is cut into `split` parts, which leave sums in the workspace; without one, into one part. Rows for which
     it has no room are computed by further launches, which does not change their results. A step of `in_tile` inputs
-    lies in one group. All tensors are contiguous, and rows of codes are multiples of 16 bytes. Raises ValueError for
-    other layouts, shapes and dtypes.
+    lies in one group. Operands are as `check_operands` says, and rows of codes are multiples of 16 bytes. Raises
+    ValueError for other layouts, shapes and dtypes.
     """
     check_operands(x, weight, bias)
     (rows, size), outs, group = x.codes.shape, weight.codes.shape[0], weight.group or 0
@@ -146,8 +191,9 @@ def linear_w8a8_stream_k(
         _linear_w8a8_stream_k_kernel[(grid,)](
             TensorDescriptor.from_tensor(codes, [tiling.row_tile, tiling.in_tile]), scales, weights, weight.codes,
             weight.scales, weight.scales if bias is None else bias, result, sums, arrived, len(codes), outs, size,
+            0 if group == 0 else scales.stride(1),
             OUT_TILE=tiling.out_tile, ROW_TILE=tiling.row_tile, IN_TILE=tiling.in_tile, STAGES=tiling.stages,
-            GROUP=group, BIAS=bias is not None, PDL=tiling.pdl, FETCH=tiling.fetch, num_warps=tiling.warps,
-            num_stages=tiling.stages, **pdl_options(tiling.pdl),
+            GROUP=group, BLOCK=weight.block, BIAS=bias is not None, PDL=tiling.pdl, FETCH=tiling.fetch,
+            num_warps=tiling.warps, num_stages=tiling.stages, **pdl_options(tiling.pdl),
         )  # fmt: skip
     return out

@@ -38,6 +38,7 @@ class SuiteRow(msgspec.Struct, frozen=True):
     measured: Measurement | None
     failure: str = ""
     skipped: str = ""  # why it was not measured
+    base: float | None = None  # what the item's base measured; None: nothing, or it has none
 
 
 class SuiteReport(msgspec.Struct, frozen=True, tag_field="kind", tag="suite"):
@@ -72,12 +73,14 @@ def row(line: SuiteRow) -> str:
     if line.measured is None:
         return f"| {line.name} | {line.what} | failed: {line.failure.splitlines()[0]} | {line.target:,g} | {floor} | |"
     item = next(item for item in ITEMS if item.name == line.name)
-    verdict = "" if item.meets_target(line.measured.value) else " (missed)"
+    compared = line.measured.value if line.base is None else line.measured.value / line.base
+    verdict = "" if (item.base and line.base is None) or item.meets_target(compared) else " (missed)"
     spreads = ", ".join(f"{name} {one.p50:,.2f} / {one.p99:,.2f} ms" for name, one in line.measured.spreads.items())
     if line.measured.experts is not None:
         spreads += f"; {line.measured.experts:.2f} of the experts of even routing"
     spreads += "".join(f"; launches {share:.2f} of {kind}" for kind, share in line.measured.launch_shares.items())
     measured = f"{line.measured.value:,.4g}" if line.measured.value < 1000 else f"{line.measured.value:,.0f}"
+    measured += "" if line.base is None else f" ({compared:.2f} of {item.base})"
     return (
         f"| {line.name} | {line.what} | {measured} {line.unit} of {len(line.measured.runs)} runs"
         f" | {line.target:,g}{verdict} | {floor} | {spreads} |"
@@ -100,16 +103,26 @@ def _parser() -> Parser:
 
 
 def choose(names: Sequence[str]) -> list[SuiteItem]:
-    """Returns the items of these names or models, in the order of the table."""
+    """Returns the items of these names or models and those that they are compared with, in the order of the table."""
     known, models = {item.name for item in ITEMS}, {item.model for item in ITEMS}
     unknown = [name for name in names if name not in known | models]
     if unknown:
         listed = f"the items are {', '.join(item.name for item in ITEMS)}"
         raise ConfigError(f"{unknown[0]}: no such item; {listed}; the models are {', '.join(sorted(models))}")
-    return [item for item in ITEMS if not names or item.name in names or item.model in names]
+    chosen = {item.name: item for item in ITEMS if not names or item.name in names or item.model in names}
+    bases = {item.base for item in chosen.values()}
+    return [item for item in ITEMS if item.name in chosen or item.name in bases]
 
 
 def measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
+    bases, values = {item.name: item.base for item in items}, dict[str, float]()
+    for line in _measured(items, folder, more):
+        if line.measured is not None:
+            values[line.name] = line.measured.value
+        yield msgspec.structs.replace(line, base=values.get(bases[line.name]))
+
+
+def _measured(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
     """Consecutive items with the same model and flags share a server."""
     for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
         together = list(group)

@@ -1,8 +1,11 @@
-"""The table of items: figure, model, flags, and its target and floor on one NVIDIA H200."""
+"""The table of items: figure, model, flags, and its target and floor on one NVIDIA H200.
+
+Those of quantized models are times divided by that of the same model in bfloat16 on the same machine.
+"""
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.suite import measures
@@ -31,6 +34,7 @@ class SuiteItem:
     # one of the two: on a server that items with equal flags share, or starting what it measures
     measure_server: Callable[[SuiteServer], Measurement] | None = None
     measure_alone: Callable[[SuiteContext], Measurement] | None = None
+    base: str = ""  # an item before: target and floor are of this item's value divided by that one's
 
     def meets_target(self, value: float) -> bool:
         return value >= self.target if self.more_is_better else value <= self.target
@@ -100,6 +104,34 @@ FAMILIES = (
     _stream("fallback", B8, "8B by transformers", 5.0, 3.58, FALLBACK),
     _batch("fallback", B8, "8B by transformers", 8.3, 5.6, FALLBACK),
 )  # fmt: skip
+
+
+def _of_bf16(item: SuiteItem, base: str) -> SuiteItem:
+    return replace(item, base=base)
+
+
+FP8_KV = ("--kv-cache-dtype", "fp8")
+V3, V3_BASE = "deepseek-v3-5-layers-fp8", "deepseek-v3-5-layers"
+QUANTIZED = (
+    _of_bf16(_stream("8b-fp8", f"{B8}-fp8", "8B fp8", 0.66, 0.54, ONE), "itl-8b"),
+    _of_bf16(_batch("8b-fp8", f"{B8}-fp8", "8B fp8 with fp8 KV", 0.66, 0.52, ONE + FP8_KV), "decode-64"),
+    *(
+        _of_bf16(_ttft(num, "8b-fp8", f"{B8}-fp8", "8B fp8", bar, 0.54, UNCACHED + LONG), f"ttft-8b-{num}")
+        for num, bar in ((2048, 0.74), (8192, 0.76))
+    ),
+    _of_bf16(_stream("8b-w4", f"{B8}-w4", "8B in 4 bits", 0.50, 0.31, ONE), "itl-8b"),
+    _of_bf16(_batch("8b-w4", f"{B8}-w4", "8B in 4 bits", 0.72, 0.56, ONE), "decode-64"),
+    _of_bf16(_stream("30b-fp8", f"{Q30}-fp8", "Qwen3-30B-A3B fp8", 0.80, 0.55, TO_9K), "itl-30b"),
+    _of_bf16(_batch("30b-fp8", f"{Q30}-fp8", "Qwen3-30B-A3B fp8", 0.64, 0.55, TO_9K), "decode-64-30b"),
+    _of_bf16(_stream("30b-w4", f"{Q30}-w4", "Qwen3-30B-A3B in 4 bits", 0.75, 0.34, TO_9K), "itl-30b"),
+    _of_bf16(_batch("30b-w4", f"{Q30}-w4", "Qwen3-30B-A3B in 4 bits", 0.50, 0.34, TO_9K), "decode-64-30b"),
+    _of_bf16(_stream("gpt-oss-mxfp4", f"{OSS}-mxfp4", "gpt-oss-20b", 0.72, 0.52, ONE), "itl-gpt-oss"),
+    _of_bf16(_batch("gpt-oss-mxfp4", f"{OSS}-mxfp4", "gpt-oss-20b", 0.56, 0.36, ONE), "decode-64-gpt-oss"),
+    _stream("v3", V3_BASE, "DeepSeek-V3, 5 layers in bfloat16", 2.6, 1.83, ONE),
+    _batch("v3", V3_BASE, "DeepSeek-V3, 5 layers in bfloat16", 12.5, 10.8, ONE),
+    _of_bf16(_stream("v3-fp8", V3, "DeepSeek-V3, 5 layers, block fp8", 0.72, 0.54, ONE), "itl-v3"),
+    _of_bf16(_batch("v3-fp8", V3, "DeepSeek-V3, 5 layers, block fp8", 0.64, 0.54, ONE), "decode-64-v3"),
+)
 ITEMS = (
     _low("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
           measures.inter_token(1, 128, 256)),
@@ -135,4 +167,5 @@ ITEMS = (
     SuiteItem("ring-cost", "8B, 64 streams, server by offline loop", "of 1", B8, ONE, 0.97, 1.0, True,
          measure_alone=measures.cost_of_the_ring(64, 512, 256)),
     *FAMILIES,
+    *QUANTIZED,
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """Writes the suite's models: true shapes without weights, and the demo's tokenizer extended to their vocabulary.
 
 `model_configs/` has their config.json without what no text model reads, and without quantization: weights are bfloat16.
+`VARIANTS` are such models with other fields: quantized, or with fewer layers.
 """
 
 import shutil
@@ -13,7 +14,30 @@ from blockyard.services.launcher.models.model_files import demo_folder
 from blockyard.shared.config.text_part import text_part
 
 CONFIGS = Path(__file__).parent / "model_configs"
-SHAPES = tuple(sorted(file.stem for file in CONFIGS.glob("*.json")))
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+_W4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # the model, and fields of config.json in place of its own
+    "llama-3.1-8b-fp8": ("llama-3.1-8b", {"quantization_config": _FP8}),
+    "llama-3.1-8b-w4": ("llama-3.1-8b", {"quantization_config": _W4}),
+    "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", {"quantization_config": _FP8}),
+    "qwen3-30b-a3b-w4": ("qwen3-30b-a3b", {"quantization_config": _W4}),
+    "gpt-oss-20b-mxfp4": ("gpt-oss-20b", {"quantization_config": _MXFP4}),
+    "deepseek-v3-5-layers": ("deepseek-v3", {"num_hidden_layers": 5}),
+    "deepseek-v3-5-layers-fp8": (
+        "deepseek-v3",
+        {"num_hidden_layers": 5, "quantization_config": _FP8 | {"fmt": "e4m3", "weight_block_size": [128, 128]}},
+    ),
+}
+SHAPES = tuple(sorted([*(file.stem for file in CONFIGS.glob("*.json")), *VARIANTS]))
 
 
 def architectures(name: str) -> list[str]:
@@ -25,14 +49,16 @@ def write(name: str, folder: Path) -> Path:
     """Writes config.json and a tokenizer into a new folder in `folder` and returns it."""
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
-    shutil.copy(CONFIGS / f"{name}.json", made / "config.json")
+    (made / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(read(name))))
     shutil.copy(demo_folder() / "tokenizer_config.json", made)
     (made / "tokenizer.json").write_bytes(_tokenizer(text_part(read(name))["vocab_size"]))
     return made
 
 
 def read(name: str) -> dict[str, Any]:
-    return msgspec.json.decode((CONFIGS / f"{name}.json").read_bytes(), type=dict[str, Any])
+    """Returns config.json."""
+    model, others = VARIANTS.get(name, (name, {}))
+    return msgspec.json.decode((CONFIGS / f"{model}.json").read_bytes(), type=dict[str, Any]) | others
 
 
 def _tokenizer(num_tokens: int) -> bytes:

@@ -23,6 +23,7 @@ from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import CUBLAS, KernelConfig, LinearShape
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear, kinds
+from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import SCALES, Fp8W8A8
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 WORKSPACE_ELEMENTS = 6 << 20  # one tile of 128 x 256 for each of 192 programs
@@ -65,8 +66,8 @@ class RoundedInputProducts:
         methods = [_kept(linear.method) for linear in group]
         if rows > kernel_configs.MAX_ROWS or any(one.input_rounding is None for one in methods):
             return []
-        scaled = methods[0].weight8().group
-        if any(one.weight8().group != scaled for one in methods):
+        scaled, block = methods[0].weight8().group, methods[0].weight8().block
+        if any((one.weight8().group, one.weight8().block) != (scaled, block) for one in methods):
             return []
         configs = [
             KernelConfig("skinny", out, 0, size, early, warps)
@@ -127,6 +128,8 @@ class RoundedInputProducts:
             name: torch.zeros(shape, dtype=dtype, device=self._device)
             for name, (shape, dtype) in kinds(form, outputs, inputs).items()
         }
+        if _kept(like).weight8().block == 1 and isinstance(form, Fp8W8A8):
+            kept[SCALES][0] = 1.0  # no blocks of equal scales
         vector = torch.zeros(outputs, dtype=self._dtype, device=self._device) if bias else None
         spec = make_spec([part("", outputs)], inputs, bias=bias)
         made = Linear(KeptLinear(form, kept, (inputs, outputs), self._dtype, vector), spec, fusion)

@@ -20,7 +20,7 @@ PDL = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 FP8_SUMS = 3e-4 if DEVICE == "cuda" else 0.0  # relative error of sums on tensor cores, which keep 14 bits of them
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-KINDS = [(E4M3, None), (E4M3, 128), (torch.int8, None)]
+KINDS = [(E4M3, None, 1), (E4M3, 128, 1), (E4M3, 128, 128), (torch.int8, None, 1)]  # group, outputs of its scale
 
 
 @pytest.fixture(autouse=True)
@@ -39,18 +39,19 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operands(
-    rows: int, size: int, outs: int, dtype: torch.dtype, kind: tuple[torch.dtype, int | None]
+    rows: int, size: int, outs: int, dtype: torch.dtype, kind: tuple[torch.dtype, int | None, int]
 ) -> tuple[RoundedRows, Weight8Bit]:
-    codes_dtype, group = kind
+    codes_dtype, group, block = kind
     x = torch.randn(rows, size, device=DEVICE).to(dtype)
     if rows > 1:
         x[1] = 0
     if rows > 2:
         x[2] *= 20
     weight = quantize_rows(torch.randn(outs, size, device=DEVICE), InputRounding(codes_dtype, group))
-    weight.scales[0] = 0
-    weight.scales[-1] *= 10
-    return quantize_rows(x, InputRounding(codes_dtype, group)), Weight8Bit(weight.codes, weight.scales, group)
+    scales = weight.scales[::block].contiguous()
+    scales[0] = 0 if len(scales) > 1 else scales[0]
+    scales[-1] *= 10
+    return quantize_rows(x, InputRounding(codes_dtype, group)), Weight8Bit(weight.codes, scales, group, block)
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, sums: float = 0.0) -> None:
@@ -79,7 +80,7 @@ def vector(outs: int, dtype: torch.dtype) -> Tensor:
     ],
 )
 def test_few_rows(
-    rows: int, size: int, outs: int, around: str, kind: tuple[torch.dtype, int | None], dtype: torch.dtype
+    rows: int, size: int, outs: int, around: str, kind: tuple[torch.dtype, int | None, int], dtype: torch.dtype
 ) -> None:
     x, weight = operands(rows, size, outs, dtype, kind)
     bias = vector(outs, dtype) if "bias" in around else None
@@ -100,7 +101,13 @@ def test_few_rows(
     [(5, 576, 70, True, 1), (17, 1040, 130, False, 3), (0, 64, 64, False, 2)],
 )
 def test_rows(
-    rows: int, size: int, outs: int, bias: bool, split: int, kind: tuple[torch.dtype, int | None], dtype: torch.dtype
+    rows: int,
+    size: int,
+    outs: int,
+    bias: bool,
+    split: int,
+    kind: tuple[torch.dtype, int | None, int],
+    dtype: torch.dtype,
 ) -> None:
     x, weight = operands(rows, size, outs, dtype, kind)
     given = vector(outs, dtype) if bias else None
@@ -125,7 +132,7 @@ def workspace(programs: int = 64) -> Workspace:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x, weight = operands(2, 256, 8, torch.float16, (E4M3, 128))
+    x, weight = operands(2, 256, 8, torch.float16, (E4M3, 128, 1))
     few: dict[str, Any] = {"out_tile": 4, "tile": 64, "warps": 4, "pdl": False}
     for call in (
         lambda x, w, bias=None: linear_w8a8_skinny(x, w, bias, **few),
@@ -142,7 +149,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="contiguous"):
             call(x, weight._replace(codes=weight.codes.T.contiguous().T))
     with pytest.raises(ValueError, match="over 8"):
-        linear_w8a8_skinny(operands(9, 256, 8, torch.float16, (E4M3, 128))[0], weight, None, **few)
+        linear_w8a8_skinny(operands(9, 256, 8, torch.float16, (E4M3, 128, 1))[0], weight, None, **few)
     with pytest.raises(ValueError, match="do not divide"):
         tiling = Tiling(out_tile=64, row_tile=16, in_tile=256, stages=3, warps=4, pdl=False)
         linear_w8a8_stream_k(x, weight, None, tiling)

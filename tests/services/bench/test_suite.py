@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -150,6 +151,32 @@ def test_items_are_chosen_by_name_and_by_model() -> None:
     assert command.choose([]) == list(ITEMS)
     with pytest.raises(ConfigError, match=r"gemma: no such item; the items are itl-8b, .*; the models are deepseek"):
         command.choose(["gemma"])
+
+
+def test_items_of_quantized_models_are_compared_with_the_same_model_in_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for index, item in enumerate(ITEMS):
+        if not item.base:
+            assert "quantization_config" not in shapes.read(item.model)
+            continue
+        base = next(one for one in ITEMS[:index] if one.name == item.base)
+        assert shapes.read(item.model) | {"quantization_config": None} == shapes.read(base.model) | {
+            "quantization_config": None
+        }
+        assert "quantization_config" in shapes.read(item.model) and not base.base
+        assert set(base.flags) <= set(item.flags)
+    assert [one.name for one in command.choose(["itl-8b-w4"])] == ["itl-8b", "itl-8b-w4"]
+    values = iter([4.0, 1.9])
+
+    def measured(item: SuiteItem) -> SuiteItem:
+        return replace(item, measure_server=None, measure_alone=lambda place: Measurement(next(values), [0.0]))
+
+    lines = list(command.measure([measured(one) for one in command.choose(["itl-8b-w4"])], tmp_path, ()))
+    assert [line.base for line in lines] == [None, 4.0]
+    assert "| 1.9 (0.47 of itl-8b) ms of 1 runs | 0.5 | 0.31 |" in command.row(lines[1])
+    assert "(missed)" in command.row(msgspec.structs.replace(lines[1], base=3.0))
+    assert "(missed)" not in command.row(msgspec.structs.replace(lines[1], base=None))
 
 
 def test_a_models_items_share_one_server() -> None:

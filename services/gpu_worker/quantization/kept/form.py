@@ -14,7 +14,11 @@ from blockyard.kernels.quantized.packed_weights import PackedWeights
 from blockyard.services.gpu_worker.loading.weights import Kind
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
 from blockyard.services.gpu_worker.quantization.kept.block_products import BlockProduct, block_product
-from blockyard.services.gpu_worker.quantization.kept.w8a8_products import multiply, multiply_rounded
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import (
+    multiply,
+    multiply_rounded,
+    prepare_products,
+)
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 BLOCKS = "blocks"  # the layout of weights that kernels of a GPU read, followed by its parameters
@@ -104,6 +108,9 @@ class RoundingForm(Protocol):
     def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
         """The weight as kernels read it. Only where there is a rounding."""
 
+    def compact(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with as few scales as say the same: `weight` and `KeptForm.dequantize` take these, too."""
+
 
 def rounded_product(form: RoundingForm, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
     """`KeptForm.product` by kernels of a GPU; None where there are none."""
@@ -143,7 +150,12 @@ class KeptLinear:
 
     @property
     def form(self) -> str | None:
-        return self.kept_form.name if self.blocks is None else f"{BLOCKS} {self.blocks.key}"
+        if self.blocks is not None:
+            return f"{BLOCKS} {self.blocks.key}"
+        if self.input_rounding is None:
+            return self.kept_form.name
+        weight = self.weight8()
+        return f"{self.kept_form.name} {weight.group or 'row'}-{weight.block}"
 
     @property
     def fusions(self) -> frozenset[Fusion]:
@@ -187,6 +199,12 @@ class KeptLinear:
             self.size_bytes = self._dense.size_bytes
             # the tensors that `round_inputs` needs stay
             self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
+        elif device.type == "cuda" and self.input_rounding is not None:
+            assert isinstance(form, RoundingForm)
+            if not self._is_moved:
+                self._kept = form.compact(self._kept)
+                self.size_bytes = sum(one.nbytes for one in self._kept.values())
+            prepare_products(self.weight8(), self._dtype)
         elif device.type == "cuda" and not self._is_moved and isinstance(form, PackedForm):
             whole = {
                 name: one if self.kept_form.tensors()[name].is_order else one[None] for name, one in self._kept.items()
@@ -271,6 +289,14 @@ def fill_codes(codes: Tensor, generator: torch.Generator) -> None:
     flat = codes.view(torch.uint8)
     made = torch.empty(flat.shape, dtype=torch.uint8, device=generator.device)
     flat.copy_(made.random_(0, 256, generator=generator))
+
+
+def fill_numbers(tensor: Tensor, number: float) -> None:
+    """Writes the nearest number in the dtype of the tensor: those of 8 bits as bytes, which every device can write."""
+    one = torch.tensor(number).to(tensor.dtype)
+    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+        tensor, one = tensor.view(torch.uint8), one.view(torch.uint8)
+    tensor.fill_(one.item())
 
 
 def uniform_scale(low: float, high: float) -> float:

@@ -1,7 +1,8 @@
 """`Fp8W8A8`: weights in e4m3, and inputs that are rounded to e4m3 before they are multiplied.
 
 A weight has a scale for each row, or for each row and `group` inputs; one scale for all becomes equal ones of rows,
-and one of a block of rows and inputs becomes equal ones of these rows. Inputs have a scale for each row, for each row
+and one of a block of rows and inputs becomes equal ones of these rows. Where blocks are still whole when the layer is
+placed, kernels of a GPU read one scale for each (`compact`). Inputs have a scale for each row, for each row
 and `group` inputs, or one that the file gives.
 """
 
@@ -19,6 +20,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, Ke
 CODES, SCALES, INPUT_SCALE = "codes", "scales", "input_scale"
 ALIGNMENT = 16  # numbers; tensor cores read rows that are multiples of it
 GROUPS = (128, 256, 512)  # that kernels apply
+BLOCK = 128  # rows and inputs
 DUMMY_STD = 112.0  # of codes: a quarter of the largest
 DUMMY_INPUT_SCALE = 0.05
 
@@ -38,7 +40,10 @@ class Fp8W8A8:
         return made | ({INPUT_SCALE: KeptTensor(torch.float32, rows=False)} if self.static else {})
 
     def dequantize(self, kept: Mapping[str, Tensor], inputs: int, dtype: torch.dtype) -> Tensor:
-        return (kept[CODES].float() * expand(kept[SCALES], self.group, inputs)).to(dtype)
+        codes, scales = kept[CODES], kept[SCALES]
+        if self._block(kept) > 1:
+            scales = scales.repeat_interleave(BLOCK, 0)[: len(codes)]
+        return (codes.float() * expand(scales, self.group, inputs)).to(dtype)
 
     def _to_codes(self, x: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Codes [rows, inputs], and scales [rows] or [rows, groups]."""
@@ -63,7 +68,21 @@ class Fp8W8A8:
 
     def weight(self, kept: Mapping[str, Tensor]) -> Weight8Bit:
         """Implements `RoundingForm`."""
-        return Weight8Bit(kept[CODES], kept[SCALES], self.group)
+        return Weight8Bit(kept[CODES], kept[SCALES], self.group, self._block(kept))
+
+    def _block(self, kept: Mapping[str, Tensor]) -> int:
+        """Rows that have one row of scales."""
+        is_compact = self.group == BLOCK and kept[SCALES].shape[-2] < kept[CODES].shape[-2]
+        return BLOCK if is_compact else 1
+
+    def compact(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Implements `RoundingForm`. Waits for the GPU."""
+        scales = kept[SCALES]
+        if self.group != BLOCK or scales.shape[0] == 1 or self._block(kept) > 1:
+            return dict(kept)
+        first = scales[::BLOCK].contiguous()
+        is_whole = torch.equal(first.repeat_interleave(BLOCK, 0)[: len(scales)], scales)
+        return {**kept, SCALES: first} if is_whole else dict(kept)
 
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         return rounded_product(self, x, kept)

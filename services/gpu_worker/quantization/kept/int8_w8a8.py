@@ -87,6 +87,10 @@ class Int8W8A8:
         """Implements `RoundingForm`."""
         return Weight8Bit(kept[CODES], kept[SCALES])
 
+    def compact(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Implements `RoundingForm`."""
+        return dict(kept)
+
     def product(self, x: Tensor, kept: Mapping[str, Tensor]) -> Tensor | None:
         """Sums of integers are exact: a row does not depend on the number of rows."""
         if x.device.type == "cuda":

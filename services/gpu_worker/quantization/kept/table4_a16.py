@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
-from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes
+from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, fill_numbers
 from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import unpack
 
@@ -89,10 +89,10 @@ class Table4A16:
         fill_codes(kept[CODES], generator)
         scale = DUMMY_SCALE / (sum(number * number for number in self.table) / len(self.table)) ** 0.5
         if self.row_scales:
-            kept[SCALES].fill_(1.0)
+            fill_numbers(kept[SCALES], 1.0)
             kept[ROW_SCALES].fill_(scale)
         else:
-            kept[SCALES].fill_(scale)
+            fill_numbers(kept[SCALES], scale)
 
 
 def to_table(x: Tensor, table: Table, group: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,13 @@ from torch import Tensor
 from blockyard.kernels.quantized.packed_weights import Codes, PackedWeights
 from blockyard.services.gpu_worker.quantization.kept import act_order
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3, expand, fill_e4m3
-from blockyard.services.gpu_worker.quantization.kept.form import DUMMY_SCALE, KeptTensor, fill_codes, uniform_scale
+from blockyard.services.gpu_worker.quantization.kept.form import (
+    DUMMY_SCALE,
+    KeptTensor,
+    fill_codes,
+    fill_numbers,
+    uniform_scale,
+)
 from blockyard.services.gpu_worker.quantization.kept.packed_codes import packed_codes
 
 CODES, SCALES, ZEROS = "codes", "scales", "zeros"
@@ -77,10 +83,10 @@ class W8A16:
     def fill(self, kept: Mapping[str, Tensor], generator: torch.Generator) -> None:
         if self.codes == E4M3:
             fill_e4m3(kept[CODES], generator, DUMMY_STD)
-            kept[SCALES].fill_(DUMMY_SCALE / DUMMY_STD)
+            fill_numbers(kept[SCALES], DUMMY_SCALE / DUMMY_STD)
         else:
             fill_codes(kept[CODES], generator)
-            kept[SCALES].fill_(uniform_scale(0, 255))
+            fill_numbers(kept[SCALES], uniform_scale(0, 255))
         if self.zeros:
             kept[ZEROS].fill_(MIDDLE if self.codes == torch.uint8 else 0)
         if self.order:

@@ -7,17 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockyard.kernels.quantized.quantize_rows import quantize_rows
 from blockyard.services.gpu_worker.layers.linear import Linear, make_spec
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm, KeptLinear, kinds
 from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.int8_w8a8 import Int8W8A8
+from blockyard.services.gpu_worker.quantization.kept.w8a8_products import has_library
 from blockyard.services.gpu_worker.quantization.method import Fusion
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 FORMS: list[KeptForm] = [Fp8W8A8(), Fp8W8A8(128), Fp8W8A8(static=True), Int8W8A8(), Int8W8A8(symmetric=False)]
-SHAPES = [(384, 256), (256, 576)]  # out, in
+SHAPES = [(384, 256), (256, 576), (256, 4096)]  # out, in; the last one sums as many inputs as `FAST_INPUTS`
 ROWS = (1, 4, 17, 64, 200)
 
 
@@ -29,6 +31,8 @@ def layers(form: KeptForm) -> list[Linear]:
             for name, (shape, dtype) in kinds(form, outputs, inputs).items()
         }
         form.fill(kept, torch.Generator("cuda").manual_seed(1))
+        if inputs == 576:
+            kept["scales"][5] *= 2  # no longer the same for a block of outputs
         spec = make_spec([part("", outputs)], inputs)
         made.append(Linear(KeptLinear(form, kept, (inputs, outputs), torch.bfloat16), spec, Fusion.ADD))
         made[-1].prepare()
@@ -94,3 +98,17 @@ def test_rows_do_not_depend_on_the_others(form: KeptForm) -> None:
             for rows in (1, 2, 16, 63, 128):
                 for start in (0, 37):
                     assert torch.equal(linear(x[start : start + rows]), together[start : start + rows])
+
+
+def test_blocks_are_multiplied_by_the_library_where_scales_are_of_blocks() -> None:
+    """Where CUDA has such products, from 12.9 on; the others have their own kernel."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no H100")
+    whole, cut = layers(Fp8W8A8(128))[2], layers(Fp8W8A8(128))[1]
+    for linear, is_library in ((whole, True), (cut, False)):
+        assert isinstance(linear.method, KeptLinear)
+        assert linear.rounding is not None
+        for rows in (1, 5, 64, 1001):
+            x = torch.randn(rows, linear.shape[0], device="cuda").bfloat16()
+            assert has_library(quantize_rows(x, linear.rounding), linear.method.weight8()) == is_library
+            assert error(linear(x), wanted(linear, x)) < 6e-3
