@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.layers.cpu_offload import HostWeights, descri
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
+from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
@@ -27,6 +28,7 @@ from blockyard.services.gpu_worker.structured_output.matcher_processes import Ma
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
+from blockyard.shared.quantization import KEY
 
 DTYPES = {
     "half": torch.float16,
@@ -49,7 +51,10 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
-    build = find_family(settings, config.model_impl)
+    build = family = find_family(settings, config.model_impl)
+    if settings.get(KEY):
+        headers = checkpoint.read_headers(folder, config.load_format, config.ignore_patterns)
+        build = with_headers(build, headers)
     share = check(build, settings, dtype, config, backend)
     table = WeightTable(dtype, backend.device, share)
     table.link = backend.link
@@ -57,7 +62,7 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     model = build(settings, table)
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    by = ", by its class in transformers" if is_of_transformers(build) else ""
+    by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     progress = Throttle(lambda done: report.phase("loading weights", done))
     with torch.inference_mode(), page_cache.read_ahead(config):
@@ -102,6 +107,16 @@ def start(config: WorkerConfig, report_start: Report, processes: CompileProcesse
     runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
     backend.start_steps(runner, config, report)
     return runner
+
+
+def with_headers(build: Build, headers: TensorHeaders) -> Build:
+    """Makes a family's model know what its checkpoint has, whatever the table."""
+
+    def build_with(settings: dict[str, Any], table: WeightTable) -> Model:
+        table.headers = headers
+        return build(settings, table)
+
+    return build_with
 
 
 def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:
