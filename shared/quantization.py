@@ -119,6 +119,8 @@ def quantization_method(config: Mapping[str, Any]) -> QuantizationName | None:
 def has_fp8_kv(said: Mapping[str, Any]) -> bool:
     """Whether quantization_config says that the KV cache has 8-bit floats: compressed-tensors' `kv_cache_scheme`,
     modelopt's `kv_cache_quant_algo`. Raises ConfigError for one that no pool has."""
+    inner = said.get("quantization")  # modelopt's, in config.json as in its own file
+    said = {**said, **inner} if isinstance(inner, Mapping) else said
     scheme = said.get("kv_cache_scheme")
     if isinstance(scheme, Mapping):
         if scheme.get("strategy") == "attn_head":

@@ -21,14 +21,14 @@ from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.moe.operand_checks import check_loads
 from blockyard.kernels.moe.quantized_skinny import pointers
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.packed_weights import Codes, InputRounding, PackedWeights, RoundedTo
+from blockyard.kernels.quantized.packed_weights import Codes, ExpertRounding, PackedWeights, RoundedTo
 from blockyard.kernels.quantized.unpack_tiles import load_scales, unpack_tile
 
 FEWEST_INPUTS = 32  # of a product of codes on tensor cores
 NATIVE = (RoundedTo.E4M3, RoundedTo.INT8)  # codes are multiplied as they are
 
 
-def takes_codes(weights: PackedWeights, rounding: InputRounding) -> bool:
+def takes_codes(weights: PackedWeights, rounding: ExpertRounding) -> bool:
     """Whether the kernel takes inputs as codes with scales; otherwise they are rounded to numbers of their dtype."""
     return all(group % FEWEST_INPUTS == 0 for group in (weights.group, rounding.group))
 

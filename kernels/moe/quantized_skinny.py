@@ -22,13 +22,13 @@ from blockyard.kernels.moe.grouped_linear import gate_values
 from blockyard.kernels.moe.operand_checks import check_loads, check_operands
 from blockyard.kernels.moe.round_rows import rounded
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.packed_weights import Codes, InputRounding, PackedWeights
+from blockyard.kernels.quantized.packed_weights import Codes, ExpertRounding, PackedWeights
 from blockyard.kernels.quantized.unpack_tiles import lane_sums, load_codes, load_scales
 
-NO_ROUNDING = InputRounding()
+NO_ROUNDING = ExpertRounding()
 
 
-def can_round(rounding: InputRounding, in_tile: int) -> bool:
+def can_round(rounding: ExpertRounding, in_tile: int) -> bool:
     """Whether the kernels round inputs so, in tiles of so many."""
     return rounding.group == 0 or (in_tile % rounding.group == 0 and rounding.group.bit_count() == 1)
 
@@ -166,7 +166,7 @@ def gate_up_quantized(
     tiling: SkinnyTiling,
     gate: Gate,
     *,
-    rounding: InputRounding = NO_ROUNDING,
+    rounding: ExpertRounding = NO_ROUNDING,
     norm: RMSNorm | None = None,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
@@ -208,7 +208,7 @@ def down_quantized(
     experts: Tensor,
     tiling: SkinnyTiling,
     *,
-    rounding: InputRounding = NO_ROUNDING,
+    rounding: ExpertRounding = NO_ROUNDING,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     shared: Tensor | None = None,
@@ -242,7 +242,7 @@ def pointers(weights: PackedWeights) -> list[Tensor]:
     return [weights.codes, *(weights.codes if one is None else one for one in some)]
 
 
-def _constants(weights: PackedWeights, rounding: InputRounding, tiling: SkinnyTiling) -> dict[str, Any]:
+def _constants(weights: PackedWeights, rounding: ExpertRounding, tiling: SkinnyTiling) -> dict[str, Any]:
     packed = 2 if weights.kind <= Codes.TABLE4 else 1
     lane = min(16 * packed, tiling.in_tile)  # those of 16 bytes, which a thread loads at once
     return {
@@ -262,7 +262,7 @@ def _constants(weights: PackedWeights, rounding: InputRounding, tiling: SkinnyTi
 
 
 def _check(
-    x: Tensor, weights: PackedWeights, experts: Tensor, rows: int, tiling: SkinnyTiling, rounding: InputRounding,
+    x: Tensor, weights: PackedWeights, experts: Tensor, rows: int, tiling: SkinnyTiling, rounding: ExpertRounding,
     bias: Tensor | None, scale: Tensor | None,
 ) -> None:  # fmt: skip
     """Checks what both products have; rows: of x, one a row or one a pair. Raises ValueError."""

@@ -14,20 +14,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
 from blockyard.kernels.layers.rounding import divided
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
-from blockyard.kernels.quantized.packed_weights import InputRounding, RoundedTo
+from blockyard.kernels.quantized.packed_weights import ExpertRounding, RoundedTo
 
 FLOOR = 1e-12  # of scales
 _MOST_TILE = 8192
 
 
-def round_rows_reference(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
+def round_rows_reference(x: Tensor, rounding: ExpertRounding) -> tuple[Tensor, Tensor]:
     """Codes as float32 [rows, in], less their zeros, and scales [rows, groups]."""
     groups = list(x.float().split(rounding.group or max(x.shape[1], 1), 1))
     made = [_reference_of(one, rounding) for one in groups]
     return torch.cat([codes for codes, _ in made], 1), torch.cat([scales for _, scales in made], 1)
 
 
-def _reference_of(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
+def _reference_of(x: Tensor, rounding: ExpertRounding) -> tuple[Tensor, Tensor]:
     if rounding.kind is RoundedTo.ASYMMETRIC_INT8:
         if rounding.high is not None and rounding.low is not None:
             high, low = rounding.high.expand(len(x), 1), -rounding.low.expand(len(x), 1)
@@ -160,7 +160,7 @@ def _round_rows_kernel(
         tl.store(codes_ptr + row * size + cols, code.to(codes_ptr.dtype.element_ty), mask=cols < last)
 
 
-def round_rows(x: Tensor, rounding: InputRounding) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, rounding: ExpertRounding) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> codes [rows, in] and scales float32 [rows, groups].
 
     Codes are e4m3 or int8; of ASYMMETRIC_INT8 they are numbers in the dtype of x, less the zero of their row. x is

@@ -34,7 +34,7 @@ class RoundedTo(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputRounding:
+class ExpertRounding:
     """How inputs are rounded: each row, or each row and `group` inputs, by their largest number or by static scales."""
 
     kind: RoundedTo = RoundedTo.NONE

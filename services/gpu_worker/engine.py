@@ -36,6 +36,7 @@ from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry
+from blockyard.shared.quantization import KEY
 
 DTYPES = {
     "half": torch.float16,
@@ -61,7 +62,8 @@ def start(
     settings = settle_classifier(settings, folder, Path(config.tokenizer_path or folder))
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
-    build = find_family(settings, config.model_impl)
+    family = find_family(settings, config.model_impl)
+    build = with_headers(family, folder, config) if settings.get(KEY) else family
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
         length = pick_length(config.max_model_len, shape.max_positions)
@@ -74,7 +76,7 @@ def start(
     model = build(settings, table)
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    by = ", by its class in transformers" if is_of_transformers(build) else ""
+    by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     progress = Throttle(lambda done: report.phase("loading weights", done))
     with torch.inference_mode(), page_cache.read_ahead(config):
@@ -145,6 +147,17 @@ def make_matchers(config: WorkerConfig, geometry: Geometry) -> MatcherProcesses:
         engines=config.grammar_engines,
         num_slots=config.max_num_seqs,
     )
+
+
+def with_headers(family: Build, folder: Path, config: WorkerConfig) -> Build:
+    """Makes a family's model know what its checkpoint has, whatever the table."""
+    headers = checkpoint.read_headers(folder, config.load_format, config.ignore_patterns)
+
+    def build(settings: dict[str, Any], table: WeightTable) -> Model:
+        table.headers = headers
+        return family(settings, table)
+
+    return build
 
 
 def eos_ids_of(folder: Path, settings: dict[str, Any], vocab_size: int) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, RoundedTo
+from blockyard.kernels.quantized.packed_weights import E8M0, Codes, ExpertRounding, PackedWeights, RoundedTo
 
 E4M3 = torch.float8_e4m3fn
 NF4 = tuple(math.erf(i / 8 - 0.9) for i in range(16))  # any table
@@ -84,6 +84,6 @@ def draw(name: str, experts: int, outs: int, size: int, device: str, zero: int |
     )
 
 
-def rounding_of(name: str) -> InputRounding:
+def rounding_of(name: str) -> ExpertRounding:
     _, group, *_, rounding = FORMS[name]
-    return InputRounding(kind=rounding, group=group if rounding is RoundedTo.E4M3 else 0)
+    return ExpertRounding(kind=rounding, group=group if rounding is RoundedTo.E4M3 else 0)

@@ -2,6 +2,7 @@
 
 - `weights.WeightTable`: where each tensor of the checkpoint goes. Layers declare their weights in it.
 - `tensor_groups`: tensors that are converted together, such as codes and scales, once all of them are read.
+- `tensor_headers`: shapes and dtypes of a quantized checkpoint's tensors, which the table has before they are read.
 - `linear_spec`: the parts of a layer's matrices, and which rows or columns of them a rank has.
 - `hf_config`: reads config.json and generation_config.json.
 - `checkpoint.load` fills the table from safetensors or torch files, on a GPU with the threads of `parallel_load`.

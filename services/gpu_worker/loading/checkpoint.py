@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading import dummy_routers, parallel_load
+from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader, TensorHeaders
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import LoadError
@@ -160,6 +161,32 @@ def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tenso
         yield from _read_safetensors(file, wants)
     else:
         yield from _read_torch(file, wants)
+
+
+def read_headers(folder: Path, load_format: str, ignore_patterns: list[str]) -> TensorHeaders:
+    """Raises LoadError for files that are not usable. What is wrong with a torch file is said when it is read."""
+    if load_format in DUMMY_FORMATS:
+        return TensorHeaders()
+    files = find_files(folder, load_format, ignore_patterns)
+    return TensorHeaders(header for file in files for header in headers_of(file))
+
+
+def headers_of(file: Path) -> Iterator[tuple[str, TensorHeader]]:
+    """Names and headers of a file's tensors. Raises LoadError for safetensors that are not complete."""
+    if file.suffix == ".safetensors":
+        with parallel_load.open_safetensors(file) as opened:
+            for name in opened.keys():  # noqa: SIM118, no mapping
+                header = opened.get_slice(name)
+                dtype = parallel_load.dtype_of(header.get_dtype(), name, file)
+                yield name, TensorHeader(tuple(header.get_shape()), dtype)
+        return
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, ValueError, _NOT_PLAIN):
+        return
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, Tensor):
+            yield name, TensorHeader(tuple(value.shape), value.dtype)
 
 
 def _names(file: Path) -> list[str]:

@@ -1,14 +1,10 @@
 """Checks a model before its memory is allocated: names, shapes and dtypes in the checkpoint, and free memory."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from blockyard.services.gpu_worker.host_link import HostLink
-from blockyard.services.gpu_worker.loading.checkpoint import find_files
-from blockyard.services.gpu_worker.loading.parallel_load import dtype_of, open_safetensors
+from blockyard.services.gpu_worker.loading.checkpoint import find_files, headers_of
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
@@ -28,9 +24,9 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
     files = find_files(folder, load_format, ignore_patterns)
     if all(file.suffix == ".safetensors" for file in files):
         for file in files:
-            for name, shape, dtype in _headers(file):
+            for name, header in headers_of(file):
                 if table.wants(name):
-                    table.mark_loaded(name, shape, dtype)
+                    table.mark_loaded(name, header.shape, header.dtype)
         table.check_complete()
         return
     stored = sum(file.stat().st_size for file in files)
@@ -73,11 +69,3 @@ def _what_fits(table: WeightTable, host_bytes: int, link: HostLink, free_bytes: 
     if table.dtype.itemsize == 4 and halved <= free_bytes:
         return f"--dtype bfloat16 would fit, with {halved / GIB:.2f} GiB"
     return f"a model of at most {free_bytes / 2e9:.1f} billion weights in bfloat16 would fit"
-
-
-def _headers(file: Path) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of each tensor, from the file's header."""
-    with open_safetensors(file) as opened:
-        for name in opened.keys():  # noqa: SIM118, no mapping
-            header = opened.get_slice(name)
-            yield name, tuple(header.get_shape()), dtype_of(header.get_dtype(), name, file)

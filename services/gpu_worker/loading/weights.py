@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
+from blockyard.services.gpu_worker.loading.checkpoint_names import PREFIXES, TEXT_PART
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import WHOLE, Arrange, Shard
 from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
+from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
 from blockyard.shared.errors import LoadError
 
 Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkpoint has
@@ -20,9 +22,6 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 HOST_SLACK = 0.5  # bytes; rounding of a share
-# what checkpoints put before, or leave out of, the names of a model's weights
-PREFIXES = ("", "model.", "transformer.", "gpt_neox.", "bert.", "roberta.")
-TEXT_PART = "language_model."
 # last parts of names of tables and masks that a model computes itself; releases of all families have some of them
 COMPUTED = (
     *("inv_freq", "original_inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq", "long_inv_freq"),
@@ -74,6 +73,7 @@ class WeightTable:
     ) -> None:
         """host_share: of the layers' weights, spread over the layers. shard: the rank whose share of them is loaded."""
         self.dtype, self.device, self.shard = dtype, device, shard
+        self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
         self.matrices_on_host: list[Tensor] = []
@@ -96,7 +96,7 @@ class WeightTable:
         self._finishes: list[Callable[[], None]] = []
         self._groups: dict[str, tuple[TensorGroup, str]] = {}  # by name, with the key there
         self._optional: set[str] = set()  # names of groups that a checkpoint may lack
-        self._notes: dict[str, list[str]] = {}  # what was done -> names
+        self._notes: dict[str, dict[str, None]] = {}  # what was done -> names, in order
 
     @property
     def has_memory(self) -> bool:
@@ -168,9 +168,7 @@ class WeightTable:
 
     def note(self, what: str, name: str) -> None:
         """Something was done to the matrix `name` that the start's report says, for all such matrices in one line."""
-        names = self._notes.setdefault(what, [])
-        if name not in names:
-            names.append(name)
+        self._notes.setdefault(what, {})[name] = None
 
     def after_load(self, finish: Callable[[], None]) -> None:
         """`finish` runs once all weights are in their places, before the model prepares them."""
@@ -311,7 +309,7 @@ class WeightTable:
             if names
         ]
         own = [f"{name}: the checkpoint's own, although tie_word_embeddings is true" for name in self._untied]
-        notes = [f"{what}: {_shortened(names)}" for what, names in self._notes.items()]
+        notes = [f"{what}: {_shortened([*names])}" for what, names in self._notes.items()]
         return [*([f"not used: {', '.join(found)}"] if found else []), *own, *notes]
 
     def wants(self, name: str) -> bool:

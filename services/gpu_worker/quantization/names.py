@@ -7,9 +7,9 @@ they leave out as the library does that wrote them. Pure: imports no torch.
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
-from blockyard.services.gpu_worker.loading.weights import PREFIXES, TEXT_PART
+from blockyard.services.gpu_worker.loading.checkpoint_names import TEXT_PART, bare
 from blockyard.shared.errors import ConfigError
 
 REGEX = "re:"
@@ -24,9 +24,18 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 _EMBEDDING = re.compile(r"(wte|wpe|embed\w*|\w*embeddings?)$")  # last parts of names
 _MARKS = "*?["
 
+T = TypeVar("T")
+
+
+class NamesOfFile(Protocol):
+    """Names or expressions of a file, which remember what meant something."""
+
+    def unused(self) -> list[str]:
+        """Those that have meant no matrix so far."""
+
 
 class NamePatterns:
-    """The names of one list of a file. It remembers which of them meant something."""
+    """The names of one list of a file. Implements `NamesOfFile`."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ConfigError for a regular expression that is none."""
@@ -81,15 +90,6 @@ def compile_regex(text: str, shown: str) -> re.Pattern[str]:
         raise ConfigError(f"quantization_config: {shown!r} is not a regular expression: {e}") from e
 
 
-def bare(name: str) -> str:
-    """Returns the name without the prefixes that differ between checkpoints of one model."""
-    name = name.removeprefix("model.").removeprefix(TEXT_PART)
-    for prefix in PREFIXES:
-        if prefix:
-            name = name.removeprefix(prefix)
-    return name
-
-
 def variants(name: str) -> list[str]:
     """The ways in which files may spell the name of a matrix, first as it is; also as a part of a fused one."""
     short = bare(name)
@@ -119,18 +119,54 @@ def is_left_out(name: str) -> bool:
     return last == HEAD or is_router or _EMBEDDING.match(last) is not None
 
 
-def find_rule(rules: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any] | None:
-    """GPTQModel's `dynamic`: the first rule that matches gives other settings of a matrix, or leaves it out.
+class SettingsByName(Generic[T]):
+    """Settings of single matrices, or of what else a key stands for. Implements `NamesOfFile`."""
 
-    rules: by regular expression, with "-:" in front of one that leaves out and perhaps "+:" in front of others (see
-    "Dynamic quantization" in GPTQModel's README). Returns None for a matrix that is left out, and {} for one without
-    a rule. Raises ConfigError for a regular expression that is none.
-    """
-    for key, settings in rules.items():
-        pattern = compile_regex(key.removeprefix("-:").removeprefix("+:"), key)
-        if any(pattern.match(one) for one in variants(name)):
-            return None if key.startswith("-:") else settings
-    return {}
+    def __init__(self, settings: Mapping[str, T]) -> None:
+        self._settings, self._used = dict(settings), set[str]()
+
+    def __bool__(self) -> bool:
+        return bool(self._settings)
+
+    def find(self, *names: str) -> T | None:
+        """The settings of the first of the names that has some."""
+        for name in names:
+            if name in self._settings:
+                self._used.add(name)
+                return self._settings[name]
+        return None
+
+    def unused(self) -> list[str]:
+        return [name for name in self._settings if name not in self._used]
+
+
+class SettingsByPattern(Generic[T]):
+    """Settings by regular expression, of which the first that matches a name counts. Implements `NamesOfFile`."""
+
+    def __init__(self, settings: Mapping[str, T], *, anywhere: bool = False, marks: tuple[str, ...] = ()) -> None:
+        """anywhere: an expression may match a part of a name that is not its beginning. marks: in front of
+        expressions. Raises ConfigError for an expression that is none."""
+        self._settings, self._anywhere, self._used = dict(settings), anywhere, set[str]()
+        self._patterns = {key: compile_regex(_without(marks, key), key) for key in settings}
+
+    def find(self, name: str) -> tuple[str, T] | None:
+        """Key and settings."""
+        names = variants(name)
+        for key, pattern in self._patterns.items():
+            matches = pattern.search if self._anywhere else pattern.match
+            if any(matches(one) for one in names):
+                self._used.add(key)
+                return key, self._settings[key]
+        return None
+
+    def unused(self) -> list[str]:
+        return [key for key in self._settings if key not in self._used]
+
+
+def _without(marks: tuple[str, ...], key: str) -> str:
+    for mark in marks:
+        key = key.removeprefix(mark)
+    return key
 
 
 def _contains(parts: Sequence[str], some: Sequence[str]) -> bool:

@@ -28,6 +28,7 @@ from blockyard.services.gpu_worker.quantization.dense import (
 )
 from blockyard.services.gpu_worker.quantization.kept.dequantized import WEIGHT, Dequantized
 from blockyard.services.gpu_worker.quantization.kept.form import (
+    INPUT_SCALE,
     KeptExperts,
     KeptForm,
     KeptLinear,
@@ -38,7 +39,7 @@ from blockyard.services.gpu_worker.quantization.kept.form import (
 )
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, LinearMethod
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.errors import ConfigError, LoadError
 
 
 class QuantizedFormat:
@@ -49,7 +50,7 @@ class QuantizedFormat:
         table.after_load(partial(self._name_unused, table))
 
     def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
-        stored = [self._scheme.stored(_matrix(one, spec)) for one in spec.parts]
+        stored = [self._scheme.stored(_matrix(table, one, spec)) for one in spec.parts]
         if spec.split is Split.INPUTS and table.shard.size > 1:
             stored = [_without_order(one, spec.in_features, table.dtype) for one in stored]
         runs = [
@@ -75,7 +76,9 @@ class QuantizedFormat:
         wanted = kinds(form, outputs, inputs)
         memory = dict(zip(wanted, table.layer_memory(name, *wanted.values()), strict=True))
         bias = table.empty(outputs) if spec.bias else None
-        _Placement(table, spec, form, memory).place(known)
+        placement = _Placement(table, spec, form, memory)
+        placement.place(known)
+        table.after_load(placement.check_inputs)
         if bias is not None:
             place_rows(table, spec, bias)
         if isinstance(form, Dequantized):
@@ -87,7 +90,7 @@ class QuantizedFormat:
 
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
         matrix, name = spec.matrix, spec.matrix.parts[0].name
-        stored = [self._of_expert(spec, i, table.dtype) for i in range(1 if spec.stacked else spec.num_experts)]
+        stored = [self._of_expert(table, spec, i) for i in range(1 if spec.stacked else spec.num_experts)]
         flat = [one for some in stored for one in some]
         known = [one for one in flat if one is not None]
         if not known:
@@ -105,27 +108,28 @@ class QuantizedFormat:
         for number, some in enumerate(stored):
             parts = [one for one in some if one is not None]
             placement.place(parts, number, spec.num_experts if spec.stacked else 0)
+        table.after_load(placement.check_inputs)
         if isinstance(form, Dequantized):
             table.note("dequantized at load", name)
             return UnquantizedExperts(memory[WEIGHT], bias)
         _note(table, form, name, (inputs, outputs), known)
         return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
 
-    def _of_expert(self, spec: ExpertSpec, number: int, dtype: torch.dtype) -> list[StoredMatrix | None]:
+    def _of_expert(self, table: WeightTable, spec: ExpertSpec, number: int) -> list[StoredMatrix | None]:
         """Finds the storage of an expert's parts, or of all experts' parts if they are stacked."""
         found = []
         for one in spec.matrix.parts:
-            matrix = _matrix(one, spec.matrix)
+            matrix = replace(_matrix(table, one, spec.matrix), is_expert=True)
             if spec.stacked:
                 matrix = replace(matrix, experts=spec.num_experts, suffix=spec.suffixes[0])
             else:
                 matrix = replace(matrix, name=one.name.format(number))
-            found.append(_without_order(self._scheme.stored(matrix), matrix.inputs, dtype))
+            found.append(_without_order(self._scheme.stored(matrix), matrix.inputs, table.dtype))
         return found
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
         [one] = spec.parts
-        stored = self._scheme.stored(replace(_matrix(one, spec), plain=True))
+        stored = self._scheme.stored(replace(_matrix(table, one, spec), plain=True))
         if stored is None:
             return self._others.plain(table, spec, dtype)
         weight = table.empty(spec.num_outputs(table.shard), spec.num_inputs(table.shard), dtype=dtype)
@@ -170,6 +174,13 @@ class _Placement:
             self._table.place_group(how.tensors, convert, self._fill_once)
             start += sum(map(len, rows))
 
+    def check_inputs(self) -> None:
+        """Raises LoadError after loading, if inputs would be divided by 0: of the parts' scales the largest counts."""
+        scale = self._memory.get(INPUT_SCALE)
+        if scale is not None and float(scale) == 0:
+            names = ", ".join(f"{one.name}.{INPUT_SCALE}" for one in self._spec.parts)
+            raise LoadError(f"{names}: the checkpoint has a scale of 0, by which inputs are divided")
+
     def _fill_once(self, generator: torch.Generator) -> None:
         if not self._is_filled:
             self._fill(self._memory, generator)
@@ -206,12 +217,13 @@ class _Placement:
             target.copy_(value if columns is None else value[..., columns.start : columns.stop])
 
 
-def _matrix(one: MatrixPart, spec: LinearSpec) -> Matrix:
+def _matrix(table: WeightTable, one: MatrixPart, spec: LinearSpec) -> Matrix:
     return Matrix(
         name=one.name,
         outputs=one.stored_rows or one.size,
         inputs=spec.in_features,
         transposed=spec.transposed,
+        headers=table.headers,
     )
 
 

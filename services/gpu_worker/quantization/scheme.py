@@ -1,15 +1,16 @@
 """How a format stores one matrix: the interface that each file in `formats/` implements."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
+from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader, TensorHeaders
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
-from blockyard.services.gpu_worker.quantization.names import NamePatterns
+from blockyard.services.gpu_worker.quantization.names import NamesOfFile
 
 WEIGHT = "weight"
 
@@ -29,6 +30,23 @@ class Matrix:
     suffix: str = ".weight"  # of the tensor's name in a checkpoint without quantization
     transposed: bool = False  # that tensor is [inputs, outputs]
     plain: bool = False  # wanted as numbers: an embedding, a router in float32, kv_b_proj
+    is_expert: bool = False  # of a mixture's routed experts, or of all if they are stacked
+    headers: TensorHeaders = field(default_factory=TensorHeaders, compare=False)  # of the checkpoint
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Of its tensor in a checkpoint without quantization."""
+        return (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
+
+    def header(self, key: str) -> TensorHeader | None:
+        """None: the checkpoint has no such tensor, or its headers are not known."""
+        return self.headers.find(self.tensor(key))
+
+    def float_dtype(self, key: str, usual: torch.dtype) -> torch.dtype:
+        """The dtype of 16 or 32 bits that holds a tensor's numbers as the file has them. usual: of dummy weights."""
+        header = self.header(key)
+        dtype = usual if header is None else header.dtype
+        return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
 
     def tensor(self, key: str) -> str:
         """The name of a tensor of this matrix: "a.weight_scale", of stacked experts "a_scale" as of "a" itself."""
@@ -77,5 +95,5 @@ class Scheme(Protocol):
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         """Whether and how a matrix is quantized. None: it is not. Raises ConfigError for sizes that it cannot have."""
 
-    def patterns(self) -> list[NamePatterns]:
+    def patterns(self) -> Sequence[NamesOfFile]:
         """Returns the file's lists of names. The start's report shows the names that mean no matrix."""

@@ -22,6 +22,7 @@ from blockyard.shared.quantization import KEY, W4
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
+CONV1D = frozenset({"GPT2LMHeadModel"})  # architectures
 _BLOCK = re.compile(r"^(.*?(?:layers|h|blocks)\.\d+)\.")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of files that are not copied
 
@@ -53,6 +54,11 @@ def quantize(source: Path, target: Path, how: Rounding) -> Written:
     said = read_json(source / "config.json")
     if said.get(KEY):
         raise ConfigError(f"{source}: the checkpoint is quantized already")
+    if CONV1D.intersection(said.get("architectures") or []):
+        raise ConfigError(
+            f"{source}: its layers are Conv1D, stored as [inputs, outputs], which compressed-tensors does not have; "
+            "--quantization fp8 quantizes them while they load"
+        )
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{source}: no .safetensors files")

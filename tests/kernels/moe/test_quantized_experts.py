@@ -18,7 +18,14 @@ from blockyard.kernels.moe.map_experts import map_experts
 from blockyard.kernels.moe.quantized_grouped import NATIVE, grouped_quantized, takes_codes
 from blockyard.kernels.moe.quantized_skinny import down_quantized, gate_up_quantized
 from blockyard.kernels.moe.round_rows import round_rows, round_rows_reference
-from blockyard.kernels.quantized.packed_weights import E8M0, Codes, InputRounding, PackedWeights, RoundedTo, dequantized
+from blockyard.kernels.quantized.packed_weights import (
+    E8M0,
+    Codes,
+    ExpertRounding,
+    PackedWeights,
+    RoundedTo,
+    dequantized,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]  # each is compiled by itself
@@ -52,7 +59,7 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-9))
 
 
-def seen(x: Tensor, rounding: InputRounding) -> Tensor:
+def seen(x: Tensor, rounding: ExpertRounding) -> Tensor:
     """What products see of x, float64."""
     if not rounding.kind:
         return x.double()
@@ -62,7 +69,7 @@ def seen(x: Tensor, rounding: InputRounding) -> Tensor:
 
 
 def grouped(
-    x: Tensor, weights: PackedWeights, mapped: Any, pairs: int, tiling: GroupedTiling, rounding: InputRounding,
+    x: Tensor, weights: PackedWeights, mapped: Any, pairs: int, tiling: GroupedTiling, rounding: ExpertRounding,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     if not rounding.kind:
@@ -127,7 +134,7 @@ def test_extreme_zeros(form: str, zero: int) -> None:
     weights = replace(weights, scales=weights.scales / 32)
     want = grouped_linear_reference(x, dequantized(weights), experts, gate=Gate.SILU)
     for in_tile in (16, 128):
-        got = grouped(x, weights, experts, 4, GroupedTiling(16, in_tile, 2, 4), InputRounding(), gate=Gate.SILU)
+        got = grouped(x, weights, experts, 4, GroupedTiling(16, in_tile, 2, 4), ExpertRounding(), gate=Gate.SILU)
         assert error(got, want) <= 2e-5
     assert error(gate_up_quantized(x, weights, experts, SkinnyTiling(4, 64, 4), Gate.SILU), want) <= 2e-5
 
@@ -178,7 +185,7 @@ def test_rounded_rows(size: int, scaled_by: str, kind: RoundedTo, dtype: torch.d
     x = (torch.randn(5, size, device=DEVICE) * torch.tensor([[1.0], [0.0], [1e-3], [100.0], [3.0]], device=DEVICE)).to(
         dtype
     )
-    rounding = InputRounding(kind=kind)
+    rounding = ExpertRounding(kind=kind)
     if scaled_by == "bounded rows":
         rounding = replace(rounding, most=2.0)
     elif scaled_by == "groups":

@@ -59,6 +59,20 @@ def write(folder: Path, model: str, store: Store, files: Mapping[str, Any]) -> C
     return made
 
 
+def change_tensors(made: Checkpoints, change: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """Changes tensors of the quantized checkpoint by name. Returns all."""
+    file = made.packed / "model.safetensors"
+    tensors = {name: change(name, value).contiguous() for name, value in load_file(file).items()}
+    save_file(tensors, file)
+    return tensors
+
+
+def kept_tensors(runner: Runner, name: str) -> list[Tensor]:
+    """The tensors of all linear layers that their forms call so."""
+    methods = [linear.method.tensors() for linear in runner.model.linears()]
+    return [own for one in methods for key, own in one.items() if key.rpartition(".")[2] == name]
+
+
 def is_projection(name: str) -> bool:
     """Whether a matrix is a linear layer that files quantize by themselves: no router, head or embedding."""
     return name.endswith(("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3"))

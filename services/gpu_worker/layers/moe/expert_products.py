@@ -14,7 +14,7 @@ from blockyard.kernels.moe.map_experts import ExpertMap
 from blockyard.kernels.moe.quantized_grouped import grouped_quantized, takes_codes
 from blockyard.kernels.moe.quantized_skinny import NO_ROUNDING, can_round, down_quantized, gate_up_quantized
 from blockyard.kernels.moe.round_rows import round_rows
-from blockyard.kernels.quantized.packed_weights import InputRounding
+from blockyard.kernels.quantized.packed_weights import ExpertRounding
 from blockyard.services.gpu_worker.quantization.dense import FORM, UnquantizedExperts
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts
 from blockyard.services.gpu_worker.quantization.kept.packed import pack
@@ -110,7 +110,7 @@ class QuantizedProduct:
         x, rounding = self._rounded(x, tiling)
         return down_quantized(x, self._weights, experts, tiling, rounding=rounding, bias=self._bias, **options)
 
-    def _rounded(self, x: Tensor, tiling: SkinnyTiling) -> tuple[Tensor, InputRounding]:
+    def _rounded(self, x: Tensor, tiling: SkinnyTiling) -> tuple[Tensor, ExpertRounding]:
         """The input of a kernel, and how the kernel rounds it."""
         if can_round(self._rounding, tiling.in_tile):
             return x, self._rounding

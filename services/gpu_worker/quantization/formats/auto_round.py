@@ -2,9 +2,10 @@
 
 `packing_format` (in older files `backend`) names one of them: with "awq" in it AWQ's, with "gptq" the first version of
 GPTQ's, as without any, and otherwise (auto_round, auto_round:gptqmodel) the second one. `extra_config` has other
-settings of some matrices, by name or by a regular expression; 16 bits are none. `block_name_to_quantize`, or
-`to_quant_block_names`, has prefixes of the names that are quantized; others are if `extra_config` has them. Documented
-in AutoRound (docs/step_by_step.md, auto_round/export) and in transformers (`AutoRoundConfig`).
+settings of some matrices, by name or by a regular expression that is found in the name; 16 bits are none.
+`block_name_to_quantize`, or `to_quant_block_names`, has prefixes of the names that are quantized; others are if
+`extra_config` has them. Documented in AutoRound (docs/step_by_step.md, auto_round/export) and in transformers
+(`AutoRoundConfig`).
 """
 
 from collections.abc import Mapping
@@ -17,12 +18,18 @@ from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
 from blockyard.services.gpu_worker.quantization.formats.gptq import FIRST, SECOND, GptqScheme
 from blockyard.services.gpu_worker.quantization.formats.integers import group_of, is_outside
 from blockyard.services.gpu_worker.quantization.formats.settings import read
-from blockyard.services.gpu_worker.quantization.names import NamePatterns, compile_regex, variants
+from blockyard.services.gpu_worker.quantization.names import (
+    NamePatterns,
+    NamesOfFile,
+    SettingsByName,
+    SettingsByPattern,
+    variants,
+)
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
 
 NOT_QUANTIZED = 16  # bits
 AWQ, GPTQ, GPTQ_MODEL = "awq", "gptq", "gptqmodel"  # in packing_format
-_MARKS = frozenset("*+?[(|^$\\")  # of a regular expression
+_MARKS = frozenset("*+?[](){}|^$\\")  # of a regular expression
 
 Names = str | list[str | list[str]]
 
@@ -57,11 +64,14 @@ class AutoRoundScheme:
         self._settings = own = read(said, AutoRoundSettings)
         self._blocks = NamePatterns([*_flat(own.block_name_to_quantize), *_flat(own.to_quant_block_names)])
         self._has_blocks = bool(own.block_name_to_quantize or own.to_quant_block_names)
-        self._rules = {key: compile_regex(key, key) for key in own.extra_config if not _MARKS.isdisjoint(key)}
+        rules = own.extra_config
+        self._by_name = SettingsByName({key: one for key, one in rules.items() if _MARKS.isdisjoint(key)})
+        patterns = {key: one for key, one in rules.items() if not _MARKS.isdisjoint(key)}
+        self._by_pattern = SettingsByPattern(patterns, anywhere=True)
         self._schemes: dict[tuple[int, int, bool], Scheme] = {}
 
-    def patterns(self) -> list[NamePatterns]:
-        return [self._blocks]
+    def patterns(self) -> list[NamesOfFile]:
+        return [self._blocks, self._by_name, self._by_pattern]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         rule = self._find_rule(matrix.name)
@@ -75,14 +85,10 @@ class AutoRoundScheme:
         return self._scheme(own).stored(matrix)
 
     def _find_rule(self, name: str) -> Mapping[str, Any] | None:
-        names, rules = variants(name), self._settings.extra_config
-        for one in names:
-            if one in rules:
-                return rules[one]
-        for key, pattern in self._rules.items():
-            if any(pattern.fullmatch(one) for one in names):
-                return rules[key]
-        return None
+        of_name, of_pattern = self._by_name.find(*variants(name)), self._by_pattern.find(name)
+        if of_name is not None or of_pattern is None:
+            return of_name
+        return of_pattern[1]
 
     def _scheme(self, own: AutoRoundSettings) -> Scheme:
         key = own.bits, own.group_size, own.sym

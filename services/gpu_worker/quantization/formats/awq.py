@@ -26,15 +26,13 @@ from blockyard.services.gpu_worker.quantization.formats import marlin
 from blockyard.services.gpu_worker.quantization.formats.integers import (
     WORDS,
     Integers,
-    as_bytes,
     check_middle,
     check_sizes,
     group_of,
     is_outside,
-    pack,
     stored_matrix,
-    unpack,
 )
+from blockyard.services.gpu_worker.quantization.formats.packing import as_bytes, pack, unpack
 from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, read
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
@@ -89,7 +87,8 @@ class AwqScheme:
             group = None if group == matrix.inputs else group
         if version == MARLIN:
             return marlin.stored(matrix, group, self._dtype, marlin.MarlinKeys(CODES, SCALES))
-        own = Integers(bits=BITS, group=group, zeros=said.zero_point)
+        scales = matrix.float_dtype(SCALES, torch.float16)
+        own = Integers(bits=BITS, group=group, zeros=said.zero_point, scales=scales)
         return _PACKINGS[version](matrix, own, self._dtype)
 
 

@@ -21,7 +21,6 @@ inputs, `llm_int8_threshold`, need no second product here: no input is rounded.
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,20 +30,20 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, names_in, read
 from blockyard.services.gpu_worker.quantization.kept import dequantized, table4_a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
-from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import FP4, NF4, Table4A16, to_table
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import pack
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out
-from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
+from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
 
 TABLES = {"nf4": NF4, "fp4": FP4}
 BLOCK = 64  # codes of a scale, unless the file says another number
-BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 LEAST_GROUP = 16  # inputs; with fewer, scales take more memory than they save
 LARGEST = 127  # of int8
 ABSMAX, TABLE, STATE = "absmax", "quant_map", "quant_state"
@@ -107,24 +106,25 @@ class BitsAndBytesScheme:
             return None if matrix.plain or is_router else self._rounded(matrix)
         if matrix.experts is not None:  # the library quantizes linear layers, and no stacks
             return None
-        form: KeptForm = INT8_FORM
-        tensors, marker, to_kept = _tensors_of_8_bits(matrix), SCALE, partial(_kept_8_bits, matrix)
-        if not settings.load_in_8bit:
-            form, tensors, marker = self._form_of_file(matrix), self._tensors_of_4_bits(matrix), STATE
-            to_kept = partial(self._kept_4_bits, matrix, math.gcd(matrix.inputs, BLOCK))
-        numbers, to_numbers = (
-            Dequantized(self._dtype),
-            partial(_to_numbers, matrix, form, to_kept, tensors[marker].name),
-        )
+        stored = _stored_8_bits(matrix) if settings.load_in_8bit else self._stored_4_bits(matrix)
         if matrix.plain or is_router:
-            return _of_either(matrix, numbers, tensors, to_numbers)
-        if isinstance(form, Table4A16) and form.group < LEAST_GROUP:
-            return StoredMatrix(form=numbers, tensors=tensors, to_kept=to_numbers)
-        return StoredMatrix(form=form, tensors=tensors, to_kept=to_kept)
+            return quantized_or_not(matrix, stored, dtype=self._dtype)
+        return stored
 
-    def _form_of_file(self, matrix: Matrix) -> Table4A16:
+    def _stored_4_bits(self, matrix: Matrix) -> StoredMatrix:
         """Blocks go on from one row to the next: where they do not fit a row, groups are parts of them."""
-        return Table4A16(TABLES[self._settings.bnb_4bit_quant_type], math.gcd(matrix.inputs, BLOCK))
+        tensors, form = self._tensors_of_4_bits(matrix), self._form(math.gcd(matrix.inputs, _least_block(matrix)))
+        to_kept = partial(self._kept_4_bits, matrix, form.group)
+        if form.group >= LEAST_GROUP:
+            return StoredMatrix(form=form, tensors=tensors, to_kept=to_kept)
+
+        def to_numbers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {dequantized.WEIGHT: form.dequantize(to_kept(tensors), matrix.inputs, torch.float32)}
+
+        return StoredMatrix(form=Dequantized(self._dtype), tensors=tensors, to_kept=to_numbers)
+
+    def _form(self, group: int) -> Table4A16:
+        return Table4A16(TABLES[self._settings.bnb_4bit_quant_type], group)
 
     def _tensors_of_4_bits(self, matrix: Matrix) -> dict[str, StoredTensor]:
         count, storage = matrix.outputs * matrix.inputs, STORAGES[self._settings.bnb_4bit_quant_storage]
@@ -165,34 +165,20 @@ class BitsAndBytesScheme:
         return {table4_a16.CODES: pack(codes), table4_a16.SCALES: scales}
 
     def _rounded(self, matrix: Matrix) -> StoredMatrix:
-        shape = (matrix.outputs, matrix.inputs)
-        tensors = {WEIGHT: matrix.stored(WEIGHT, shape[::-1] if matrix.transposed else shape, FLOATS)}
+        tensors = {WEIGHT: matrix.stored(WEIGHT, matrix.stored_shape, FLOATS)}
         if self._settings.load_in_8bit:
             return StoredMatrix(form=INT8_FORM, tensors=tensors, to_kept=partial(_round_rows, matrix))
-        form = Table4A16(TABLES[self._settings.bnb_4bit_quant_type], BLOCK)
+        form = self._form(BLOCK)
         return StoredMatrix(form=form, tensors=tensors, to_kept=partial(_round_to_table, matrix, form))
 
 
-def _of_either(
-    matrix: Matrix, form: Dequantized, tensors: Mapping[str, StoredTensor], to_numbers: ToKept
-) -> StoredMatrix:
-    """A matrix of which files do not say whether it is quantized."""
-    shape, weight = (matrix.outputs, matrix.inputs), tensors[WEIGHT]
-    found = {key: replace(one, optional=True) for key, one in tensors.items()}
-    found[WEIGHT] = replace(weight, dtypes=weight.dtypes | FLOATS, other_shapes=(*weight.other_shapes, shape))
-    return StoredMatrix(form=form, tensors=found, to_kept=to_numbers, is_certain=False)
-
-
-def _to_numbers(
-    matrix: Matrix, form: KeptForm, to_kept: ToKept, marker: str, tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """marker: the name of a tensor that is there if the matrix is quantized."""
-    weight = tensors[WEIGHT]
-    if len(tensors) == 1:
-        if tuple(weight.shape) == (matrix.outputs, matrix.inputs) and weight.dtype in FLOATS:
-            return {dequantized.WEIGHT: weight}
-        raise LoadError(f"the checkpoint lacks {marker}")
-    return {dequantized.WEIGHT: form.dequantize(to_kept(tensors), matrix.inputs, torch.float32)}
+def _least_block(matrix: Matrix) -> int:
+    """Codes of a scale, or 64 of more: by the header of the scales, because the JSON is read too late."""
+    header, count = matrix.header(f"{WEIGHT}.{ABSMAX}"), matrix.outputs * matrix.inputs
+    if header is None:
+        return BLOCK
+    found = [size for size in BLOCKS if header.shape == (-(-count // size),)]
+    return min([*found, BLOCK])
 
 
 def _read_state(name: str, stored: Tensor) -> _State:
@@ -216,17 +202,16 @@ def _absmax(name: str, state: _State, tensors: Mapping[str, Tensor]) -> Tensor:
     return tensors[NESTED_TABLE][absmax.int()] * outer[: len(absmax)] + state.nested_offset
 
 
-def _tensors_of_8_bits(matrix: Matrix) -> dict[str, StoredTensor]:
-    return {
+def _stored_8_bits(matrix: Matrix) -> StoredMatrix:
+    tensors = {
         WEIGHT: matrix.stored(WEIGHT, (matrix.outputs, matrix.inputs), INT8),
         SCALE: matrix.stored(SCALE, (matrix.outputs,), FLOAT32),
         ORDER: matrix.stored(ORDER, (), BYTES, other_shapes=((1,),), optional=True),
     }
+    return StoredMatrix(form=INT8_FORM, tensors=tensors, to_kept=partial(_kept_8_bits, matrix))
 
 
 def _kept_8_bits(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if SCALE not in tensors:
-        raise LoadError(f"the checkpoint lacks {matrix.tensor(SCALE)}")
     if ORDER in tensors and int(tensors[ORDER]):
         raise LoadError(f"{matrix.tensor(ORDER)}: the checkpoint has {int(tensors[ORDER])}, and only 0 is known: rows")
     scales = check_scales(matrix.tensor(SCALE), tensors[SCALE])

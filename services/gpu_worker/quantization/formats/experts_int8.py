@@ -4,7 +4,6 @@ Each row of each expert has a scale, so that its largest absolute value is 127; 
 are not quantized.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
 
 MOST = 127
-_EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 
 
 class ExpertsInt8Settings(msgspec.Struct, frozen=True):
@@ -41,10 +39,9 @@ class ExpertsInt8Scheme:
         return [self._left_out]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
-        if matrix.plain or not _EXPERTS.search(matrix.name) or self._left_out.match(matrix.name):
+        if not matrix.is_expert or self._left_out.match(matrix.name):
             return None
-        shape = (matrix.outputs, matrix.inputs)
-        tensors = {WEIGHT: matrix.stored(WEIGHT, shape[::-1] if matrix.transposed else shape, FLOATS)}
+        tensors = {WEIGHT: matrix.stored(WEIGHT, matrix.stored_shape, FLOATS)}
 
         def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return _round(tensors[WEIGHT].mT if matrix.transposed else tensors[WEIGHT])

@@ -13,7 +13,6 @@ a row counts as having at most that absolute value.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,9 +23,9 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.settings import SCALES, check_scales, names_in, read
-from blockyard.services.gpu_worker.quantization.kept import dequantized, fp8_w8a8
-from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
+from blockyard.services.gpu_worker.quantization.kept import fp8_w8a8
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
     E4M3,
     FLOOR,
@@ -41,11 +40,10 @@ from blockyard.services.gpu_worker.quantization.kept.fp8_w8a8 import Fp8W8A8
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
 from blockyard.services.gpu_worker.quantization.names import NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
-from blockyard.shared.errors import LoadError
 
 SCALE, BLOCK_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_inv", "input_scale"
 CODES = frozenset({E4M3})
-PLAIN = Dequantized(torch.float32)
+NO_PRODUCTS = "fp8 weights, whose inputs keep 16 bits because this GPU has no fp8 products"
 
 
 class Fp8Settings(msgspec.Struct, frozen=True):
@@ -85,26 +83,31 @@ class Fp8Scheme:
     def form(self) -> KeptForm:
         return self._form if self._has_products else W8A16(E4M3, self._form.group)
 
+    @property
+    def _note(self) -> str:
+        return "" if self._has_products else NO_PRODUCTS
+
     def patterns(self) -> list[NamePatterns]:
         return [self._left_out]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         if self._left_out.match(matrix.name) or is_left_out(matrix.name):
             return None
-        shape = _turned(matrix, (matrix.outputs, matrix.inputs))
+        shape = matrix.stored_shape
         if self._settings.from_16_bits:
+            if matrix.plain:
+                return None
             tensors = {WEIGHT: matrix.stored(WEIGHT, shape, FLOATS)}
-            return None if matrix.plain else StoredMatrix(form=self.form, tensors=tensors, to_kept=self._round(matrix))
+            return StoredMatrix(form=self.form, tensors=tensors, to_kept=self._round(matrix), note=self._note)
         scale, tensors = self._stored_scale(matrix), {}
         if self._settings.activation_scheme == "static":
             is_used = self._form.static and self._has_products and not matrix.plain
             one = matrix.stored(INPUT_SCALE, (), FLOATS, other_shapes=((1,),), optional=not is_used)
             tensors[INPUT_SCALE] = one
-        if matrix.plain:  # no linear layer: files do not say whether it is quantized; if it is, it has a scale
-            tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES | FLOATS), SCALE: replace(scale, optional=True)}
-            return StoredMatrix(form=PLAIN, tensors=tensors, to_kept=partial(self._to_numbers, matrix, scale.name))
         tensors |= {WEIGHT: matrix.stored(WEIGHT, shape, CODES), SCALE: scale}
-        return StoredMatrix(form=self.form, tensors=tensors, to_kept=partial(self._to_kept, matrix, scale.name))
+        to_kept = partial(self._to_kept, matrix, scale.name)
+        stored = StoredMatrix(form=self.form, tensors=tensors, to_kept=to_kept, note=self._note)
+        return quantized_or_not(matrix, stored) if matrix.plain else stored
 
     def _stored_scale(self, matrix: Matrix) -> StoredTensor:
         block = self._settings.weight_block_size
@@ -134,15 +137,6 @@ class Fp8Scheme:
         if self._form.static and INPUT_SCALE in tensors:
             made[fp8_w8a8.INPUT_SCALE] = check_scales(matrix.tensor(INPUT_SCALE), tensors[INPUT_SCALE])
         return made
-
-    def _to_numbers(self, matrix: Matrix, scale_name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        weight = tensors[WEIGHT]
-        if weight.dtype != E4M3:
-            return {dequantized.WEIGHT: _turn(matrix, weight)}
-        if SCALE not in tensors:
-            raise LoadError(f"the checkpoint lacks {scale_name}")
-        kept = self._to_kept(matrix, scale_name, tensors)
-        return {dequantized.WEIGHT: self._form.dequantize(kept, matrix.inputs, torch.float32)}
 
 
 def _turned(matrix: Matrix, shape: tuple[int, ...]) -> tuple[int, ...]:

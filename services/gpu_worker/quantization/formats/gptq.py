@@ -26,22 +26,22 @@ from blockyard.services.gpu_worker.quantization.formats.integers import (
     WORD_BITS,
     WORDS,
     Integers,
-    as_bytes,
     check_middle,
     check_sizes,
     group_of,
     is_outside,
     stored_matrix,
-    unpack,
 )
+from blockyard.services.gpu_worker.quantization.formats.packing import as_bytes, unpack
 from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, read
 from blockyard.services.gpu_worker.quantization.kept import act_order
-from blockyard.services.gpu_worker.quantization.names import NamePatterns, find_rule
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, NamesOfFile, SettingsByPattern
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
 
 CODES, ZEROS, SCALES, GROUPS = "qweight", "qzeros", "scales", "g_idx"
 FIRST, SECOND, MARLIN = "gptq", "gptq_v2", "marlin"  # of checkpoint_format
+LEFT_OUT = "-:"  # in front of a rule of `dynamic`
 INDICES = frozenset({torch.int32, torch.int64})
 
 
@@ -80,10 +80,10 @@ class GptqScheme:
         self._settings = read(said, GptqSettings)
         within = self._settings.modules_in_block_to_quantize
         self._within = NamePatterns(name for some in within for name in ([some] if isinstance(some, str) else some))
-        find_rule(self._settings.dynamic, "")  # checks the expressions
+        self._dynamic = SettingsByPattern(self._settings.dynamic, marks=(LEFT_OUT, "+:"))
 
-    def patterns(self) -> list[NamePatterns]:
-        return [self._within]
+    def patterns(self) -> list[NamesOfFile]:
+        return [self._within, self._dynamic]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         settings = self._find_settings(matrix.name)
@@ -95,7 +95,8 @@ class GptqScheme:
         if settings.is_marlin:
             return marlin.stored(matrix, group, self._dtype, marlin.KEYS)
         order = matrix.name if settings.desc_act and group is not None else ""
-        own = Integers(bits=settings.bits, group=group, zeros=not settings.sym, order=order)
+        scales = matrix.float_dtype(SCALES, torch.float16)
+        own = Integers(bits=settings.bits, group=group, zeros=not settings.sym, scales=scales, order=order)
         return _stored(matrix, settings, own, self._dtype)
 
     def _find_settings(self, name: str) -> GptqSettings | None:
@@ -105,10 +106,11 @@ class GptqScheme:
             return None
         if said.modules_in_block_to_quantize and not is_outside(name) and not self._within.match(name):
             return None
-        rule = find_rule(said.dynamic, name)
-        if rule is None:
-            return None
-        return read({**self._said, **rule}, GptqSettings) if rule else said
+        found = self._dynamic.find(name)
+        if found is None:
+            return said
+        key, rule = found
+        return None if key.startswith(LEFT_OUT) else read({**self._said, **rule}, GptqSettings)
 
 
 def _stored(matrix: Matrix, settings: GptqSettings, own: Integers, dtype: torch.dtype) -> StoredMatrix:

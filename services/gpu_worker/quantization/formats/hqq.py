@@ -10,13 +10,11 @@ ones, as rows of [n / group_size, group_size]; with `axis` 0 as columns of [grou
 
 Documented in hqq (core/quantize.py, core/bitpack.py) and transformers (integrations/hqq.py). `quant_config` has the
 settings of all matrices, or of some by a tag, the name without "model", "layers" and numbers. 4 and 8 bits along
-axis 1 are kept; others are dequantized. Scales are kept in the dtype of the model, which is the file's unless --dtype
-says otherwise.
+axis 1 are kept, with scales and zeros in the dtypes of the file; others are dequantized.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +24,21 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.settings import read
 from blockyard.services.gpu_worker.quantization.kept import dequantized, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16, pack
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
-from blockyard.services.gpu_worker.quantization.names import ROUTERS, NamePatterns, is_left_out
-from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
+from blockyard.services.gpu_worker.quantization.names import (
+    ROUTERS,
+    NamePatterns,
+    NamesOfFile,
+    SettingsByName,
+    is_left_out,
+)
+from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError
 
 PARTS = {1: 8, 2: 4, 3: 10, 4: 2, 8: 1}  # bits -> integers of an element
@@ -84,42 +89,36 @@ class HqqScheme:
         """dtype: of the model. Raises ConfigError for settings that it does not know."""
         settings = read(said, HqqSettings)
         self._dtype, self._left_out = dtype, NamePatterns(settings.skip_modules)
-        self._for_all, self._by_tag = WeightParams(), dict[str, WeightParams]()
+        self._for_all, self._by_tag = WeightParams(), SettingsByName[WeightParams]({})
         if "weight_quant_params" in settings.quant_config:
             self._for_all = read(settings.quant_config, QuantConfig).weight_quant_params
         else:
             named = settings.quant_config.items()
-            self._by_tag = {tag: read(one, QuantConfig).weight_quant_params for tag, one in named if one}
+            read_of = {tag: read(one, QuantConfig).weight_quant_params for tag, one in named if one}
+            self._by_tag = SettingsByName(read_of)
 
-    def patterns(self) -> list[NamePatterns]:
-        return [self._left_out]
+    def patterns(self) -> list[NamesOfFile]:
+        return [self._left_out, self._by_tag]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         is_router = matrix.name.rpartition(".")[2] in ROUTERS
         if self._left_out.match(matrix.name) or (is_left_out(matrix.name) and not is_router):
             return None
-        params = self._by_tag.get(_tag(matrix.name)) if self._by_tag else self._for_all
+        params = self._by_tag.find(_tag(matrix.name)) if self._by_tag else self._for_all
         if params is None or matrix.experts is not None:  # the library quantizes linear layers, and no stacks
             return None
-        tensors = _tensors(matrix, params)
-        if matrix.plain or is_router:  # files do not say whether these are quantized
-            tensors = {key: replace(one, optional=key != CODES) for key, one in tensors.items()}
-            tensors[CODES] = _of_either(matrix, tensors[CODES])
-        form = self._form(matrix, params, is_kept=not (matrix.plain or is_router))
-        return StoredMatrix(
-            form=form,
-            tensors=tensors,
-            to_kept=partial(_to_kept, matrix, params, form),
-            is_certain=not is_router,
-        )
+        form, tensors = self._form(matrix, params), _tensors(matrix, params)
+        stored = StoredMatrix(form=form, tensors=tensors, to_kept=partial(_to_kept, matrix, params, form))
+        return quantized_or_not(matrix, stored, CODES, self._dtype) if matrix.plain or is_router else stored
 
-    def _form(self, matrix: Matrix, params: WeightParams, is_kept: bool) -> KeptForm:
+    def _form(self, matrix: Matrix, params: WeightParams) -> KeptForm:
         group = params.group_size and math.gcd(params.group_size, matrix.inputs)
-        if not is_kept or params.axis == 0 or params.nbits not in (4, 8) or (group and group < LEAST_GROUP):
+        if params.axis == 0 or params.nbits not in (4, 8) or (group and group < LEAST_GROUP):
             return Dequantized(self._dtype)
+        scales, zeros = (matrix.float_dtype(key, self._dtype) for key in (SCALE, ZERO))
         if params.nbits == 4:
-            return W4A16(group, self._dtype, self._dtype)
-        return W8A16(torch.uint8, group, zeros=True, scales=self._dtype)
+            return W4A16(group, zeros, scales)
+        return W8A16(torch.uint8, group, zeros=True, scales=torch.promote_types(scales, zeros))
 
 
 def _tag(name: str) -> str:
@@ -149,16 +148,8 @@ def _tensors(matrix: Matrix, params: WeightParams) -> dict[str, StoredTensor]:
     return tensors | said
 
 
-def _of_either(matrix: Matrix, codes: StoredTensor) -> StoredTensor:
-    """The integers, or the weight of a matrix that is not quantized."""
-    shape = (matrix.outputs, matrix.inputs)
-    return replace(codes, other_names=(matrix.tensor(WEIGHT),), other_shapes=(*codes.other_shapes, shape))
-
-
 def _to_kept(matrix: Matrix, params: WeightParams, form: KeptForm, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shape, grouped = (matrix.outputs, matrix.inputs), _grouped(matrix, params)
-    if SCALE not in tensors and ZERO not in tensors and tensors[CODES].dtype in FLOATS:
-        return {dequantized.WEIGHT: tensors[CODES].view(shape)}
     _check(matrix, params, tensors)
     codes = _unpack(tensors[CODES], params.nbits)[: grouped[0]]
     scales, zeros = tensors[SCALE], tensors[ZERO]
@@ -186,8 +177,6 @@ def _unpack(stored: Tensor, bits: int) -> Tensor:
 def _check(matrix: Matrix, params: WeightParams, tensors: Mapping[str, Tensor]) -> None:
     """Raises LoadError for scales that are not finite, and settings that differ from the config's."""
     for key in (SCALE, ZERO):
-        if key not in tensors:
-            raise LoadError(f"the checkpoint lacks {matrix.tensor(key)}")
         if not bool(tensors[key].isfinite().all()):
             raise LoadError(f"{matrix.tensor(key)}: the checkpoint has numbers that are not finite")
     want = {"nbits": [params.nbits], "axis": [params.axis], "shape": [matrix.outputs, matrix.inputs]}

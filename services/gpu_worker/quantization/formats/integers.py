@@ -1,7 +1,7 @@
 """Integers of 2, 3, 4 or 8 bits with scales and zeros of groups: what GPTQ's, AWQ's and other packings become.
 
-4 bits are kept in `W4A16` and 8 bits in `W8A16`, with scales in float16, as these files have them; no form has 2 or 3
-bits, which are dequantized.
+4 bits are kept in `W4A16` and 8 bits in `W8A16`, with scales in the dtype of the file; no form has 2 or 3 bits, which
+are dequantized.
 """
 
 import re
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
+from blockyard.services.gpu_worker.quantization.formats.packing import pack, unpack
 from blockyard.services.gpu_worker.quantization.kept import act_order, dequantized, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand
@@ -35,6 +36,7 @@ class Integers:
     bits: int
     group: int | None  # inputs of a scale; None: all of a row
     zeros: bool  # each scale has one; otherwise it is `middle`
+    scales: torch.dtype = torch.float16  # of the file
     order: str = ""  # see `W4A16`
 
     @property
@@ -47,9 +49,9 @@ class Integers:
     def form(self, dtype: torch.dtype) -> KeptForm:
         """dtype: of the model."""
         if self.bits == 4:
-            return W4A16(self.group, torch.uint8 if self.zeros else None, torch.float16, self.order)
+            return W4A16(self.group, torch.uint8 if self.zeros else None, self.scales, self.order)
         if self.bits == 8:
-            return W8A16(torch.uint8 if self.zeros else torch.int8, self.group, self.zeros, torch.float16, self.order)
+            return W8A16(torch.uint8 if self.zeros else torch.int8, self.group, self.zeros, self.scales, self.order)
         return Dequantized(dtype)
 
     def kept(
@@ -87,38 +89,6 @@ def stored_matrix(
 ) -> StoredMatrix:
     """A matrix that becomes `own.form`. Files of all packings have biases of zeros where models have none."""
     return StoredMatrix(form=own.form(dtype), tensors=tensors, to_kept=to_kept, unused=(matrix.tensor("bias"),))
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Bytes uint8 [..., n] -> codes uint8 [..., n * 8 / bits], the first one in the lowest bits.
-
-    Codes of 3 bits go on in the next byte. Words of 32 bits have the same bytes in memory.
-    """
-    if bits == 8:
-        return packed
-    if bits == 4:
-        return w4a16.unpack(packed, 2 * packed.shape[-1])
-    single = (packed[..., None] >> _bits(8, packed) & 1).flatten(-2)
-    return (torch.unflatten(single, -1, (-1, bits)) << _bits(bits, packed)).sum(-1, dtype=torch.uint8)
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes as `unpack` reads them. The codes fill whole bytes."""
-    if bits == 8:
-        return codes
-    if bits == 4:
-        return w4a16.pack(codes)
-    single = (codes[..., None] >> _bits(bits, codes) & 1).flatten(-2)
-    return (torch.unflatten(single, -1, (-1, 8)) << _bits(8, codes)).sum(-1, dtype=torch.uint8)
-
-
-def _bits(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=torch.uint8, device=like.device)
-
-
-def as_bytes(words: Tensor) -> Tensor:
-    """Words [..., n] -> bytes uint8 [..., n * size]."""
-    return words.contiguous().view(torch.uint8)
 
 
 def group_of(said: int, bits: int) -> int | None:

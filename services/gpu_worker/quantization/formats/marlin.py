@@ -22,12 +22,10 @@ from blockyard.services.gpu_worker.loading.weights import FLOATS
 from blockyard.services.gpu_worker.quantization.formats.integers import (
     WORDS,
     Integers,
-    as_bytes,
     check_sizes,
-    pack,
     stored_matrix,
-    unpack,
 )
+from blockyard.services.gpu_worker.quantization.formats.packing import as_bytes, pack, unpack
 from blockyard.services.gpu_worker.quantization.formats.settings import check_scales
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 
@@ -49,7 +47,7 @@ KEYS = MarlinKeys()
 def stored(matrix: Matrix, group: int | None, dtype: torch.dtype, keys: MarlinKeys) -> StoredMatrix:
     """group: see `Integers`. dtype: of the model."""
     check_sizes(matrix, inputs=TILE if group is None else math.lcm(TILE, group), outputs=RUN)
-    own = Integers(bits=4, group=group, zeros=False)
+    own = Integers(bits=4, group=group, zeros=False, scales=matrix.float_dtype(keys.scales, torch.float16))
     words = matrix.outputs * TILE // CODES_OF_WORD
     tensors = {
         keys.codes: matrix.stored(keys.codes, (matrix.inputs // TILE, words), WORDS),

@@ -8,6 +8,7 @@
 - NVFP4, W4A16_NVFP4: `weight` U8 [outputs, inputs / 2] of codes in e2m1, the first of two in the lower half,
   `weight_scale` F8_E4M3 [outputs, inputs / 16], and `weight_scale_2`, one number that multiplies as well. NVFP4's
   `input_scale` is for products of inputs in 4 bits; here they keep 16 bits.
+- null: no matrix is quantized; the file has scales of the KV cache alone.
 - MIXED_PRECISION: `quantized_layers` has the algorithm of each matrix by name; others are not quantized.
 
 `exclude_modules` and `ignore` have globs of matrices that are left out. `k_proj.k_scale` and `v_proj.v_scale` are
@@ -16,7 +17,6 @@ modelopt/torch/export), and vLLM ("NVIDIA TensorRT Model Optimizer").
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,19 +24,26 @@ import msgspec
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
+from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
 from blockyard.services.gpu_worker.quantization.formats.fp8 import Fp8Scheme
 from blockyard.services.gpu_worker.quantization.formats.settings import SCALES, check_scales, names_in, read
-from blockyard.services.gpu_worker.quantization.kept import dequantized, table4_a16, w8a16
-from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
+from blockyard.services.gpu_worker.quantization.kept import table4_a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16
-from blockyard.services.gpu_worker.quantization.names import NamePatterns, bare, fused_names, is_left_out
-from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix, ToKept
-from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.services.gpu_worker.quantization.names import (
+    NamePatterns,
+    NamesOfFile,
+    SettingsByName,
+    fused_names,
+    is_left_out,
+)
+from blockyard.services.gpu_worker.quantization.scheme import WEIGHT, Matrix, StoredMatrix
+from blockyard.shared.errors import ConfigError
 
 FP8, FP8_ROWS, FP8_BLOCKS, MIXED = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION"
 NVFP4 = ("NVFP4", "W4A16_NVFP4")
@@ -45,18 +52,17 @@ SCALE, SECOND_SCALE, INPUT_SCALE = "weight_scale", "weight_scale_2", "input_scal
 BLOCK = 128  # rows and columns of FP8_PB_WO
 GROUP = 16  # inputs of a scale of nvfp4
 CODES, BYTES = frozenset({E4M3}), frozenset({torch.uint8})
-PLAIN = Dequantized(torch.float32)
 NOTE = "nvfp4 weights, whose inputs keep 16 bits"
 
 
 class Algorithm(msgspec.Struct, frozen=True):
     """How a matrix is quantized."""
 
-    quant_algo: str = FP8
+    quant_algo: str | None = None  # None: it is not
     group_size: int = GROUP
 
     def __post_init__(self) -> None:
-        if self.quant_algo not in READ:
+        if self.quant_algo is not None and self.quant_algo not in READ:
             raise ValueError(f"quant_algo {self.quant_algo!r} is none of {', '.join(READ)}")
         if self.quant_algo in NVFP4 and self.group_size != GROUP:
             raise ValueError(f"group_size {self.group_size}: {self.quant_algo} has groups of {GROUP}")
@@ -82,14 +88,14 @@ class ModelOptScheme:
         self._left_out = NamePatterns(
             names_in(settings.exclude_modules, settings.ignore, settings.modules_to_not_convert)
         )
-        self._by_name = {bare(name): one for name, one in settings.quantized_layers.items()}
+        self._by_name = SettingsByName({bare(name): one for name, one in settings.quantized_layers.items()})
         self._fp8 = {
             FP8: Fp8Scheme({"activation_scheme": "static"}, device),
             FP8_ROWS: Fp8Scheme({"activation_scheme": "dynamic"}, device),
         }
 
-    def patterns(self) -> list[NamePatterns]:
-        return [self._left_out]
+    def patterns(self) -> list[NamesOfFile]:
+        return [self._left_out, self._by_name]
 
     def stored(self, matrix: Matrix) -> StoredMatrix | None:
         if self._left_out.match(matrix.name) or is_left_out(matrix.name):
@@ -105,12 +111,8 @@ class ModelOptScheme:
         else:
             form = Table4A16(E2M1, GROUP, E4M3, row_scales=True)
             tensors, to_kept, note = _tensors_of_nvfp4(matrix), partial(_kept_nvfp4, matrix), NOTE
-        if not matrix.plain:
-            return StoredMatrix(form=form, tensors=tensors, to_kept=to_kept, note=note)
-        weight, shape = tensors[WEIGHT], (matrix.outputs, matrix.inputs)  # as it is if it is not quantized
-        found = {key: replace(one, optional=True) for key, one in tensors.items()}
-        found[WEIGHT] = replace(weight, dtypes=weight.dtypes | FLOATS, other_shapes=(*weight.other_shapes, shape))
-        return StoredMatrix(form=PLAIN, tensors=found, to_kept=partial(_to_numbers, matrix, form, to_kept))
+        stored = StoredMatrix(form=form, tensors=tensors, to_kept=to_kept, note=note)
+        return quantized_or_not(matrix, stored) if matrix.plain else stored
 
     def _algorithm(self, name: str) -> str | None:
         """Finds a matrix's algorithm. None: not quantized. A name may mean all matrices in a part of a model."""
@@ -118,9 +120,9 @@ class ModelOptScheme:
             return self._settings.quant_algo
         short = bare(name)
         while short:
-            for one in (short, *fused_names(short)):
-                if one in self._by_name:
-                    return self._by_name[one].quant_algo
+            found = self._by_name.find(short, *fused_names(short))
+            if found is not None:
+                return found.quant_algo
             short = short.rpartition(".")[0]
         return None
 
@@ -139,7 +141,6 @@ def _tensors_of_nvfp4(matrix: Matrix) -> dict[str, StoredTensor]:
 
 
 def _kept_nvfp4(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    _check_all(matrix, (SCALE, SECOND_SCALE), tensors)
     check_scales(matrix.tensor(SCALE), tensors[SCALE])
     whole = check_scales(matrix.tensor(SECOND_SCALE), tensors[SECOND_SCALE])
     return {
@@ -158,19 +159,5 @@ def _tensors_of_blocks(matrix: Matrix) -> dict[str, StoredTensor]:
 
 
 def _kept_blocks(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    _check_all(matrix, (SCALE,), tensors)
     scales = check_scales(matrix.tensor(SCALE), tensors[SCALE]).view(-(-matrix.outputs // BLOCK), -1)
     return {w8a16.CODES: tensors[WEIGHT], w8a16.SCALES: scales.repeat_interleave(BLOCK, 0)[: matrix.outputs]}
-
-
-def _to_numbers(matrix: Matrix, form: KeptForm, to_kept: ToKept, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    weight = tensors[WEIGHT]
-    if weight.dtype in FLOATS:
-        return {dequantized.WEIGHT: weight}
-    return {dequantized.WEIGHT: form.dequantize(to_kept(tensors), matrix.inputs, torch.float32)}
-
-
-def _check_all(matrix: Matrix, keys: tuple[str, ...], tensors: Mapping[str, Tensor]) -> None:
-    for key in keys:
-        if key not in tensors:
-            raise LoadError(f"the checkpoint lacks {matrix.tensor(key)}")

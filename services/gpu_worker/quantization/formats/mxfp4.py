@@ -21,6 +21,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.linear_spec import Arrange, Cut, ExpertSpec, LinearSpec, Split
 from blockyard.services.gpu_worker.loading.weights import WeightTable, after
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat, allocate_experts, targets
+from blockyard.services.gpu_worker.quantization.formats.settings import exponents
 from blockyard.services.gpu_worker.quantization.kept import table4_a16
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, LinearMethod
@@ -74,11 +75,11 @@ class Mxfp4Scheme:
             "blocks": matrix.stored("blocks", (*scales, BLOCK // 2), BYTES),
             "scales": matrix.stored("scales", scales, BYTES),
         }
-        return StoredMatrix(form=FORM, tensors=tensors, to_kept=_to_kept)
+        return StoredMatrix(form=FORM, tensors=tensors, to_kept=partial(_to_kept, matrix))
 
 
-def _to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    scales = tensors["scales"].view(torch.float8_e8m0fnu)
+def _to_kept(matrix: Matrix, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    scales = exponents(matrix.tensor("scales"), tensors["scales"])
     return {table4_a16.CODES: tensors["blocks"].flatten(-2), table4_a16.SCALES: scales}
 
 
@@ -107,8 +108,9 @@ def place_blocks(table: WeightTable, spec: LinearSpec, weight: Tensor) -> None:
     table.place(scales_name, scales_target, shape, arrange, stored=BYTES, cut=scales_cut, fill=_fill_with_ones)
 
     def finish() -> None:
-        for matrix, exponents in zip(weight, scales, strict=True):
-            multiply(matrix, exponents)
+        exponents(scales_name, scales)
+        for matrix, own in zip(weight, scales, strict=True):
+            multiply(matrix, own)
         table.forget(scales_name)
 
     table.after_load(finish)
@@ -136,8 +138,8 @@ def decode(blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 def multiply(values: Tensor, scales: Tensor) -> None:
     """Multiplies values [..., in] in place by 2 ** (scales - 127), scales [..., in / 32] uint8."""
-    exponents = scales.to(values.device).int() - BIAS  # offloaded values are in host memory
-    factors = torch.ldexp(torch.ones(exponents.shape, device=values.device), exponents)
+    powers = scales.to(values.device).int() - BIAS  # offloaded values are in host memory
+    factors = torch.ldexp(torch.ones(powers.shape, device=values.device), powers)
     values.view(*scales.shape, BLOCK).mul_(factors[..., None])
 
 

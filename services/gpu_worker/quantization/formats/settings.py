@@ -12,6 +12,7 @@ from blockyard.shared.errors import ConfigError, LoadError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+NO_EXPONENT = 255  # of e8m0: NaN
 SCALES = FLOATS | {torch.float8_e8m0fnu}  # dtypes that checkpoints have of scales
 
 
@@ -28,6 +29,13 @@ def read(said: Mapping[str, Any], struct: type[T]) -> T:
 def names_in(*lists: Any) -> list[str]:
     """The names of several lists, of which each may be missing."""
     return [name for some in lists for name in some or ()]
+
+
+def exponents(name: str, stored: Tensor) -> Tensor:
+    """Returns exponents, uint8 or e8m0, in e8m0. Raises LoadError for the one that stands for no number."""
+    if bool((stored.view(torch.uint8) == NO_EXPONENT).any()):
+        raise LoadError(f"{name}: the checkpoint has a scale of nan")
+    return stored.view(torch.float8_e8m0fnu)
 
 
 def check_scales(name: str, scales: Tensor, *, signed: bool = False) -> Tensor:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.settings import SCALES, check_scales
+from blockyard.services.gpu_worker.quantization.formats.packing import as_bytes, unpack
+from blockyard.services.gpu_worker.quantization.formats.settings import SCALES, check_scales, exponents
 from blockyard.services.gpu_worker.quantization.kept import act_order, fp8_w8a8, int8_w8a8, table4_a16, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import E4M3
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm
@@ -79,11 +79,11 @@ def check(matrix: Matrix) -> None:
 
 
 def words(matrix: Matrix, own: CodeScheme, dtype: torch.dtype) -> StoredMatrix:
-    """Integers of up to 8 bits. dtype: of the model, which scales have in files."""
+    """Integers of up to 8 bits. dtype: of the model, which scales have in most files."""
     check(matrix)
     group = _group(own, matrix)
     groups = 1 if group is None else -(-matrix.inputs // group)
-    scales = dtype if dtype.itemsize == 2 else torch.float32
+    scales = matrix.float_dtype(SCALE, dtype)
     tensors = {
         PACKED: matrix.stored(PACKED, (matrix.outputs, _num_words(matrix.inputs, own.bits)), WORDS),
         SCALE: _stored_scale(matrix, groups),
@@ -108,14 +108,14 @@ def _from_words(
     if shape is not None and shape.tolist() != [matrix.outputs, matrix.inputs]:
         means = [matrix.outputs, matrix.inputs]
         raise LoadError(f"{matrix.tensor(SHAPE)}: the checkpoint has {shape.tolist()}, config.json means {means}")
-    codes = unpack(tensors[PACKED], own.bits, matrix.inputs)
+    codes = unpack(as_bytes(tensors[PACKED]), own.bits, matrix.inputs)
     order = act_order.sorting(matrix.tensor(GROUPS), group, tensors[GROUPS].long()) if GROUPS in tensors else None
     if order is not None:
         codes = codes[:, order]
-    scales = _of_rows(_exactly(matrix, tensors[SCALE], dtype), matrix.outputs, group)
+    scales = _of_rows(check_scales(matrix.tensor(SCALE), tensors[SCALE]), matrix.outputs, group)
     zeros = None
     if own.has_zeros:
-        zeros = unpack(tensors[ZERO].t(), own.bits, matrix.outputs).t()
+        zeros = unpack(as_bytes(tensors[ZERO].t()), own.bits, matrix.outputs).t()
         zeros = zeros[:, 0] if group is None else zeros
     if own.bits == 4:
         made = {w4a16.CODES: w4a16.pack(codes), w4a16.SCALES: scales}
@@ -129,22 +129,6 @@ def _from_words(
 
 def _num_words(count: int, bits: int) -> int:
     return -(-count * bits // WORD_BITS)
-
-
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Words int32 [rows, words] -> codes uint8 [rows, count] from 0 to 2 ** bits - 1. A code goes on in the next byte.
-
-    Bytes of a word are in the order of their values, as on all machines that this project runs on.
-    """
-    some = packed.contiguous().view(torch.uint8)
-    if bits == 8:
-        return some[:, :count]
-    if bits == 4:
-        return w4a16.unpack(some, count)
-    first = torch.arange(count, device=some.device) * bits
-    padded = F.pad(some, (0, 1)).int()
-    pairs = padded[:, first // 8] | padded[:, first // 8 + 1] << 8
-    return (pairs >> (first % 8).int() & (1 << bits) - 1).to(torch.uint8)
 
 
 # codes one by one
@@ -226,7 +210,7 @@ def mxfp4(matrix: Matrix, key: str = PACKED) -> StoredMatrix:
     """key: of the codes."""
 
     def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {table4_a16.CODES: tensors[key], table4_a16.SCALES: tensors[SCALE].view(E8M0)}
+        return {table4_a16.CODES: tensors[key], table4_a16.SCALES: exponents(matrix.tensor(SCALE), tensors[SCALE])}
 
     tensors = _four_bit_floats(matrix, key, MX_GROUP, EXPONENTS)
     return StoredMatrix(form=Table4A16(E2M1, MX_GROUP, E8M0), tensors=tensors, to_kept=to_kept)
@@ -241,7 +225,7 @@ def mxfp8(matrix: Matrix) -> StoredMatrix:
     }
 
     def to_kept(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {w8a16.CODES: tensors[WEIGHT], w8a16.SCALES: tensors[SCALE].view(E8M0).float()}
+        return {w8a16.CODES: tensors[WEIGHT], w8a16.SCALES: exponents(matrix.tensor(SCALE), tensors[SCALE]).float()}
 
     return StoredMatrix(form=W8A16(E4M3, MX_GROUP), tensors=tensors, to_kept=to_kept)
 
@@ -278,13 +262,3 @@ def _of_rows(scales: Tensor, outputs: int, group: int | None) -> Tensor:
     if group is None:
         return scales.flatten().expand(outputs)
     return scales.reshape(-1, scales.shape[-1] if scales.dim() == 2 else 1).expand(outputs, -1)
-
-
-def _exactly(matrix: Matrix, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in a dtype. Raises LoadError if they would be rounded."""
-    check_scales(matrix.tensor(SCALE), scales)
-    made = scales.to(dtype)
-    if not torch.equal(made.to(scales.dtype), scales):
-        given, wanted = (str(one).removeprefix("torch.") for one in (scales.dtype, dtype))
-        raise LoadError(f"{matrix.tensor(SCALE)}: the checkpoint has {given}, which {wanted} rounds: set --dtype")
-    return made

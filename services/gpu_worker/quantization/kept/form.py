@@ -22,6 +22,7 @@ from blockyard.services.gpu_worker.quantization.kept.w8a8_products import (
 from blockyard.services.gpu_worker.quantization.method import Fusion, LinearMethod
 
 BLOCKS = "blocks"  # the layout of weights that kernels of a GPU read, followed by its parameters
+INPUT_SCALE = "input_scale"  # the tensor, one number, by which forms with rounded inputs divide them
 DUMMY_SCALE = 0.02  # standard deviation of the numbers that dummy weights stand for
 
 
@@ -85,6 +86,9 @@ class HostForm(Protocol):
 
     def for_host(self, kept: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
         """The tensors that it multiplies, made once."""
+
+    def from_host(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        """The numbers [outputs, inputs] that tensors of `for_host` stand for, in the dtype of the model."""
 
     def host_product(self, x: Tensor, packed: Mapping[str, Tensor]) -> Tensor | None:
         """Multiplies as `product` does, by tensors of `for_host`. None: to dequantize is quicker for so many rows."""
@@ -183,6 +187,9 @@ class KeptLinear:
 
     def dequantized(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model."""
+        if self._packed:
+            assert isinstance(self.kept_form, HostForm)
+            return self.kept_form.from_host(self._packed, self.shape)
         return self.kept_form.dequantize(self._kept, self.shape[0], self._dtype)
 
     def prepare(self) -> None:
@@ -193,12 +200,12 @@ class KeptLinear:
             assert isinstance(form, HostForm)
             self._packed = form.for_host(self._kept, self.shape)
             self.size_bytes = sum(one.nbytes for one in self._packed.values())
+            self._drop_matrix()
         elif is_dequantized_on(device, form):
             self._dense = UnquantizedLinear(self.dequantized(), self._bias)
             self._dense.prepare()
             self.size_bytes = self._dense.size_bytes
-            # the tensors that `round_inputs` needs stay
-            self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
+            self._drop_matrix()
         elif device.type == "cuda" and self.input_rounding is not None:
             assert isinstance(form, RoundingForm)
             if not self._is_moved:
@@ -214,6 +221,10 @@ class KeptLinear:
             if self.blocks is not None:
                 self._kept = {}
                 self.size_bytes = sum(one.nbytes for one in self.blocks.tensors().values())
+
+    def _drop_matrix(self) -> None:
+        """The weight is in memory once. The tensors that `round_inputs` needs stay."""
+        self._kept = {name: one for name, one in self._kept.items() if self.kept_form.tensors()[name].is_one_number}
 
     def apply(self, x: Tensor) -> Tensor:
         if self._dense is not None:

@@ -12,10 +12,11 @@ together, one thread (AMD EPYC, AVX-512, torch 2.13), medians of runs in turn on
     64      25,200         43,700                  101,000
     256     55,700                               125,000
 
-So above MOST_ROWS the weights are dequantized for each product.
+So above MOST_ROWS the weights are dequantized for each product, from the packed codes: they are in memory once.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,12 +26,14 @@ GROUPS = (256, 128, 64, 32)  # of inputs that torch knows
 OUTPUTS = 16  # a multiple of these
 MIDDLE = 8
 MOST_ROWS = 128
+TRIAL_INPUTS, MOST_ROWS_OF_BLOCK = 32, 128  # of the trials that show torch's layout
 
 
 def fits(group: int | None, shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """shape: inputs and outputs. group: None for one group a row."""
     inputs, outputs = shape
-    return dtype == torch.bfloat16 and outputs % OUTPUTS == 0 and _known_group(group, inputs) is not None
+    is_known = _known_group(group, inputs) is not None and outputs % OUTPUTS == 0
+    return is_known and dtype == torch.bfloat16 and _is_layout_known()
 
 
 def _known_group(group: int | None, inputs: int) -> int | None:
@@ -49,6 +52,62 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
     both = torch.stack((rounded, ((MIDDLE - zeros) * rounded.float()).bfloat16()), -1)  # [outputs, groups, 2]
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     return {CODES: packed, SCALES: both.transpose(0, 1).contiguous()}
+
+
+def dequantize(packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    """Returns [outputs, inputs] in bfloat16. shape: inputs and outputs."""
+    inputs, outputs = shape
+    scales, offsets = packed[SCALES].float().permute(2, 1, 0)  # [outputs, groups] each
+    values = torch.unflatten(unpack(packed[CODES], (outputs, inputs)).float().sub_(MIDDLE), 1, (scales.shape[1], -1))
+    return values.mul_(scales[..., None]).add_(offsets[..., None]).flatten(1).bfloat16()
+
+
+def unpack(packed: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Returns the codes uint8 [outputs, inputs] of what torch has packed. shape: outputs and inputs.
+
+    Torch packs blocks of outputs, of which the last may be smaller, each with its inputs in turn. How many outputs, and
+    their order within a block, depend on the processor.
+    """
+    (outputs, inputs), block = shape, _rows_of_block()
+    halves = torch.stack((packed & 15, packed >> 4), -1).view(-1)
+    whole = outputs // block * block
+    found = [_unpack_blocks(halves[: whole * inputs], inputs, block)] if whole else []
+    if whole < outputs:
+        found.append(_unpack_blocks(halves[whole * inputs :], inputs, outputs - whole))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _unpack_blocks(halves: Tensor, inputs: int, rows: int) -> Tensor:
+    return halves.view(-1, inputs, rows)[..., _places(rows)].transpose(1, 2).reshape(-1, inputs)
+
+
+def _packed_halves(codes: Tensor) -> Tensor:
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    return torch.stack((packed & 15, packed >> 4), -1).view(-1)
+
+
+@cache
+def _rows_of_block() -> int:
+    """Outputs that are packed together: as many codes are of the first input before one of the second."""
+    columns = torch.arange(TRIAL_INPUTS).clamp(max=1).expand(MOST_ROWS_OF_BLOCK, -1)
+    return int(_packed_halves(columns.contiguous()).nonzero()[0])
+
+
+@cache
+def _places(rows: int) -> Tensor:
+    """Where each output of a block of so many is."""
+    numbers = torch.arange(rows)[:, None].expand(-1, TRIAL_INPUTS).contiguous()
+    low, high = (_packed_halves(one)[:rows].long() for one in (numbers % 16, numbers // 16))
+    return (low + 16 * high).argsort()
+
+
+@cache
+def _is_layout_known() -> bool:
+    """Whether packed codes can be unpacked again on this processor, for products of many rows."""
+    shape = (2 * MOST_ROWS_OF_BLOCK + OUTPUTS, TRIAL_INPUTS)
+    codes = torch.arange(shape[0] * shape[1]).mul_(7).remainder_(16).view(shape)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    return torch.equal(unpack(packed, shape).long(), codes)
 
 
 def product(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:

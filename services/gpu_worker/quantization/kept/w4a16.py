@@ -79,6 +79,10 @@ class W4A16:
         made = host_w4.pack(unpack(kept[CODES], shape[0]), scales, zeros)
         return made | ({act_order.ORDER: kept[act_order.ORDER]} if self.order else {})
 
+    def from_host(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        values = host_w4.dequantize(packed, shape)
+        return act_order.of_inputs(values, packed) if self.order else values
+
     def host_product(self, x: Tensor, packed: Mapping[str, Tensor]) -> Tensor | None:
         if len(x) > host_w4.MOST_ROWS:
             return None

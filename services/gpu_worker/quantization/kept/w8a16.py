@@ -74,6 +74,9 @@ class W8A16:
     def for_host(self, kept: Mapping[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
         return {CODES: kept[CODES], SCALES: kept[SCALES].bfloat16()}
 
+    def from_host(self, packed: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+        return packed[CODES].float().mul_(packed[SCALES].float()[:, None]).to(packed[SCALES].dtype)
+
     def host_product(self, x: Tensor, packed: Mapping[str, Tensor]) -> Tensor | None:
         if len(x) > MOST_ROWS:
             return None

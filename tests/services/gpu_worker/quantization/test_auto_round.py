@@ -40,6 +40,15 @@ def test_settings_of_matrices() -> None:
     assert find_form("lm_head", extra_config=rules) == W8A16(torch.uint8, 32, True, torch.float16)
 
 
+def test_an_expression_is_found_anywhere_in_a_name() -> None:
+    rules = {r"mlp\.(gate|up)": {"bits": 8}, "mlp{9}": {"bits": 16}}
+    assert find_form(UP, extra_config=rules) == W8A16(torch.int8, 32, False, torch.float16)
+    assert find_form(Q, extra_config=rules) == W4A16(32)
+    scheme = AutoRoundScheme({"bits": 4, "group_size": 32, "extra_config": rules}, torch.float32)
+    scheme.stored(Matrix(name=UP, outputs=64, inputs=64))
+    assert [name for one in scheme.patterns() for name in one.unused()] == ["mlp{9}"]
+
+
 @pytest.mark.parametrize("names", ["model.layers.1,model.layers.2", ["model.layers.1"], [["model.layers.1"]]])
 def test_names_of_blocks(names: Any) -> None:
     for key in ("block_name_to_quantize", "to_quant_block_names"):

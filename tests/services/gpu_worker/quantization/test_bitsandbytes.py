@@ -78,7 +78,9 @@ def test_logits(tmp_path: Path, model: str, kind: str, nested: bool) -> None:
     assert forms - {None} == {"dense", "W8A16" if kind == "int8" else "Table4A16"}, "None: a router in float32"
 
 
-@pytest.mark.parametrize("how", [{"nested": True, "storage": "bfloat16"}, {"blocksize": 128}, {"routers": True}])
+@pytest.mark.parametrize(
+    "how", [{"nested": True, "storage": "bfloat16"}, {"blocksize": 128}, {"blocksize": 32}, {"routers": True}]
+)
 def test_other_files(tmp_path: Path, how: dict[str, Any]) -> None:
     check_logits(write_bnb(tmp_path, "mixtral", "nf4", **how))
 

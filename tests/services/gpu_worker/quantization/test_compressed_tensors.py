@@ -285,7 +285,6 @@ def test_inputs_of_groups_stay_as_they_are(tmp_path: Path, format_: str, weights
         ("weight_packed", torch.zeros(32, 8), "float32, expected int32"),
         ("weight_shape", torch.tensor([32, 65]), r"the checkpoint has \[32, 65\], config.json means \[32, 64\]"),
         ("weight_scale", torch.full((32, 2), torch.inf), "a scale of inf"),
-        ("weight_scale", torch.full((32, 2), 0.1, dtype=torch.float64), "float64, which float32 rounds: set --dtype"),
         ("weight_g_idx", torch.full((64,), 9, dtype=torch.int32), "weight_g_idx: the checkpoint has group 9, expected"),
     ],
 )

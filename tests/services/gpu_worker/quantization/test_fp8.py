@@ -121,6 +121,8 @@ def test_gpus_without_products_of_fp8_keep_inputs(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(fp8, "has_products", lambda device: False)
     runner = check_logits(write_fp8(tmp_path, "mixtral", "tensor", static=True))
     assert {linear.method.form for linear in runner.model.linears()} == {"W8A16", "dense"}
+    lines = runner.model.table.describe_unused()
+    assert any(line.startswith("fp8 weights, whose inputs keep 16 bits because this GPU has no fp8") for line in lines)
 
 
 def test_the_fallback_to_transformers(tmp_path: Path) -> None:

@@ -192,6 +192,12 @@ def test_dynamic_rules(tmp_path: Path) -> None:
     assert "products that are cut because their parts are not quantized alike: model.layers.1.self_attn.q_proj" in notes
 
 
+def test_rules_that_match_nothing_are_named(tmp_path: Path) -> None:
+    dynamic: dict[str, dict[str, Any]] = {r"-:.*vision.*": {}, r".*mlp.*": {"bits": 4}, r"+:.*\.9\..*": {"bits": 8}}
+    notes = start(write_gptq(tmp_path, "llama", Layout(), dynamic=dynamic).packed).model.table.describe_unused()
+    assert r"quantization_config names what the model does not have: -:.*vision.* and 1 more" in notes
+
+
 def test_a_quantized_head_and_layers_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     like = BY_NAME["llama"]
     monkeypatch.setitem(BY_NAME, "llama-216", replace(like, fields=like.fields | {"vocab_size": 216}))

@@ -31,6 +31,7 @@ from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.shared.config.checkpoint import read_quantization
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
+from blockyard.shared.quantization import has_fp8_kv
 
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
 E4M3 = torch.float8_e4m3fn
@@ -113,6 +114,17 @@ def add_settings(made: Checkpoints, said: str) -> None:
     """As the launcher does, which merges the file into config.json."""
     file = made.packed / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | json.loads(said)))
+
+
+def test_files_with_scales_of_the_kv_cache_alone(tmp_path: Path) -> None:
+    """As ModelOpt writes them with --kv_cache_qformat fp8 and no other format."""
+    made = write(tmp_path, "llama", lambda name, weight: None, {})
+    inner = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (made.packed / "hf_quant_config.json").write_text(json.dumps(of_file(inner)))
+    runner = check(made)
+    assert {linear.method.form for linear in runner.model.linears()} == {"dense"}
+    assert has_fp8_kv(read_quantization(made.packed, {}))
+    assert has_fp8_kv({"quant_method": "modelopt", "quantization": inner})
 
 
 def round_statically(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from blockyard.services.gpu_worker.quantization.names import NamePatterns, find_rule, is_left_out
+from blockyard.services.gpu_worker.quantization.names import NamePatterns, SettingsByPattern, is_left_out
 from blockyard.shared.errors import ConfigError
 
 Q, GATE = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate"
@@ -74,7 +74,17 @@ def test_dynamic_rules() -> None:
         r".*down.*": {"group_size": 32},
         r".*": {"desc_act": True},
     }
-    assert find_rule(rules, GATE) is None
-    assert find_rule(rules, Q) == {"bits": 8}
-    assert find_rule(rules, "model.layers.1.mlp.down_proj") == {"group_size": 32}
-    assert find_rule({}, Q) == {}
+    found = SettingsByPattern(rules, marks=("-:", "+:"))
+    assert found.find(GATE) == (r"-:.*\.gate$", {})
+    assert found.find(Q) == (r"+:.*layers\.1\..*q_proj.*", {"bits": 8})
+    assert found.unused() == [r".*down.*", r".*"]
+    assert found.find("model.layers.1.mlp.down_proj") == (".*down.*", {"group_size": 32})
+    assert found.unused() == [".*"]
+    assert SettingsByPattern({}).find(Q) is None
+
+
+def test_expressions_that_match_a_part_of_a_name() -> None:
+    rules = {r"layers\.1\.self": 8}
+    assert SettingsByPattern(rules).find(Q) is not None  # names without their first part are names, too
+    assert SettingsByPattern({r"self_attn\.q": 8}).find(Q) is None
+    assert SettingsByPattern({r"self_attn\.q": 8}, anywhere=True).find(Q) == (r"self_attn\.q", 8)

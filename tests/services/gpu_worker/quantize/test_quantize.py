@@ -96,6 +96,12 @@ def with_config(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+def test_layers_that_are_stored_as_inputs_by_outputs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"its layers are Conv1D.*--quantization fp8 quantizes them while they load"):
+        quantize(source(tmp_path, "gpt2"), tmp_path / "target", Rounding("int8"))
+    assert not (tmp_path / "target").exists()
+
+
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     of_source, target = source(tmp_path, "llama"), tmp_path / "target"
     with pytest.raises(ConfigError, match=r"--group 48: model\.layers\.0\.\S+ has 64 inputs; --ignore it"):

@@ -245,7 +245,7 @@ engine.start(WorkerConfig(process=process, model_path={str(tmp_path)!r}, device=
 ours = ("triton_attention", "device_ops", "cuda_steps")
 print([m for m in sys.modules if m.startswith("triton") or any(name in m for name in ours)])
 """
-    env = os.environ | {"PYTHONPATH": f"{SRC}:{os.environ.get('PYTHONPATH', '')}"}
+    env = os.environ | {"PYTHONPATH": f"{SRC}:{os.environ.get('PYTHONPATH', '')}", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"

@@ -1,0 +1,28 @@
+"""Shapes and dtypes of a checkpoint's tensors, known before the tensors are read.
+
+A quantized weight is kept as its file has it: the dtype of scales, or the size of their blocks, may be written nowhere
+else.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from blockyard.services.gpu_worker.loading.checkpoint_names import bare
+
+
+class TensorHeader(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TensorHeaders:
+    """The headers of a checkpoint by name, whatever its prefixes."""
+
+    def __init__(self, headers: Iterable[tuple[str, TensorHeader]] = ()) -> None:
+        self._headers = {bare(name): header for name, header in headers}
+
+    def find(self, name: str) -> TensorHeader | None:
+        """None: the checkpoint has no such tensor, or its headers are not known, as those of dummy weights."""
+        return self._headers.get(bare(name))
