@@ -16,8 +16,8 @@ import torch
 
 from blockyard.services.gpu_worker.quantization.formats.awq import AwqScheme
 from blockyard.services.gpu_worker.quantization.formats.gptq import FIRST, SECOND, GptqScheme
-from blockyard.services.gpu_worker.quantization.formats.integers import group_of, is_outside
-from blockyard.services.gpu_worker.quantization.formats.settings import read
+from blockyard.services.gpu_worker.quantization.formats.layouts.integers import group_of, is_outside
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
 from blockyard.services.gpu_worker.quantization.names import (
     NamePatterns,
     NamesOfFile,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats import marlin
-from blockyard.services.gpu_worker.quantization.formats.integers import (
+from blockyard.services.gpu_worker.quantization.formats.layouts import marlin
+from blockyard.services.gpu_worker.quantization.formats.layouts.integers import (
     WORDS,
     Integers,
     check_middle,
@@ -32,8 +32,8 @@ from blockyard.services.gpu_worker.quantization.formats.integers import (
     is_outside,
     stored_matrix,
 )
-from blockyard.services.gpu_worker.quantization.formats.packing import as_bytes, pack, unpack
-from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, pack, unpack
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, read
 from blockyard.services.gpu_worker.quantization.names import NamePatterns
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 from blockyard.shared.errors import LoadError

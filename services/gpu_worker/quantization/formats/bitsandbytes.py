@@ -30,8 +30,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.settings import check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales, names_in, read
 from blockyard.services.gpu_worker.quantization.kept import dequantized, table4_a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import FP4, NF4, Table4A16, to_table

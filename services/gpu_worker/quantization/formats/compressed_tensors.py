@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
-from blockyard.services.gpu_worker.quantization.formats import stored_codes
-from blockyard.services.gpu_worker.quantization.formats.settings import read
-from blockyard.services.gpu_worker.quantization.formats.stored_codes import CodeScheme, Inputs
+from blockyard.services.gpu_worker.quantization.formats.layouts import stored_codes
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
+from blockyard.services.gpu_worker.quantization.formats.layouts.stored_codes import CodeScheme, Inputs
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import has_products
 from blockyard.services.gpu_worker.quantization.names import HEAD, REGEX, NamePatterns, is_left_out
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.settings import read
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
 from blockyard.services.gpu_worker.quantization.kept import w8a16
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import FLOOR
 from blockyard.services.gpu_worker.quantization.kept.w8a16 import W8A16

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.settings import SCALES, check_scales, names_in, read
+from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import SCALES, check_scales, names_in, read
 from blockyard.services.gpu_worker.quantization.kept import fp8_w8a8
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import (
     E4M3,

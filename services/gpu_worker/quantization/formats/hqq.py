@@ -24,8 +24,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.either import quantized_or_not
-from blockyard.services.gpu_worker.quantization.formats.settings import read
+from blockyard.services.gpu_worker.quantization.formats.layouts.either import quantized_or_not
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import read
 from blockyard.services.gpu_worker.quantization.kept import dequantized, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.form import KeptForm

@@ -21,7 +21,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.loading.linear_spec import Arrange, Cut, ExpertSpec, LinearSpec, Split
 from blockyard.services.gpu_worker.loading.weights import WeightTable, after
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedFormat, allocate_experts, targets
-from blockyard.services.gpu_worker.quantization.formats.settings import exponents
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import exponents
 from blockyard.services.gpu_worker.quantization.kept import table4_a16
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import E2M1, Table4A16
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, LinearMethod

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.tensor_groups import StoredTensor
-from blockyard.services.gpu_worker.quantization.formats.packing import pack, unpack
+from blockyard.services.gpu_worker.quantization.formats.layouts.packing import pack, unpack
 from blockyard.services.gpu_worker.quantization.kept import act_order, dequantized, w4a16, w8a16
 from blockyard.services.gpu_worker.quantization.kept.dequantized import Dequantized
 from blockyard.services.gpu_worker.quantization.kept.eight_bits import expand

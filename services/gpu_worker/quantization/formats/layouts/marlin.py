@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.weights import FLOATS
-from blockyard.services.gpu_worker.quantization.formats.integers import (
+from blockyard.services.gpu_worker.quantization.formats.layouts.integers import (
     WORDS,
     Integers,
     check_sizes,
     stored_matrix,
 )
-from blockyard.services.gpu_worker.quantization.formats.packing import as_bytes, pack, unpack
-from blockyard.services.gpu_worker.quantization.formats.settings import check_scales
+from blockyard.services.gpu_worker.quantization.formats.layouts.packing import as_bytes, pack, unpack
+from blockyard.services.gpu_worker.quantization.formats.layouts.settings import check_scales
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, StoredMatrix
 
 TILE = 16
