@@ -3,16 +3,16 @@
 - `attention/`: attention over the paged KV cache: decode, prefill, Hopper, batch-invariant, and the CPU path.
 - `kv_cache/`: the cache's layout, dtypes and metadata; rotary embedding with the KV write; copies of whole blocks.
 - `layers/`: linear layers, RMSNorm, the gated activation, rotary embedding.
-- `quantized/`: linear layers with quantized weights.
+- `quantized/`: linear layers with quantized weights; what unpacks codes, for experts too.
 - `moe/`: routing and grouped products of mixtures of experts.
 - `sampling/`: penalties, sampling with Gumbel noise from Philox, log-probabilities.
 - `slots/`: state of batch slots on the device, and the kernels that begin and end a decode step.
 
 `services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service. Within it
-`attention/` imports `kv_cache/`, which imports `layers/`, as do `moe/` and `quantized/`; no other folder imports
-another. `int_math`, `gpu_facts`, `programmatic_launch` and `tensor_checks` serve all host functions. PERFORMANCE.md has
-the figures. Modules without Triton (references of `sampling/` and `slots/`, RMSNorm, the CPU path) are imported on
-machines that have none.
+`attention/` imports `kv_cache/`, which imports `layers/`, as do `moe/` and `quantized/`; `moe/` imports `quantized/`;
+no other folder imports another. `int_math`, `gpu_facts`, `programmatic_launch` and `tensor_checks` serve all host
+functions. PERFORMANCE.md has the figures. Modules without Triton (references of `sampling/` and `slots/`, RMSNorm, the
+CPU path) are imported on machines that have none.
 
 To add a kernel:
 1. A file in the folder of its subject: the `@triton.jit` kernel, a host function that checks shapes and launches it,
