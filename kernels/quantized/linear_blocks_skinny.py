@@ -165,10 +165,11 @@ def _add_tile(
         products = tl.zeros_like(weights[0])
         given = tl.zeros_like(total)
         start = tl.minimum(row, rows - 1) * size
+        if NORM:
+            power = squares[row]
         for half in tl.static_range(HALVES):
             x = _input(x_ptr, start, cols + half * WIDTH, size, GATED)
             if NORM:
-                power = squares[row] if half == 0 else power  # noqa: F821, of the other half
                 power += x * x
                 x *= norms[half].to(tl.float32)
             scaled = x * _powers(cols, half) if ASM != "" and CODES == 1 else x
