@@ -14,6 +14,7 @@ FAMILIES = (  # one module for each
     "latent",
     "linear",
     "linear_8_bits",
+    "linear_weight_only",
     "quantized_experts",
     "sampling",
     "small",
@@ -28,12 +29,23 @@ if torch.cuda.is_available():
         latent,
         linear,
         linear_8_bits,
+        linear_weight_only,
         quantized_experts,
         sampling,
         small,
     )
 
-    _MODULES = (attention, experts, latent, linear, linear_8_bits, quantized_experts, sampling, small)
+    _MODULES = (
+        attention,
+        experts,
+        latent,
+        linear,
+        linear_8_bits,
+        linear_weight_only,
+        quantized_experts,
+        sampling,
+        small,
+    )
     MEASURES = {name: module.measure for name, module in zip(FAMILIES, _MODULES, strict=True)}
 
 

@@ -18,16 +18,23 @@ FORMS: dict[str, KeptForm] = {"fp8 rows": Fp8W8A8(), "fp8 blocks": Fp8W8A8(128),
 COPIES = 4  # of each shape, so that the L2 cache does not hold their weights
 ROWS = (1, 8, 64, 128, 256)
 MANY_ROWS = 2048  # which are not tuned
-NAMES = {"cublas": "default", "skinny": "rows in registers", "stream_k": "tensor cores"}
+NAMES = {
+    "cublas": "default",
+    "skinny": "rows in registers",
+    "stream_k": "tensor cores",
+    "blocks": "tensor cores",
+    "unpacked": "cuBLAS, unpacked first",
+}
 
 
 def measure() -> list[Row]:
     """Times include the norm before each product, which rounds its input."""
     with torch.inference_mode():
-        return [one for name, form in FORMS.items() for one in _rows(name, form)]
+        return [one for name, form in FORMS.items() for one in rows_of(name, form)]
 
 
-def _rows(form_name: str, form: KeptForm) -> Iterator[Row]:
+def rows_of(form_name: str, form: KeptForm, in_8_bits: bool = True) -> Iterator[Row]:
+    """Each shape by default and as picked. in_8_bits: products are, and not in bfloat16."""
     linears = [_linear(form, *shape) for shape in SHAPES.values() for _ in range(COPIES)]
     tuner = Tuner(linears, device=torch.device("cuda"), dtype=torch.bfloat16)
     tuner.compile(ROWS)
@@ -39,7 +46,12 @@ def _rows(form_name: str, form: KeptForm) -> Iterator[Row]:
             for config in dict.fromkeys((CUBLAS, pick(times))):
                 label, shape = f"{form_name}, {name}, {NAMES[config.kernel]}", f"{num} x {layer.in_features} -> "
                 yield row(
-                    label, f"{shape}{layer.out_features}", times[config], elements, 2 * num * elements, in_8_bits=True
+                    label,
+                    f"{shape}{layer.out_features}",
+                    times[config],
+                    group[0].method.size_bytes,
+                    2 * num * elements,
+                    in_8_bits=in_8_bits,
                 )
 
 

@@ -14,8 +14,7 @@ Types to know: `KernelConfig` describes how one GEMM is computed, `LinearShape` 
 `TunedConfig` holds the measured kernel configs of a model for one number of rows.
 
 `startup.cuda` creates the `Tuner`, `compilation.record_kernels` compiles its candidates, `execution.cuda` calls
-`IdleTuning.step` when idle, and `bench.linear` and
-`bench.linear_8_bits` print timings. Imports go from `tuner` to `timing`, `products` and
-`kernel_configs`, and from there to `layers.linear` and `kernels/`. `idle_tuning` and `kernel_configs` import neither
-torch nor Triton.
+`IdleTuning.step` when idle, and `bench.linear`, `bench.linear_8_bits` and `bench.linear_weight_only` print timings.
+Imports go from `tuner` to `timing`, `products` and `kernel_configs`, and from there to `layers.linear` and `kernels/`.
+`idle_tuning` and `kernel_configs` import neither torch nor Triton.
 """

@@ -1,7 +1,7 @@
 """Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
 
-Beside the method's own product: the stream-K GEMM that unpacks codes in registers, and for many rows cuBLAS with a
-weight that is unpacked first.
+Beside the method's own product: the skinny GEMM for few rows, the stream-K GEMM, both of which unpack codes in
+registers, and for many rows cuBLAS with a weight that is unpacked first.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.linear_stream_k import Tiling, Workspace
+from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
+from blockyard.kernels.quantized.linear_blocks_skinny import linear_blocks_skinny
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import KernelConfig, LinearShape
@@ -29,6 +31,13 @@ SHARED_BYTES = 226 << 10  # usable shared memory of one SM, compute capability 9
 FEWEST_BLOCKS = 3  # of inputs, in each part of a split tile
 PARTS = (1, 2, 3, 4)  # programs of a multiprocessor that splits are made for, at most
 
+# rows -> candidates: out_tile, in_tile, tiles loaded at a time, warps
+SKINNY_TILES = {
+    1: ((8, 512, 2, 4), (8, 512, 4, 4), (16, 512, 2, 8), (16, 512, 1, 8), (8, 1024, 1, 8), (8, 1024, 2, 8),
+        (4, 512, 4, 2), (4, 1024, 2, 4), (16, 256, 4, 4), (32, 256, 2, 8)),
+    2: ((8, 512, 1, 4), (8, 512, 2, 4), (16, 512, 1, 8), (16, 512, 2, 8), (8, 1024, 1, 8), (16, 256, 2, 4)),
+    4: ((8, 512, 1, 4), (16, 512, 1, 8), (16, 256, 1, 4), (8, 512, 2, 4)),
+}  # fmt: skip
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
 TILES = {
     16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
@@ -55,6 +64,11 @@ class BlockProducts:
         if rows > kernel_configs.MAX_ROWS:
             return []
         made = [
+            KernelConfig("skinny", out, 0, size, early, warps)
+            for out, size, early, warps in SKINNY_TILES.get(rows, ())
+            if layer.in_features % (size * early) == 0
+        ]
+        made += [
             self._config(layer, tiles, split)
             for tiles in TILES[next(most for most in TILES if rows <= most)]
             for split in self._splits(layer, rows, tiles)
@@ -88,6 +102,9 @@ class BlockProducts:
                 return out if bias is None else out.add_(bias)
 
             return unpacked
+        if config.kernel == "skinny":
+            few = self.fused(config, method)
+            return few if blocks.order is None else lambda x: few(blocks.ordered(x))
         workspace, split, weights, table = self._workspace(), config.split, blocks.weights, blocks.table
         tiling = Tiling(
             config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, self._pdl, config.fetch
@@ -97,21 +114,37 @@ class BlockProducts:
         return lambda x: linear_blocks(blocks.ordered(x), weights, bias, tiling, workspace, split, table=table)
 
     def fused(self, config: KernelConfig, method: LinearMethod) -> FusedProduct:
-        raise AssertionError("no kernel of these weights fuses")
+        """The skinny GEMM of rows in the order of the columns, which can fuse the norm, the gate and the residual
+        addition. config: of that kernel."""
+        blocks, bias, pdl = _blocks(method), _kept(method).bias, self._pdl
+        weights, table = blocks.weights, blocks.table
+        tiles = {"out_tile": config.out_tile, "tile": config.in_tile, "warps": config.warps, "early": config.stages}
+
+        def product(
+            x: Tensor, norm: RMSNorm | None = None, gated: bool = False, add_to: Tensor | None = None
+        ) -> Tensor:
+            return linear_blocks_skinny(
+                x, weights, bias, pdl=pdl, norm=norm, gated=gated, add_to=add_to, table=table, **tiles
+            )
+
+        return product
 
     def example(self, config: KernelConfig, bias: bool, fusion: Fusion, like: LinearMethod) -> Linear:
-        one = _blocks(like).weights
+        one, size = _blocks(like).weights, EXAMPLE_FEATURES
+        if config.kernel == "skinny":
+            size = -(-size // (config.in_tile * config.stages)) * config.in_tile * config.stages
+        groups = -(-size // one.group) if one.group else 1
         made = replace(
             one,
-            inputs=EXAMPLE_FEATURES,
-            codes=_first(one.codes, EXAMPLE_FEATURES // BLOCK, EXAMPLE_FEATURES, one.codes.shape[2]),
-            scales=None if one.scales is None else _first(one.scales, _groups(one.group), EXAMPLE_FEATURES),
-            zeros=None if one.zeros is None else _first(one.zeros, _groups(one.group), EXAMPLE_FEATURES),
+            inputs=size,
+            codes=_first(one.codes, size // BLOCK, EXAMPLE_FEATURES, one.codes.shape[2]),
+            scales=None if one.scales is None else _first(one.scales, groups, EXAMPLE_FEATURES),
+            zeros=None if one.zeros is None else _first(one.zeros, groups, EXAMPLE_FEATURES),
             row_scales=None if one.row_scales is None else one.row_scales.new_zeros(EXAMPLE_FEATURES),
         )
         vector = torch.zeros(EXAMPLE_FEATURES, dtype=self._dtype, device=self._device) if bias else None
-        spec = make_spec([part("", EXAMPLE_FEATURES)], EXAMPLE_FEATURES, bias=bias)
-        method = KeptLinear(_kept(like).kept_form, {}, (EXAMPLE_FEATURES, EXAMPLE_FEATURES), self._dtype, vector)
+        spec = make_spec([part("", EXAMPLE_FEATURES)], size, bias=bias)
+        method = KeptLinear(_kept(like).kept_form, {}, (size, EXAMPLE_FEATURES), self._dtype, vector)
         method.blocks = BlockProduct(made, None)
         return Linear(method, spec, fusion)
 
@@ -120,10 +153,6 @@ class BlockProducts:
         if self._space is None:
             self._space = Workspace(WORKSPACE_ELEMENTS, WORKSPACE_PROGRAMS, self._device)
         return self._space
-
-
-def _groups(group: int) -> int:
-    return -(-EXAMPLE_FEATURES // group) if group else 1
 
 
 def _first(like: Tensor, *shape: int) -> Tensor:

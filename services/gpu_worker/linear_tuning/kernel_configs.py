@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
-CACHE_VERSION = 7  # of the candidates and fields below; a cache file of another version is ignored
+CACHE_VERSION = 8  # of the candidates and fields below; a cache file of another version is ignored
 MARGIN = 0.98  # a kernel replaces the default one below this share of its time; a smaller gain is noise
 REFINE_MARGIN = 0.997  # a change of one shape is kept below this share of the excerpt's time
 NUM_TRIES = 3  # alternatives to try for one shape in `Tuner._refine`, beside cuBLAS
@@ -53,7 +53,7 @@ class KernelConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one GEMM is computed, and with which tiles.
 
     "cublas" is the product of the layer's method, "unpacked" cuBLAS with a weight whose codes are unpacked before, the
-    others are `linear_skinny`, `linear_stream_k` and `linear_blocks`.
+    others are `linear_skinny`, `linear_stream_k` and `linear_blocks`, or the kernels of quantized weights like them.
     """
 
     kernel: Literal["cublas", "skinny", "stream_k", "blocks", "unpacked"] = "cublas"

@@ -163,7 +163,10 @@ class KeptLinear:
 
     @property
     def fusions(self) -> frozenset[Fusion]:
-        return frozenset(Fusion) if self.input_rounding is not None else frozenset()
+        """Kernels that fuse read the inputs in order."""
+        is_in_order = not any(one.is_order for one in self.kept_form.tensors().values())
+        has_kernels = self.input_rounding is not None or (isinstance(self.kept_form, PackedForm) and is_in_order)
+        return frozenset(Fusion) if has_kernels else frozenset()
 
     @property
     def input_rounding(self) -> InputRounding | None:
