@@ -46,7 +46,8 @@ pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile $(ALONE:%=--ignore=tests/%)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
+	$(RUN) -m pytest -q -n 2 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
 	$(RUN) -m pytest -q $(ALONE:%=tests/%)
 endif
 

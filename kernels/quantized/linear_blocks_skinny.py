@@ -16,7 +16,6 @@ from blockyard.kernels.layers.linear_skinny import MAX_ROWS, linear_skinny_refer
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.quantized.block_weights import BLOCK, BlockWeights, dequantized_blocks
-from blockyard.kernels.quantized.unpack_assembly import float32_assembly
 from blockyard.kernels.quantized.unpack_tiles import numbers, scale_numbers
 
 
@@ -32,35 +31,6 @@ def linear_blocks_skinny_reference(
     own = None if norm is None else RMSNorm(norm.weight.double(), norm.eps)
     wide = [None if one is None else one.double() for one in (bias, add_to)]
     return linear_skinny_reference(x.double(), dequantized_blocks(weights), wide[0], own, gated, wide[1])
-
-
-@triton.jit
-def _float32_halves(
-    codes, table_ptr, CODES: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
-):  # fmt: skip
-    """The numbers of the lower and of the upper halves of bytes in float32, rounded to DTYPE.
-
-    By instructions, INT4 is times powers of 2, see `float32_assembly`.
-    """
-    if ASM != "":
-        return tl.inline_asm_elementwise(
-            ASM,
-            "=f,=f,=f,=f,=f,=f,=f,=f,r",
-            [codes],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    else:  # noqa: RET505, only one branch is compiled
-        low = numbers(codes & 15, table_ptr, CODES, MIDDLE, DTYPE)
-        return low.to(tl.float32), numbers(codes >> 4, table_ptr, CODES, MIDDLE, DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _powers(col, HALF: tl.constexpr):
-    """What inputs are multiplied by, because INT4 by instructions is times powers of 2."""
-    odd: tl.constexpr = 0.0625 if HALF == 1 else 1.0
-    return tl.where(col % 2 == 1, odd / 256, odd)
 
 
 @triton.jit
@@ -148,13 +118,14 @@ def _lanes(values):
 def _add_tile(
     totals, squares, codes, scales, zeros, norms, x_ptr, table_ptr, rows, first, size,
     ROWS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, ZEROS: tl.constexpr,
-    ASM: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile's products to the accumulators, and its squares to the sums of squares, for each row."""
     WIDTH: tl.constexpr = codes.shape[2]
     HALVES: tl.constexpr = 128 // WIDTH
     if CODES <= 3:
-        weights = _float32_halves(codes, table_ptr, CODES, not ZEROS, x_ptr.dtype.element_ty, ASM)
+        low = numbers(codes & 15, table_ptr, CODES, not ZEROS, tl.float32)
+        weights = (low, numbers(codes >> 4, table_ptr, CODES, not ZEROS, tl.float32))
     else:
         weights = (numbers(codes, table_ptr, CODES, not ZEROS, tl.float32),)
     cols = first * 128 + tl.arange(0, codes.shape[0])[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
@@ -172,14 +143,13 @@ def _add_tile(
             if NORM:
                 power += x * x
                 x *= norms[half].to(tl.float32)
-            scaled = x * _powers(cols, half) if ASM != "" and CODES == 1 else x
             if GROUP % 128 > 0:  # lanes differ in their scales
-                part = _lanes(weights[half] * scaled[:, None, :])
+                part = _lanes(weights[half] * x[:, None, :])
                 if ZEROS:
                     part -= zeros[half] * _lanes(x[:, None, :])
                 total += part * scales[half]
             else:
-                products += weights[half] * scaled[:, None, :]
+                products += weights[half] * x[:, None, :]
                 if ZEROS:
                     given += _lanes(x[:, None, :])
         if GROUP % 128 == 0:
@@ -197,13 +167,13 @@ def _add_tile(
 def _add_tiles(
     totals, squares, tiles, x_ptr, table_ptr, rows, first, size,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, CODES: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
-    ZEROS: tl.constexpr, ASM: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    ZEROS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     for i in tl.static_range(len(tiles)):
         codes, scales, zeros, norms = tiles[i]
         totals, squares = _add_tile(
             totals, squares, codes, scales, zeros, norms, x_ptr, table_ptr, rows, first + i * BLOCKS, size,
-            ROWS, CODES, GROUP, SCALES, ZEROS, ASM, NORM, GATED,
+            ROWS, CODES, GROUP, SCALES, ZEROS, NORM, GATED,
         )  # fmt: skip
     return totals, squares
 
@@ -214,7 +184,7 @@ def _linear_blocks_skinny_kernel(
     size, eps,
     ROWS: tl.constexpr, OUT_TILE: tl.constexpr, BLOCKS: tl.constexpr, EARLY: tl.constexpr, CODES: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, E8M0: tl.constexpr, ZEROS: tl.constexpr, ROW_SCALES: tl.constexpr,
-    ASM: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     # program i: outputs i * OUT_TILE ... of all rows; EARLY tiles of weights are loaded before the wait,
@@ -250,7 +220,7 @@ def _linear_blocks_skinny_kernel(
             before += (tl.load(out_ptr + row * outs + out, mask=there, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     totals, squares = _add_tiles(
         totals, squares, tiles, x_ptr, table_ptr, rows, 0, size,
-        ROWS, BLOCKS, CODES, GROUP, SCALES, ZEROS, ASM, NORM, GATED,
+        ROWS, BLOCKS, CODES, GROUP, SCALES, ZEROS, NORM, GATED,
     )  # fmt: skip
     for first in range(EARLY * BLOCKS, size // 128, EARLY * BLOCKS):
         tiles = _load_tiles(
@@ -259,7 +229,7 @@ def _linear_blocks_skinny_kernel(
         )  # fmt: skip
         totals, squares = _add_tiles(
             totals, squares, tiles, x_ptr, table_ptr, rows, first, size,
-            ROWS, BLOCKS, CODES, GROUP, SCALES, ZEROS, ASM, NORM, GATED,
+            ROWS, BLOCKS, CODES, GROUP, SCALES, ZEROS, NORM, GATED,
         )  # fmt: skip
     for row in tl.static_range(ROWS):
         y = tl.sum(tl.sum(totals[row], 2), 0) * factor
@@ -306,7 +276,6 @@ def linear_blocks_skinny(
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device) if add_to is None else add_to
     if out.numel() == 0:
         return out
-    assembly = float32_assembly(weights.kind, x.dtype, weights.zeros is None, weights.table) if x.is_cuda else ""
     codes, scales, zeros = weights.codes, weights.scales, weights.zeros
     _linear_blocks_skinny_kernel[(ceil_div(outs, out_tile),)](
         x, codes, codes if scales is None else scales, codes if zeros is None else zeros,
@@ -315,7 +284,7 @@ def linear_blocks_skinny(
         0.0 if norm is None else norm.eps,
         ROWS=next_power_of_2(rows), OUT_TILE=out_tile, BLOCKS=tile // BLOCK, EARLY=early,
         CODES=int(weights.kind), GROUP=weights.group, SCALES=scales is not None, E8M0=weights.is_e8m0,
-        ZEROS=zeros is not None, ROW_SCALES=weights.row_scales is not None, ASM=assembly,
+        ZEROS=zeros is not None, ROW_SCALES=weights.row_scales is not None,
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=add_to is not None, PDL=pdl, num_warps=warps,
         **pdl_options(pdl),
     )  # fmt: skip

@@ -33,35 +33,6 @@ def unpack_assembly(kind: Codes, dtype: torch.dtype, middle: bool, table: tuple[
     return ""
 
 
-def float32_assembly(kind: Codes, dtype: torch.dtype, middle: bool, table: tuple[float, ...] | None = None) -> str:
-    """The instructions that make float32 of the numbers that `unpack_assembly` makes, or "" where there are none.
-
-    INT4 is exact and takes fewer instructions, because codes stay where they are in two bytes: numbers of odd bytes are
-    times 256, and those of upper halves times 16.
-    """
-    if kind is Codes.INT4:
-        return _float32_integers(middle)
-    made = unpack_assembly(kind, dtype, middle, table)
-    if dtype != torch.bfloat16 or not made:
-        return ""
-    for i, operand in enumerate(("$0", "$1", "$2", "$3", "$4")):
-        made = made.replace(operand, f"h{i}" if i < 4 else "$8")
-    wide = [f"shl.b32 ${2 * i}, h{i}, 16; and.b32 ${2 * i + 1}, h{i}, 0xFFFF0000;" for i in range(4)]
-    return f"{{ .reg .b32 h0, h1, h2, h3; {made} {' '.join(wide)} }}"
-
-
-def _float32_integers(middle: bool) -> str:
-    """A code is added to 2^23 at its place, as the mantissa."""
-    made = ["shr.u32 a, $8, 16;"]
-    for i in range(8):
-        place = 8 * (i % 2) + 4 * (i // 4)  # bits below the code in two bytes
-        less = torch.tensor(-float(2**23 + (8 << place if middle else 0))).view(torch.int32).item()
-        word = "$8" if i % 4 < 2 else "a"
-        made.append(f"lop3.b32 b, {word}, 0x{15 << place:X}, 0x4B000000, 0xEA; mov.b32 f, b;")
-        made.append(f"add.rn.f32 ${i}, f, 0f{int(less) & 0xFFFFFFFF:08X};")
-    return f"{{ .reg .b32 a, b; .reg .f32 f; {' '.join(made)} }}"
-
-
 def _twice(bits: int) -> str:
     return f"0x{bits << 16 | bits:08X}"
 
