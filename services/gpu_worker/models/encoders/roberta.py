@@ -14,10 +14,12 @@ from blockyard.shared.config.pooling.output_kinds import OutputKind
 from blockyard.shared.errors import ConfigError
 
 DEFAULTS = BERT_DEFAULTS | {"vocab_size": 50265, "pad_token_id": 1}  # of fields that config.json may omit
+XLM_DEFAULTS = DEFAULTS | {"vocab_size": BERT_DEFAULTS["vocab_size"]}
 
 
 def build(config: dict[str, Any], table: WeightTable) -> Encoder:
-    config = with_defaults(config, DEFAULTS)
+    is_xlm = any(str(name).startswith("XLM") for name in config.get("architectures") or ())
+    config = with_defaults(config, XLM_DEFAULTS if is_xlm else DEFAULTS)
     fields = parse(config, BertConfig)
     if fields.pad_token_id is None or fields.pad_token_id < 0:
         raise ConfigError(f"config.json: pad_token_id {fields.pad_token_id}: positions begin behind it")
