@@ -11,7 +11,8 @@ import msgspec
 
 from blockyard.shared.errors import ConfigError
 
-NOT_BUILT = "not built yet"
+GGUF = "gguf"
+AT_LOAD = "dequantized at load"
 FOREIGN = "needs hardware that this project does not support"
 KEY = "quantization_config"
 VENDOR = "intel/"  # in front of auto-round in older files
@@ -37,7 +38,7 @@ def _fp8(**more: Any) -> dict[str, Any]:
 NF4 = {"quant_method": "bitsandbytes", "from_16_bits": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 TABLE = (
-    QuantizationName("aqlm", refused=NOT_BUILT),
+    QuantizationName("aqlm", module="aqlm", note=AT_LOAD),
     QuantizationName("auto-round", module="auto_round"),
     QuantizationName("awq", module="awq"),
     QuantizationName("awq_marlin", alias_of=("awq",)),
@@ -55,7 +56,7 @@ TABLE = (
     QuantizationName("fp8", module="fp8", of_16_bits=_fp8()),
     QuantizationName("fp8_per_block", alias_of=("fp8",), of_16_bits=_fp8(weight_block_size=[128, 128])),
     QuantizationName("fp8_per_tensor", alias_of=("fp8",), of_16_bits=_fp8(), note="scales are of rows"),
-    QuantizationName("gguf", refused=NOT_BUILT),
+    QuantizationName(GGUF, module="gguf", of_16_bits={"quant_method": GGUF}, note="a .gguf file beside config.json"),
     QuantizationName("gptq", module="gptq"),
     QuantizationName("gptq_marlin", alias_of=("gptq",)),
     QuantizationName("gptq_marlin_24", refused="needs the sparse kernels of Marlin; gptq reads weights without gaps"),
@@ -76,9 +77,9 @@ TABLE = (
     QuantizationName("mxfp4", module="mxfp4"),
     QuantizationName("neuron_quant", refused=FOREIGN),
     QuantizationName("ptpc_fp8", alias_of=("fp8",), of_16_bits=_fp8()),
-    QuantizationName("qqq", refused=NOT_BUILT),
+    QuantizationName("qqq", module="qqq", note=AT_LOAD),
     QuantizationName("quark", module="quark"),
-    QuantizationName("squeezellm", refused=NOT_BUILT),
+    QuantizationName("squeezellm", module="squeezellm", note=AT_LOAD),
     QuantizationName("torchao", refused="needs the kernels of torchao; fp8 quantizes a 16-bit checkpoint at load"),
     QuantizationName("tpu_int8", refused=FOREIGN),
 )
@@ -144,6 +145,7 @@ def settle_quantization(asked: str, config: Mapping[str, Any], where: str) -> di
             raise ConfigError(f"{where} {asked}: the checkpoint is quantized by {stored.name}; leave the flag out")
         return {}
     if one.of_16_bits is None:
-        at_load = ", ".join(other.name for other in TABLE if other.of_16_bits is not None and other.module)
+        others = (other.name for other in TABLE if other.of_16_bits is not None and other.module)
+        at_load = ", ".join(name for name in others if name != GGUF)
         raise ConfigError(f"{where} {asked}: the checkpoint is not quantized; while it loads it can be by: {at_load}")
     return {KEY: dict(one.of_16_bits)}

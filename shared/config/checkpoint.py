@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.config.worker_fields import on_gpu
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.json_objects import decode_object, merge_patch
 from blockyard.shared.messages import SamplingDefaults
-from blockyard.shared.quantization import KEY, NAMES, quantization_method, settle_quantization
+from blockyard.shared.quantization import GGUF, KEY, NAMES, quantization_method, settle_quantization
 
 UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "Cohere2ForCausalLM": 4096,
@@ -23,7 +24,7 @@ UNSAID_WINDOWS = {  # sliding window in tokens, for a config.json without one
     "MistralForCausalLM": 4096,
     "Olmo3ForCausalLM": 4096,
 }
-BITSANDBYTES = "bitsandbytes"  # the value of --load-format that means --quantization
+NAMES_OF_QUANTIZATION = ("bitsandbytes", GGUF)  # values of --load-format that mean --quantization
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 _EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TOP_K_KEYS = ("num_experts_per_tok", "top_k_experts")
@@ -49,7 +50,8 @@ _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq
 def read_quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns quantization_config of a model folder that does not have it in config.json; {}: nothing says so.
 
-    Older files of GPTQ, AWQ and modelopt are of their own, and compressed-tensors had another key. Raises ConfigError.
+    Older files of GPTQ, AWQ and modelopt are of their own, and compressed-tensors had another key. A folder may have
+    weights in a .gguf file alone. Raises ConfigError.
     """
     if config.get(KEY):
         return {}
@@ -61,7 +63,8 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             said = read_json(path / name)
             inner = said.get("quantization")  # modelopt's, beside its version
             return {"quant_method": method} | (inner if isinstance(inner, dict) else said)
-    return {}
+    names = {file.suffix for file in path.iterdir()} if path.is_dir() else set()
+    return {"quant_method": GGUF} if ".gguf" in names and not names & {".safetensors", ".bin", ".pt"} else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -128,7 +131,7 @@ def quantized_overrides(values: Values, checkpoint: Checkpoint) -> dict[str, Any
 def asked_quantization(values: Values) -> str | None:
     """Returns the name of --quantization, or of --load-format, where it is one. Raises ConfigError for two names."""
     asked, loaded = values.maybe("quantization", str), values.get("load-format", str)
-    if loaded != BITSANDBYTES:
+    if loaded not in NAMES_OF_QUANTIZATION:
         return asked
     if asked not in (None, loaded):
         both = f"{values.where('load-format')} {loaded} and {values.where('quantization')} {asked}"
@@ -138,8 +141,10 @@ def asked_quantization(values: Values) -> str | None:
 
 def file_format(values: Values) -> str:
     """Returns which weight files are loaded: --load-format, unless it is the name of a quantization."""
-    loaded = values.get("load-format", str)
-    return "auto" if loaded == BITSANDBYTES else loaded
+    loaded, asked = values.get("load-format", str), values.maybe("quantization", str)
+    if GGUF in (loaded, (asked or "").lower()) and loaded not in DUMMY_FORMATS:
+        return GGUF
+    return "auto" if loaded in NAMES_OF_QUANTIZATION else loaded
 
 
 def said_quantization(values: Values, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 - `linear_spec`: the parts of a layer's matrices, and which rows or columns of them a rank has.
 - `hf_config`: reads config.json and generation_config.json.
 - `checkpoint.load` fills the table from safetensors or torch files, on a GPU with the threads of `parallel_load`.
+- `gguf_file` reads .gguf files by the names of transformers.
 - `checkpoint_check`: compares names, shapes, dtypes and free memory with the checkpoint before memory is allocated.
 - `sleep.SleepingRunner`: a runner with sleep mode. `weight_offload` moves weights to host memory for it.
 

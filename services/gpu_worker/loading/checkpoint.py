@@ -1,4 +1,4 @@
-"""Reads the weights of a local folder into a model's table: safetensors, torch files, or dummy weights."""
+"""Reads the weights of a local folder into a model's table: safetensors, torch, GGUF files, or dummy weights."""
 
 import fnmatch
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading import dummy_routers, parallel_load
+from blockyard.services.gpu_worker.loading import dummy_routers, gguf_file, parallel_load
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader, TensorHeaders
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
@@ -26,6 +26,7 @@ _SAFETENSORS = ("model.safetensors.index.json", "model.safetensors", "*.safetens
 _TORCH = ("pytorch_model.bin.index.json", "pytorch_model.bin", "*.bin", "*.pt", "*.pth")
 SCALE = 0.02  # standard deviation of dummy weights
 _FACTORS = ("weight", "scale", "scalar")  # vectors of such names multiply
+_GGUF = ("*.gguf",)
 _NOT_WEIGHTS = ("consolidated*", "training_args.bin", "optimizer*", "scheduler*", "rng_state*", "tokenizer*")
 
 
@@ -67,11 +68,11 @@ def load(
 
 def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: Progress) -> None:
     done = 0
-    if all(file.suffix == ".safetensors" for file in files):
-        table.expect([name for file in files for name in _names(file)])
+    if all(has_header(file) for file in files):
+        table.expect([name for file in files for name, _ in headers_of(file)])
     for file in files:
         for name, value in _read(file, table.wants):
-            table.put(name, value)
+            table.put(name, value.to(table.device) if file.suffix == gguf_file.SUFFIX else value)
             done += value.nbytes
             progress(min(done / max(total, 1), 1.0))
 
@@ -112,7 +113,12 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool =
 
 def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> list[Path]:
     """Files of the weights, shards in order. Raises LoadError."""
-    wanted = {"auto": (*_SAFETENSORS, *_TORCH), "safetensors": _SAFETENSORS, "pt": _TORCH}[load_format]
+    wanted = {
+        "auto": (*_SAFETENSORS, *_TORCH, *_GGUF),
+        "safetensors": _SAFETENSORS,
+        "pt": _TORCH,
+        "gguf": _GGUF,
+    }[load_format]
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder")
     for pattern in wanted:
@@ -124,6 +130,8 @@ def find_files(folder: Path, load_format: str, ignore_patterns: list[str]) -> li
             if not shards:
                 raise LoadError(f"{found[0]} names no shard that is not ignored")
             return shards
+        if found and pattern in _GGUF:
+            gguf_file.check_files(found)
         if found:
             return [_whole(file) for file in found]
     kinds = " or ".join(p for p in wanted if not p.endswith(".json"))
@@ -159,6 +167,8 @@ def _whole(file: Path) -> Path:
 def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
     if file.suffix == ".safetensors":
         yield from _read_safetensors(file, wants)
+    elif file.suffix == gguf_file.SUFFIX:
+        yield from ((one.name, one.read()) for one in gguf_file.tensors_of(file) if wants(one.name))
     else:
         yield from _read_torch(file, wants)
 
@@ -171,14 +181,22 @@ def read_headers(folder: Path, load_format: str, ignore_patterns: list[str]) -> 
     return TensorHeaders(header for file in files for header in headers_of(file))
 
 
+def has_header(file: Path) -> bool:
+    """Whether a file begins with names, shapes and dtypes. Torch files perhaps have them within."""
+    return file.suffix in (".safetensors", gguf_file.SUFFIX)
+
+
 def headers_of(file: Path) -> Iterator[tuple[str, TensorHeader]]:
-    """Names and headers of a file's tensors. Raises LoadError for safetensors that are not complete."""
+    """Names and headers of a file's tensors. Raises LoadError for a file with a header that is not complete."""
     if file.suffix == ".safetensors":
         with parallel_load.open_safetensors(file) as opened:
             for name in opened.keys():  # noqa: SIM118, no mapping
                 header = opened.get_slice(name)
                 dtype = parallel_load.dtype_of(header.get_dtype(), name, file)
                 yield name, TensorHeader(tuple(header.get_shape()), dtype)
+        return
+    if file.suffix == gguf_file.SUFFIX:
+        yield from ((one.name, one.header) for one in gguf_file.tensors_of(file))
         return
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -187,11 +205,6 @@ def headers_of(file: Path) -> Iterator[tuple[str, TensorHeader]]:
     for name, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, Tensor):
             yield name, TensorHeader(tuple(value.shape), value.dtype)
-
-
-def _names(file: Path) -> list[str]:
-    with parallel_load.open_safetensors(file) as opened:
-        return list(opened.keys())
 
 
 def _read_safetensors(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

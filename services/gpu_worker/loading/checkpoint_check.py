@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from blockyard.services.gpu_worker.host_link import HostLink
-from blockyard.services.gpu_worker.loading.checkpoint import find_files, headers_of
+from blockyard.services.gpu_worker.loading.checkpoint import find_files, has_header, headers_of
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
@@ -22,7 +22,7 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
     if load_format in DUMMY_FORMATS:
         return
     files = find_files(folder, load_format, ignore_patterns)
-    if all(file.suffix == ".safetensors" for file in files):
+    if all(has_header(file) for file in files):
         for file in files:
             for name, header in headers_of(file):
                 if table.wants(name):

@@ -4,6 +4,7 @@ A quantized weight is kept as its file has it: the dtype of scales, or the size 
 else.
 """
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,6 +16,11 @@ from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 class TensorHeader(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
+    block_type: str = ""  # of GGUF's blocks of numbers, which `shape` has as bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorHeaders:

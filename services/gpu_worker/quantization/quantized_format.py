@@ -41,13 +41,17 @@ from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Line
 from blockyard.services.gpu_worker.quantization.scheme import Matrix, Scheme, StoredMatrix
 from blockyard.shared.errors import ConfigError, LoadError
 
+GB = 1e9  # bytes
+
 
 class QuantizedFormat:
     """Implements `Format` by a scheme."""
 
     def __init__(self, scheme: Scheme, table: WeightTable) -> None:
         self._scheme, self._others = scheme, UnquantizedFormat()
+        self._dequantized = _Dequantized()
         table.after_load(partial(self._name_unused, table))
+        table.after_load(partial(self._dequantized.name_memory, table))
 
     def linear(self, table: WeightTable, spec: LinearSpec) -> LinearMethod:
         stored = [self._scheme.stored(_matrix(table, one, spec)) for one in spec.parts]
@@ -83,7 +87,7 @@ class QuantizedFormat:
             place_rows(table, spec, bias)
         if isinstance(form, Dequantized):
             if all(one.is_certain for one in known):
-                table.note("dequantized at load", name)
+                self._dequantized.add(table, name, memory[WEIGHT], known)
             return UnquantizedLinear(memory[WEIGHT], bias)
         _note(table, form, name, (inputs, outputs), known)
         return KeptLinear(form, memory, (inputs, outputs), table.dtype, bias)
@@ -110,7 +114,7 @@ class QuantizedFormat:
             placement.place(parts, number, spec.num_experts if spec.stacked else 0)
         table.after_load(placement.check_inputs)
         if isinstance(form, Dequantized):
-            table.note("dequantized at load", name)
+            self._dequantized.add(table, name, memory[WEIGHT], known)
             return UnquantizedExperts(memory[WEIGHT], bias)
         _note(table, form, name, (inputs, outputs), known)
         return KeptExperts(form, memory, (inputs, outputs), table.dtype, bias)
@@ -147,6 +151,25 @@ class QuantizedFormat:
         for patterns in self._scheme.patterns():
             for pattern in patterns.unused():
                 table.note("quantization_config names what the model does not have", pattern)
+
+
+class _Dequantized:
+    """The matrices that are kept as numbers although the file has them quantized."""
+
+    def __init__(self) -> None:
+        self._name, self._bytes, self._stored_bytes = "", 0, 0
+
+    def add(self, table: WeightTable, name: str, weight: Tensor, stored: Sequence[StoredMatrix]) -> None:
+        table.note("dequantized at load", name)
+        headers = [table.headers.find(tensor.name) for one in stored for tensor in one.tensors.values()]
+        self._name, self._bytes = self._name or name, self._bytes + weight.nbytes
+        self._stored_bytes += sum(one.size_bytes for one in headers if one is not None)
+
+    def name_memory(self, table: WeightTable) -> None:
+        """Says what a rank keeps, and what the file has for all ranks."""
+        if self._bytes:
+            took = f"{self._bytes / GB:.3f} GB, {self._stored_bytes / GB:.3f} GB in the files"
+            table.note(f"weights that are dequantized at load take {took}", self._name)
 
 
 class _Placement:

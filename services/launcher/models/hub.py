@@ -16,6 +16,7 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined] # HTTPError i
 
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.quantization import GGUF
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "merges*", "vocab*")
 SAFETENSORS = ("*.safetensors",)
@@ -59,7 +60,7 @@ def weight_patterns(files: list[str], load_format: str, ignore: list[str]) -> tu
     if load_format in DUMMY_FORMATS:
         return ()
     if load_format != "auto":
-        return SAFETENSORS if load_format == "safetensors" else TORCH
+        return {"safetensors": SAFETENSORS, "pt": TORCH, GGUF: ("*.gguf",)}[load_format]
     kept = [file for file in files if not any(fnmatch.fnmatch(file, pattern) for pattern in ignore)]
     return SAFETENSORS if any(fnmatch.fnmatch(file, SAFETENSORS[0]) for file in kept) else TORCH
 

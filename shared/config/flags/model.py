@@ -111,14 +111,13 @@ LOADING = (
         FlagKind.TEXT,
         "auto",
         "Weight files; auto: safetensors, else pt; dummy: random weights, experts are chosen evenly; dummy-skewed: a "
-        "tenth of the experts get half of the tokens; bitsandbytes: as --quantization bitsandbytes.",
+        "tenth of the experts get half of the tokens; bitsandbytes, gguf: as --quantization.",
         ("worker.load_format",),
-        choices=("auto", "pt", "safetensors", "dummy", "dummy-skewed", "bitsandbytes"),
+        choices=("auto", "pt", "safetensors", "dummy", "dummy-skewed", "bitsandbytes", "gguf"),
         refused_values={
             "npcache": not_built("numpy weight caches; safetensors load by mmap without one"),
             "tensorizer": not_built("tensorizer files"),
             "sharded_state": not_built("per-rank weight files"),
-            "gguf": not_built("GGUF weights"),
             "mistral": not_built("Mistral's consolidated files; use the folder with config.json"),
             "runai_streamer": not_built("streamed loading; safetensors load by mmap"),
         },

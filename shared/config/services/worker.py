@@ -74,7 +74,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     worker_cls: Literal["auto", "mock"] = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Dtype = "auto"
-    load_format: Literal["auto", "pt", "safetensors", "dummy", "dummy-skewed"] = "auto"
+    load_format: Literal["auto", "pt", "safetensors", "gguf", "dummy", "dummy-skewed"] = "auto"
     ignore_patterns: list[str] = []  # file names not loaded
     config_overrides: str = "{}"  # JSON object laid over config.json: --hf-overrides, --rope-scaling, --rope-theta
     max_model_len: int | None = None  # None: as in config.json

@@ -91,10 +91,10 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["--load-format", "gguf"], "--load-format gguf: not built yet: GGUF weights"),
+        (["--load-format", "tensorizer"], "--load-format tensorizer: not built yet: tensorizer files"),
         (["-tp", "2"], "-tp 2: not built yet: tensor parallelism; use 1"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
-        (["-q", "SqueezeLLM"], "-q squeezellm: not built yet"),
+        (["-q", "TPU_int8"], "-q tpu_int8: needs hardware that this project does not support"),
         (["--enable_lora"], "--enable_lora: not built yet: LoRA adapters"),
         (
             ["--tokenizer-mode", "slow"],

@@ -4,7 +4,7 @@
    and says of a matrix, by its name in the checkpoint (`names.NamePatterns`), whether and how it is quantized.
 2. `stored` returns the tensors that the checkpoint has (`Matrix.stored`), the kept form (`kept/`, or `Dequantized`),
    and a function that makes the form's tensors of them, with rows as stored and inputs side by side.
-   `integers` has what packings of integers share.
+   `layouts` has what formats share.
 3. Parts, shares of ranks, experts, biases, and matrices that are needed as numbers are `QuantizedFormat`'s.
 4. Add the class to `FORMATS` in registry.py, and give its name the module's in shared/quantization.py.
 5. Its test writes a tiny checkpoint of the public layout and compares it with the numbers that it stands for:

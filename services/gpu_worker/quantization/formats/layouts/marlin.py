@@ -63,10 +63,10 @@ def _to_kept(matrix: Matrix, own: Integers, keys: MarlinKeys, tensors: Mapping[s
     lanes = codes.view(-1, 8, 4, 4, 2, 2, 2)
     tiles = lanes.permute(0, 3, 6, 2, 4, 5, 1).reshape(matrix.inputs // TILE, -1, TILE, TILE)
     ordered = tiles.permute(1, 3, 0, 2).reshape(matrix.outputs, matrix.inputs)
-    return own.kept(pack(ordered, own.bits), _ordered_scales(scales, own.group is None).t())
+    return own.kept(pack(ordered, own.bits), ordered_scales(scales, own.group is None).t())
 
 
-def _ordered_scales(scales: Tensor, is_row: bool) -> Tensor:
+def ordered_scales(scales: Tensor, is_row: bool) -> Tensor:
     """Scales [groups, outputs] in the order of outputs."""
     if is_row:
         return scales.view(-1, 4, 4, 2).transpose(1, 2).reshape(scales.shape)
