@@ -127,7 +127,7 @@ def _add_tile(
         low = numbers(codes & 15, table_ptr, CODES, not ZEROS, tl.float32)
         weights = (low, numbers(codes >> 4, table_ptr, CODES, not ZEROS, tl.float32))
     else:
-        weights = (numbers(codes, table_ptr, CODES, not ZEROS, tl.float32),)
+        weights = (numbers(codes, table_ptr, CODES, not ZEROS, tl.float32),)  # type: ignore[assignment]
     cols = first * 128 + tl.arange(0, codes.shape[0])[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
     sums = ()
     powers = ()
