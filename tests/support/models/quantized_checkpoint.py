@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from model_logits import all_logits
 from safetensors.torch import load_file, save_file
-from tiny_models import BY_NAME, start
+from tiny_models import BY_NAME, Tiny, start
 from torch import Tensor
 
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
@@ -32,13 +32,13 @@ class Checkpoints:
     packed: Path
 
 
-def write(folder: Path, model: str, store: Store, files: Mapping[str, Any]) -> Checkpoints:
-    """Writes both checkpoints of a model of `tiny_models`.
+def write(folder: Path, model: str | Tiny, store: Store, files: Mapping[str, Any]) -> Checkpoints:
+    """Writes both checkpoints of a model, by its name one of `tiny_models`.
 
     files: JSON files of the quantized one by name; the fields of "config.json" are added to the model's.
     """
     made = Checkpoints(folder / "plain", folder / "packed")
-    BY_NAME[model].save(made.plain)
+    (BY_NAME[model] if isinstance(model, str) else model).save(made.plain)
     config, shards = json.loads((made.plain / "config.json").read_text()), list(made.plain.glob("*.safetensors"))
     tensors = {name: value for file in shards for name, value in load_file(file).items()}
     for file in [*shards, *made.plain.glob("*.index.json")]:
@@ -84,13 +84,18 @@ def logits(runner: Runner) -> Tensor:
 
 
 def check_logits(
-    checkpoints: Checkpoints, round_inputs: Callable[[Tensor], Tensor] | None = None, **fields: Any
+    checkpoints: Checkpoints,
+    round_inputs: Callable[[Tensor], Tensor] | None = None,
+    packed_fields: Mapping[str, Any] = {},
+    **fields: Any,
 ) -> Runner:
     """Asserts that both checkpoints have the same logits, within 1e-4 in float32. Returns the quantized one's runner.
 
-    round_inputs: x [rows, inputs] to what quantized layers multiply. None: inputs are not rounded.
+    round_inputs: x [rows, inputs] to what quantized layers multiply. None: inputs are not rounded. packed_fields: of
+    the quantized one's worker alone.
     """
-    plain, packed = (start(folder, max_model_len=64, **fields) for folder in (checkpoints.plain, checkpoints.packed))
+    plain = start(checkpoints.plain, max_model_len=64, **fields)
+    packed = start(checkpoints.packed, max_model_len=64, **fields | packed_fields)
     if round_inputs is not None:
         for linear, like in zip(plain.model.linears(), packed.model.linears(), strict=True):
             if not isinstance(like.method, UnquantizedLinear):

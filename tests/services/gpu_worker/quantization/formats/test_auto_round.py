@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from packed_words import pack_words
-from quantized_checkpoint import check_logits, is_projection, write
-from torch import Tensor
+from auto_round_files import write_auto_round
+from quantized_checkpoint import check_logits
 
 from blockyard.services.gpu_worker.quantization.formats.auto_round import AutoRoundScheme
 from blockyard.services.gpu_worker.quantization.kept.w4a16 import W4A16
@@ -79,24 +78,4 @@ def test_wrong_settings_are_refused(fields: dict[str, Any], error: str) -> None:
     ],
 )
 def test_logits(tmp_path: Path, packing: dict[str, str]) -> None:
-    name = packing.get("packing_format", "auto_round:auto_gptq")
-    is_awq, less = "awq" in name, int(name == "auto_round:auto_gptq")
-
-    def store(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-        if not is_projection(name) or name.endswith("k_proj"):
-            return None
-        outputs, inputs = weight.shape
-        codes, zeros = torch.randint(0, 16, (outputs, inputs)), torch.randint(1, 16, (outputs, inputs // 32))
-        scales = (torch.rand(zeros.shape) * 0.03).half()
-        numbers = (codes - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
-        if is_awq:
-            turn = [0, 2, 4, 6, 1, 3, 5, 7]
-            words = [pack_words(one.t().unflatten(1, (-1, 8))[..., turn].flatten(1), 4) for one in (codes, zeros)]
-        else:
-            words = [pack_words(codes, 4).t(), pack_words(zeros.t() - less, 4)]
-        own = {"qweight": words[0], "qzeros": words[1], "scales": scales.t()}
-        return {f"{name}.{key}": value for key, value in own.items()}, numbers
-
-    rules = {f"model.layers.{i}.self_attn.k_proj": {"bits": 16, "data_type": "fp"} for i in range(3)}
-    said = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 32, "sym": False, "extra_config": rules}
-    check_logits(write(tmp_path, "llama", store, {"config.json": {"quantization_config": said | packing}}))
+    check_logits(write_auto_round(tmp_path, packing))

@@ -1,15 +1,25 @@
 """Checkpoints in fp8 against the numbers that they stand for, with inputs rounded by a definition of their own."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fp8_files import (
+    BLOCK,
+    E4M3,
+    codes_like,
+    round_groups,
+    round_rows,
+    round_statically,
+    rounded,
+    store,
+    write_fp8,
+)
 from plan_driver import Driver
-from quantized_checkpoint import Checkpoints, check_logits, is_projection, logits, write
+from quantized_checkpoint import check_logits, is_projection, logits, write
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, settings, start
 from torch import Tensor
@@ -33,56 +43,7 @@ from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 
 CPU = torch.device("cpu")
-E4M3 = torch.float8_e4m3fn
-BLOCK = (24, 40)  # divides neither 64 nor 96
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
-INPUT_SCALE = 0.03
-
-
-def codes_like(weight: Tensor) -> Tensor:
-    """Random bytes without the two that are no numbers."""
-    made = torch.randint(0, 256, weight.shape, dtype=torch.uint8)
-    return torch.where(made & 127 == 127, made - 1, made).view(E4M3)
-
-
-def store(scales: str, static: bool, name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
-    """As documented in transformers for `fp8` and `fbgemm_fp8`, and in DeepSeek-V3's README_WEIGHTS.md for blocks."""
-    if not is_projection(name):
-        return None
-    codes = codes_like(weight)
-    rows, columns = weight.shape
-    size = {"tensor": (), "row": (rows, 1), "block": (-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))}[scales]
-    scale = torch.rand(size) * 0.002 + 0.0005
-    whole = scale
-    if scales == "block":
-        whole = scale.repeat_interleave(BLOCK[0], 0)[:rows].repeat_interleave(BLOCK[1], 1)[:, :columns]
-    tensors = {f"{name}.weight": codes, f"{name}.weight_scale{'_inv' * (scales == 'block')}": scale}
-    if static:
-        tensors[f"{name}.input_scale"] = torch.tensor(INPUT_SCALE)
-    return tensors, codes.float() * whole
-
-
-def write_fp8(folder: Path, model: str, scales: str, static: bool = False, method: str = "fp8") -> Checkpoints:
-    said = {"quant_method": method, "activation_scheme": "static" if static else "dynamic"}
-    block = {"weight_block_size": BLOCK} if scales == "block" else {}
-    return write(folder, model, partial(store, scales, static), {"config.json": {"quantization_config": said | block}})
-
-
-def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    return torch.clamp(x / scale, -448, 448).to(E4M3).float() * scale
-
-
-def round_rows(x: Tensor) -> Tensor:
-    return rounded(x, x.abs().amax(1, keepdim=True).clamp(min=1e-9) / 448)
-
-
-def round_groups(x: Tensor) -> Tensor:
-    groups = [x[:, i : i + BLOCK[1]] for i in range(0, x.shape[1], BLOCK[1])]
-    return torch.cat([round_rows(group) for group in groups], 1)
-
-
-def round_statically(x: Tensor) -> Tensor:
-    return rounded(x, torch.tensor(INPUT_SCALE))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from mxfp4_files import QUANTIZATION, write_mxfp4
 from plan_driver import Driver
 from quantized_checkpoint import Checkpoints, check_logits
-from safetensors.torch import load_file, save_file
-from tiny_models import BY_NAME, settings, start
+from tiny_models import settings, start
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.loading import checkpoint, parallel_load
@@ -21,7 +20,6 @@ from blockyard.services.gpu_worker.quantization.formats import mxfp4
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
 
-QUANTIZATION = {"quantization_config": {"quant_method": "mxfp4"}}
 NULLED = '{"quantization_config": null}'
 
 
@@ -45,34 +43,9 @@ def test_every_code_and_scale() -> None:
     assert torch.equal(values[0].double(), torch.tensor(want, dtype=torch.float64))
 
 
-class Quantized:
-    """A tiny checkpoint in bfloat16, and the same model with its experts in mxfp4."""
-
-    def __init__(self, folder: Path) -> None:
-        self.plain, self.packed = folder / "plain", folder / "packed"
-        BY_NAME["gpt-oss"].save(self.plain)
-        config = json.loads((self.plain / "config.json").read_text())
-        files = list(self.plain.glob("*.safetensors"))
-        tensors = {key: value for file in files for key, value in load_file(file).items()}
-        for file in [*files, *self.plain.glob("*.index.json")]:
-            file.unlink()
-        torch.manual_seed(4)
-        packed = dict(tensors)
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            experts, size, out = packed.pop(name).shape
-            blocks = torch.randint(256, (experts, out, size // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(121, 126, (experts, out, size // 32), dtype=torch.uint8)
-            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-        self.packed.mkdir()
-        save_file(tensors, self.plain / "model.safetensors")
-        save_file(packed, self.packed / "model.safetensors")
-        (self.packed / "config.json").write_text(json.dumps(config | QUANTIZATION))
-
-
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    return Quantized(tmp_path_factory.mktemp("mxfp4"))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return write_mxfp4(tmp_path_factory.mktemp("mxfp4"))
 
 
 def table_of(folder: Path) -> WeightTable:
@@ -87,7 +60,7 @@ def weights(table: WeightTable) -> Iterator[tuple[str, Tensor]]:
         yield name.removesuffix("_blocks"), place.target
 
 
-def test_a_checkpoint_in_mxfp4_is_the_one_that_transformers_decodes(folders: Quantized) -> None:
+def test_a_checkpoint_in_mxfp4_is_the_one_that_transformers_decodes(folders: Checkpoints) -> None:
     plain = table_of(folders.plain)
     checkpoint.load(plain, folders.plain, "auto", [], 0, lambda done: None)
     want = dict(weights(plain))
@@ -112,20 +85,20 @@ def output(folder: Path, **fields: object) -> list[int]:
     return stream.output
 
 
-def test_the_same_tokens(folders: Quantized) -> None:
+def test_the_same_tokens(folders: Checkpoints) -> None:
     assert output(folders.packed) == output(folders.plain)
 
 
-def test_codes_may_be_kept(folders: Quantized, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_may_be_kept(folders: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp4, "KEEPS_CODES", True)
-    runner = check_logits(Checkpoints(folders.plain, folders.packed))
+    runner = check_logits(folders)
     assert any(line.startswith("Table4A16 weights") for line in runner.model.table.describe_unused())
     with pytest.raises(ConfigError, match="mxfp4 weights of 48 inputs; a multiple of 32"):
         start(folders.packed, config_overrides='{"intermediate_size": 48}')
 
 
 @pytest.mark.parametrize("overrides", ["{}", NULLED])
-def test_dummy_weights(folders: Quantized, overrides: str) -> None:
+def test_dummy_weights(folders: Checkpoints, overrides: str) -> None:
     """As random as without the format: with any scales but 2 ** 0 they would not be."""
     runner = engine.start(
         settings(folders.packed, load_format="dummy", config_overrides=overrides), lambda phase, progress, notes: None
@@ -138,7 +111,7 @@ def test_dummy_weights(folders: Quantized, overrides: str) -> None:
     assert 0.015 < float(places[f"{name}_blocks" if blocks else name].target.std()) < 0.025
 
 
-def test_what_does_not_fit_is_refused(folders: Quantized) -> None:
+def test_what_does_not_fit_is_refused(folders: Checkpoints) -> None:
     with pytest.raises(LoadError, match=r"a weight that the model does not: .*_(blocks|scales)"):
         start(folders.packed, config_overrides=NULLED)
     with pytest.raises(LoadError, match=r"a weight that the model does not: .*_proj"):
