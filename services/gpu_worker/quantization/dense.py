@@ -15,8 +15,9 @@ with one thread (AMD EPYC, AVX-512, torch 2.13), with weights that are not in th
     2048 x 2048  16      2566          2953              1383
 
 In float32 the packed weight is used for two or more rows. For one row a second copy is used if the matrix is small, so
-that the copy costs little memory: transposed, or unchanged if there are more input than output features. In bfloat16
-the packed weight is always the fastest.
+that the copy costs little memory: transposed, or unchanged if there are more input than output features. With 5 to 11
+output features, as of a router of 6 experts, the bits of a row in mm on a transposed copy depend on the row's place, so
+that few outputs have the unchanged one. In bfloat16 the packed weight is always the fastest.
 """
 
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ FORM = "dense"  # see `LinearMethod.form`
 SECOND_COPY_ELEMENTS = 1_500_000  # above it, one row is limited by memory bandwidth in any layout
 TINY_ELEMENTS = 65_536  # up to it, the transposed copy is as fast as the packed weight
 TINY_ROWS = 16
+FEW_OUTPUTS = 12  # fewer are not multiplied by a transposed copy
 
 _dnn: Any = torch.ops.mkldnn
 
@@ -255,7 +257,7 @@ def second_copy(in_features: int, out_features: int, dtype: torch.dtype) -> tupl
     if dtype != torch.float32 or elements > SECOND_COPY_ELEMENTS:
         return False, 0
     if elements <= TINY_ELEMENTS:
-        return True, TINY_ROWS
+        return out_features >= FEW_OUTPUTS, TINY_ROWS
     return in_features <= out_features, 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from core_loop import CoreLoop
+from quantized_checkpoint import Checkpoints
 from ties import Score, Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 from torch import Tensor
@@ -65,8 +66,14 @@ class Bench:
         device: str = "cpu",
         model: str = "llama",
         model_impl: str = "auto",
+        written: Checkpoints | None = None,
     ) -> None:
-        self.score: Score = greedy_score(BY_NAME[model].save(folder))
+        """model: is saved in `folder`, or `written` has its weights quantized."""
+        if written is None:
+            self.score: Score = greedy_score(BY_NAME[model].save(folder))
+        else:
+            folder, kind = written.packed, BY_NAME[model].model
+            self.score = greedy_score(kind.from_pretrained(written.plain, attn_implementation="eager").eval())
         fields = {"max_model_len": MAX_MODEL_LEN, "batch_invariant": batch_invariant, "device": device}
         fields["model_impl"] = model_impl
         host_gib = 300 * BLOCK_BYTES / 2**30

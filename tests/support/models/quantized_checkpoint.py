@@ -5,19 +5,25 @@ scales, and says what numbers these are. Where inputs are rounded, too, `logits`
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from model_logits import all_logits
+from plan_driver import Driver
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, Tiny, start
 from torch import Tensor
 
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedLinear
+from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.errors import LoadError
+from blockyard.shared.messages import Sampling
 
 IDS = [5, 9, 3, 17, 2, 60, 99, 140, 7, 31, 4, 77]
 
@@ -67,6 +73,22 @@ def change_tensors(made: Checkpoints, change: Callable[[str, Tensor], Tensor]) -
     return tensors
 
 
+def replace_tensors(made: Checkpoints, changed: Mapping[str, Tensor]) -> None:
+    """Replaces or adds tensors of the quantized checkpoint by name."""
+    file = made.packed / "model.safetensors"
+    save_file(load_file(file) | changed, file)
+
+
+def check_lack(made: Checkpoints, name: str) -> None:
+    """Asserts that a start names a tensor that the quantized checkpoint has no more."""
+    file = made.packed / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(LoadError, match=rf"the checkpoint lacks {re.escape(name)}$"):
+        start(made.packed)
+
+
 def kept_tensors(runner: Runner, name: str) -> list[Tensor]:
     """The tensors of all linear layers that their forms call so."""
     methods = [linear.method.tensors() for linear in runner.model.linears()]
@@ -102,3 +124,21 @@ def check_logits(
                 linear.wrap(lambda product: lambda x: product(round_inputs(x)))
     torch.testing.assert_close(logits(packed), logits(plain), atol=1e-4, rtol=1e-4)
     return packed
+
+
+def greedy_tokens(runner: Runner) -> list[int]:
+    """Twelve tokens behind a short prompt."""
+    driver = Driver(runner)
+    stream = driver.add([5, 9, 3], Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
+    driver.run()
+    return stream.output
+
+
+def check_dummy_weights(folder: Path) -> None:
+    """Asserts that the weights of --load-format dummy stand for numbers as those of a model that is not quantized."""
+    runner = start(folder, load_format="dummy", max_model_len=64)
+    assert torch.isfinite(logits(runner)).all()
+    kept = [linear for linear in runner.model.linears() if isinstance(linear.method, KeptLinear)]
+    assert len(kept) > 5
+    for linear in kept:
+        assert 0.015 < float(linear(torch.eye(linear.shape[0])).std()) < 0.025

@@ -36,6 +36,7 @@ def test_all_layouts(dtype: torch.dtype, bias: bool, inner: int, outer: int) -> 
         (256, 4096, torch.float32, (True, 1)),
         (1024, 256, torch.float32, (False, 1)),
         (256, 256, torch.float32, (True, 16)),
+        (64, 6, torch.float32, (False, 16)),
         (2048, 2048, torch.float32, (False, 0)),
         (256, 4096, torch.bfloat16, (False, 0)),
     ],
@@ -51,7 +52,9 @@ def test_no_copy_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (256, 300), (1024, 256), (1300, 1200), (1, 5)])
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(64, 48), (256, 300), (1024, 256), (1300, 1200), (1, 5), (64, 6), (2048, 9)]
+)
 def test_frozen_rows_do_not_depend_on_the_others(inner: int, outer: int, dtype: torch.dtype) -> None:
     linear = dense_linear(torch.randn(outer, inner).to(dtype), torch.randn(outer).to(dtype))
     linear.prepare()

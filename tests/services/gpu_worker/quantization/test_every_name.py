@@ -108,7 +108,7 @@ def test_a_name_quantizes_16_bits_while_they_load(folders: Folders, name: str, w
     plain, none = quantized_at_load(folder, "{}", "auto")
     assert not none
     assert forms == {"experts_int8": {"W8A16"}, "bitsandbytes": {"Table4A16"}}.get(name, {"Fp8W8A8"})
-    assert 0 < float((got - plain).std() / plain.std()) < 0.3
+    assert 0 < float((got - plain).std() / plain.std()) < 0.5
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """--batch-invariant: a stream's log-probabilities are bitwise equal alone, batched, in chunks and preempted."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from kept_forms import FORMS
 from plan_driver import Driver, Stream
 from tiny_models import BY_NAME, VOCAB, settings
 
@@ -52,7 +54,20 @@ def run(runner: Runner, others: tuple[int, ...], chunk: int = 10**6, preempt_at:
 )
 def test_a_stream_has_the_same_logprobs_in_any_batch(name: str, tmp_path: Path) -> None:
     BY_NAME[name].save(tmp_path)
-    config = msgspec.structs.replace(settings(tmp_path, device=DEVICE), batch_invariant=True)
+    check_any_batch(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_quantized_weights(name: str, model: str, tmp_path: Path) -> None:
+    """In float32 the CPU multiplies numbers, in bfloat16 some codes."""
+    made = FORMS[name].write(tmp_path, model)
+    for dtype in ("float32", "bfloat16"):
+        check_any_batch(made.packed, dtype=dtype)
+
+
+def check_any_batch(folder: Path, **fields: Any) -> None:
+    config = msgspec.structs.replace(settings(folder, device=DEVICE, **fields), batch_invariant=True)
     runner = engine.start(config, lambda *_: None)
     alone = run(runner, ())
     assert run(runner, (5, 31, 1)) == alone

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from bitsandbytes import functional
 from bitsandbytes_files import Stored, config_of, quantize, write_bnb
-from quantized_checkpoint import check_logits, is_projection, logits, write
+from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, is_projection, logits, write
 from safetensors.torch import load_file, save_file
-from tiny_models import BY_NAME, settings, start
+from tiny_models import BY_NAME, start
 from torch import Tensor
 
-from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.quantization.formats import bitsandbytes
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
 from blockyard.services.gpu_worker.quantization.kept.table4_a16 import NF4, Table4A16
@@ -94,23 +93,13 @@ def test_a_16_bit_checkpoint_is_quantized_while_it_loads(tmp_path: Path, model: 
     assert sum(isinstance(one.method, KeptLinear) for one in runner.model.linears()) > 5
 
 
-def test_the_fallback_to_transformers(tmp_path: Path) -> None:
-    runner = check_logits(write_bnb(tmp_path, "llama", "nf4", nested=True), model_impl="transformers")
-    assert sum(linear.method.form == "Table4A16" for linear in runner.model.linears()) > 3
-
-
 @pytest.mark.parametrize(
     ("kind", "lacks"),
     [("nf4", "weight.absmax"), ("nf4", "weight.quant_map"), ("nf4", "weight.nested_absmax"), ("int8", "SCB")],
 )
 def test_what_lacks_is_named(tmp_path: Path, kind: str, lacks: str) -> None:
     made = write_bnb(tmp_path, "llama", kind, nested=True)
-    file, name = made.packed / "model.safetensors", f"model.layers.1.self_attn.k_proj.{lacks}"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
-    with pytest.raises(LoadError, match=f"the checkpoint lacks {name}"):
-        start(made.packed)
+    check_lack(made, f"model.layers.1.self_attn.k_proj.{lacks}")
 
 
 @pytest.mark.parametrize(
@@ -146,13 +135,7 @@ def test_settings_that_it_does_not_know(fields: dict[str, Any], error: str) -> N
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_dummy_weights(tmp_path: Path, kind: str) -> None:
-    made = write_bnb(tmp_path, "mixtral", kind)
-    runner = engine.start(settings(made.packed, load_format="dummy"), lambda phase, progress, notes: None)
-    assert torch.isfinite(logits(runner)).all()
-    kept = [linear for linear in runner.model.linears() if isinstance(linear.method, KeptLinear)]
-    assert len(kept) > 5
-    for linear in kept:
-        assert 0.015 < float(linear(torch.eye(linear.shape[0])).std()) < 0.025
+    check_dummy_weights(write_bnb(tmp_path, "mixtral", kind).packed)
 
 
 def test_table() -> None:

@@ -18,10 +18,9 @@ from fp8_files import (
     store,
     write_fp8,
 )
-from plan_driver import Driver
-from quantized_checkpoint import check_logits, is_projection, logits, write
+from quantized_checkpoint import check_dummy_weights, check_lack, check_logits, is_projection, logits, write
 from safetensors.torch import load_file, save_file
-from tiny_models import BY_NAME, settings, start
+from tiny_models import BY_NAME, start
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
@@ -31,16 +30,12 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.moe import expert_weights, routed_experts
 from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
-from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
-from blockyard.services.gpu_worker.models.interface import tensors_of
-from blockyard.services.gpu_worker.quantization import dense
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats import fp8
 from blockyard.services.gpu_worker.quantization.kept import eight_bits, form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptExperts, KeptLinear
-from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.messages import Sampling
 
 CPU = torch.device("cpu")
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
@@ -84,11 +79,6 @@ def test_gpus_without_products_of_fp8_keep_inputs(tmp_path: Path, monkeypatch: p
     assert {linear.method.form for linear in runner.model.linears()} == {"W8A16", "dense"}
     lines = runner.model.table.describe_unused()
     assert any(line.startswith("fp8 weights, whose inputs keep 16 bits because this GPU has no fp8") for line in lines)
-
-
-def test_the_fallback_to_transformers(tmp_path: Path) -> None:
-    runner = check_logits(write_fp8(tmp_path, "llama", "block"), round_groups, model_impl="transformers")
-    assert sum(linear.method.form == "Fp8W8A8" for linear in runner.model.linears()) > 3
 
 
 def test_blocks_are_those_that_transformers_reads(tmp_path: Path) -> None:
@@ -266,22 +256,12 @@ def round_eights(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layer", ["layers.1.block_sparse_moe.experts.3.w3", "layers.2.self_attn.k_proj"])
 def test_what_lacks_is_named(tmp_path: Path, layer: str, suffix: str) -> None:
     made = write_fp8(tmp_path, "mixtral", "tensor")
-    file, name = made.packed / "model.safetensors", f"model.{layer}.{suffix}"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
-    with pytest.raises(LoadError, match=f"the checkpoint lacks {name}$"):
-        start(made.packed)
+    check_lack(made, f"model.{layer}.{suffix}")
 
 
 def test_a_scale_of_kv_b_proj_that_lacks_is_named(tmp_path: Path) -> None:
     made = write_fp8(tmp_path, "deepseek-v3", "tensor")
-    file, name = made.packed / "model.safetensors", "model.layers.1.self_attn.kv_b_proj.weight_scale"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
-    with pytest.raises(LoadError, match=f"the checkpoint lacks {name}"):
-        start(made.packed)
+    check_lack(made, "model.layers.1.self_attn.kv_b_proj.weight_scale")
 
 
 @pytest.mark.parametrize(
@@ -329,47 +309,8 @@ def test_dtypes_are_checked_before_memory_is_allocated(tmp_path: Path, monkeypat
         start(made.packed, config_overrides='{"quantization_config": {"modules_to_not_convert": ["self_attn"]}}')
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-@pytest.mark.parametrize("static", [False, True])
-def test_dummy_weights_stand_for_numbers_as_those_of_other_formats(tmp_path: Path, model: str, static: bool) -> None:
-    made = write_fp8(tmp_path, model, "tensor", static)
-    runner = engine.start(settings(made.packed, load_format="dummy"), lambda phase, progress, notes: None)
-    numbers = [one.method.tensors() for one in runner.model.linears() if isinstance(one.method, KeptLinear)]
-    assert len(numbers) > 5
-    assert torch.isfinite(logits(runner)).all()
-    for linear in runner.model.linears():
-        if isinstance(linear.method, KeptLinear):
-            assert linear.method._dense is not None
-            eye = torch.eye(linear.shape[0])
-            assert 0.015 < float(linear.method._dense.apply(eye).std()) < 0.025
-
-
-def output(folder: Path, **fields: object) -> list[int]:
-    driver = Driver(start(folder, max_model_len=64, **fields))
-    stream = driver.add([5, 9, 3], Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
-    driver.run()
-    return stream.output
-
-
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_memory_moves_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """With weights as on a GPU: in host memory, in the tensors that sleep moves, batch-invariant."""
-    made = write_fp8(tmp_path, model, "block")
-    want = output(made.packed)
-    monkeypatch.setattr(form, "is_dequantized_on", lambda device, kept: False)
-    monkeypatch.setattr(dense, "can_pack", lambda weight: False)  # packed matrices are not staged
-    assert output(made.packed) == want
-    assert output(made.packed, batch_invariant=True) == want
-    model_of = start(made.packed, max_model_len=64).model
-    kept = {id(tensor) for tensor in tensors_of(model_of)}
-    methods = [linear.method for linear in model_of.linears()]
-    assert all(id(one) in kept for method in methods for one in method.tensors().values())
-    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(1.0, 1.0))
-    assert output(made.packed) == want
-    table = start(made.packed, max_model_len=64).model.table
-    assert sum(one.nbytes for one in table.matrices_on_host) == table.matrix_bytes
-    kinds = {one.dtype for one in [*table.matrices_on_host, *table.experts_on_host]}
-    assert kinds == {E4M3, torch.float32}
+def test_dummy_weights_with_static_scales_of_inputs(tmp_path: Path) -> None:
+    check_dummy_weights(write_fp8(tmp_path, "llama", "tensor", static=True).packed)
 
 
 def test_rounding_does_not_depend_on_other_rows() -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from gptq_files import Layout, named, write_gptq
 from packed_words import in_marlin_order
-from plan_driver import Driver
 from quantized_checkpoint import Checkpoints, check_logits, logits
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, settings, start
@@ -22,17 +21,13 @@ from torch import Tensor
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
-from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
-from blockyard.services.gpu_worker.models.interface import tensors_of
-from blockyard.services.gpu_worker.quantization import dense
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.formats.gptq import GptqScheme
 from blockyard.services.gpu_worker.quantization.kept import form
 from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
-from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.shared.config.checkpoint import read_quantization
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.messages import Sampling
 
 CPU = torch.device("cpu")
 
@@ -106,11 +101,6 @@ def test_act_order_of_experts(tmp_path: Path, model: str, group: int) -> None:
     assert any(".experts." in line for line in lines) == (group > 0)
 
 
-def test_the_fallback_to_transformers(tmp_path: Path) -> None:
-    runner = check_logits(write_gptq(tmp_path, "llama", Layout(sym=False)), model_impl="transformers")
-    assert sum(linear.method.form == "W4A16" for linear in runner.model.linears()) > 3
-
-
 def test_dynamic_rules(tmp_path: Path) -> None:
     layout = Layout()
     rules = {
@@ -164,34 +154,6 @@ def test_dummy_weights(tmp_path: Path) -> None:
         assert torch.isfinite(logits(runner)).all()
         for linear in runner.model.linears()[:-1]:
             assert 0.015 < float(linear.method.apply(torch.eye(linear.shape[0])).std()) < 0.025
-
-
-def output(folder: Path, **fields: object) -> list[int]:
-    driver = Driver(start(folder, max_model_len=64, **fields))
-    stream = driver.add([5, 9, 3], Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
-    driver.run()
-    return stream.output
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"), [("llama", Layout(act_order=True)), ("mixtral", Layout(sym=False)), ("llama", Layout(bits=8))]
-)
-def test_memory_moves_together(tmp_path: Path, model: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With weights as on a GPU: in host memory, in the tensors that sleep moves, batch-invariant."""
-    made = write_gptq(tmp_path, model, layout)
-    want = output(made.plain)
-    monkeypatch.setattr(form, "is_dequantized_on", lambda device, kept: False)
-    monkeypatch.setattr(dense, "can_pack", lambda weight: False)  # packed matrices are not staged
-    assert output(made.packed) == want
-    assert output(made.packed, batch_invariant=True) == want
-    model_of = start(made.packed, max_model_len=64).model
-    kept = {id(tensor) for tensor in tensors_of(model_of)}
-    methods = [linear.method for linear in model_of.linears()]
-    assert all(id(one) in kept for method in methods for one in method.tensors().values())
-    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(1.0, 1.0))
-    assert output(made.packed) == want
-    table = start(made.packed, max_model_len=64).model.table
-    assert sum(one.nbytes for one in table.matrices_on_host) == table.matrix_bytes
 
 
 @pytest.mark.parametrize("split", Split)

@@ -12,33 +12,21 @@ from typing import Any
 import pytest
 import torch
 from modelopt_files import (
-    E4M3,
     add_settings,
-    nvfp4,
     of_file,
     round_statically,
     store,
     write_modelopt,
 )
-from plan_driver import Driver
-from quantized_checkpoint import Checkpoints, check_logits, logits, write
+from quantized_checkpoint import Checkpoints, check_lack, check_logits, replace_tensors, write
 from safetensors.torch import load_file, save_file
-from tiny_models import settings, start
+from tiny_models import start
 
-from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.kv.scales import place_scales
-from blockyard.services.gpu_worker.layers.linear import LinearLayers
-from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
-from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
-from blockyard.services.gpu_worker.models.interface import tensors_of
-from blockyard.services.gpu_worker.quantization import dense
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.formats import modelopt
-from blockyard.services.gpu_worker.quantization.kept import form
-from blockyard.services.gpu_worker.quantization.kept.form import KeptLinear
-from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.shared.config.checkpoint import read_quantization
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.messages import Sampling
 from blockyard.shared.quantization import has_fp8_kv
 
 MODELS = ("llama", "mixtral", "qwen3-moe", "deepseek-v3")
@@ -131,64 +119,6 @@ def test_settings_in_config_json_may_be_as_in_the_other_file(tmp_path: Path) -> 
     check_logits(made)
 
 
-def test_the_fallback_to_transformers(tmp_path: Path) -> None:
-    runner = check(write_modelopt(tmp_path, "llama", {"": "NVFP4"}), model_impl="transformers")
-    assert sum(linear.method.form == "Table4A16" for linear in runner.model.linears()) > 3
-
-
-@pytest.mark.parametrize("split", Split)
-def test_shares_of_ranks(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts with different second scales, the first one with rows that are rearranged."""
-    monkeypatch.setattr(form, "is_dequantized_on", lambda device, kept: False)
-    parts, stored, numbers = [part("a", 6, 2, lambda rows: rows.flip(0)), part("b", 4, 2)], {}, []
-    for one in parts:
-        tensors, whole = nvfp4(torch.empty(one.size, 32))
-        stored |= {f"{one.name}.{key}": value for key, value in tensors.items()}
-        numbers.append(whole.flip(0) if one.name == "a" else whole)
-    whole = torch.cat(numbers)
-    for rank in range(2):
-        table = WeightTable(torch.float32, torch.device("cpu"), shard=Shard(rank, 2))
-        said = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-        linear = LinearLayers(table, {"quantization_config": said}).make(parts, 32, split=split)
-        for name, value in stored.items():
-            table.put(name, value)
-        table.check_complete()
-        assert isinstance(linear.method, KeptLinear)
-        outputs, inputs = [*range(10)], [*range(32)]
-        if split is Split.OUTPUTS:
-            outputs = [i for i in range(10) if (i // 3 if i < 6 else (i - 6) // 2) == rank]
-        elif split is Split.INPUTS:
-            inputs = inputs[16 * rank : 16 * rank + 16]
-        torch.testing.assert_close(linear.method.dequantized(), whole[outputs][:, inputs])
-
-
-def output(folder: Path, **fields: object) -> list[int]:
-    driver = Driver(start(folder, max_model_len=64, **fields))
-    stream = driver.add([5, 9, 3], Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
-    driver.run()
-    return stream.output
-
-
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_memory_moves_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """With weights as on a GPU: in the tensors that sleep moves, in host memory, batch-invariant."""
-    made = write_modelopt(tmp_path, model, {"": "NVFP4"})
-    add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
-    want = output(made.packed)
-    monkeypatch.setattr(form, "is_dequantized_on", lambda device, kept: False)
-    monkeypatch.setattr(dense, "can_pack", lambda weight: False)  # packed matrices are not staged
-    assert output(made.packed) == want
-    assert output(made.packed, batch_invariant=True) == want
-    model_of = start(made.packed, max_model_len=64).model
-    kept = {id(tensor) for tensor in tensors_of(model_of)}
-    assert all(id(one) in kept for linear in model_of.linears() for one in linear.method.tensors().values())
-    monkeypatch.setattr(CpuBackend, "host_share", lambda *given: HostShare(1.0, 1.0))
-    assert output(made.packed) == want
-    table = start(made.packed, max_model_len=64).model.table
-    kinds = {one.dtype for one in [*table.matrices_on_host, *table.experts_on_host]}
-    assert kinds == {torch.uint8, E4M3, torch.float32}
-
-
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -208,30 +138,13 @@ def test_what_lacks_is_named(tmp_path: Path, model: str, lacks: str) -> None:
     made = write_modelopt(tmp_path, model, {"": "NVFP4"})
     add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
     layer = "mlp.up_proj" if model == "llama" else "block_sparse_moe.experts.3.w3"
-    file, name = made.packed / "model.safetensors", f"model.layers.1.{layer}.{lacks}"
-    tensors = load_file(file)
-    del tensors[name]
-    save_file(tensors, file)
-    with pytest.raises(LoadError, match=f"the checkpoint lacks {name}$"):
-        start(made.packed)
+    check_lack(made, f"model.layers.1.{layer}.{lacks}")
 
 
 def test_scales_that_are_no_numbers(tmp_path: Path) -> None:
     made = write_modelopt(tmp_path, "llama", {"": "NVFP4"})
     add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
-    file, name = made.packed / "model.safetensors", "model.layers.1.mlp.up_proj.weight_scale_2"
-    save_file(load_file(file) | {name: torch.tensor(torch.inf)}, file)
+    name = "model.layers.1.mlp.up_proj.weight_scale_2"
+    replace_tensors(made, {name: torch.tensor(torch.inf)})
     with pytest.raises(LoadError, match=f"{name}: the checkpoint has a scale of inf"):
         start(made.packed)
-
-
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_dummy_weights(tmp_path: Path, model: str) -> None:
-    made = write_modelopt(tmp_path, model, {"": "NVFP4"})
-    add_settings(made, json.dumps({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}))
-    runner = engine.start(settings(made.packed, load_format="dummy"), lambda phase, progress, notes: None)
-    assert torch.isfinite(logits(runner)).all()
-    kept = [linear for linear in runner.model.linears() if isinstance(linear.method, KeptLinear)]
-    assert len(kept) > 5
-    for linear in kept:
-        assert 0.015 < float(linear(torch.eye(linear.shape[0])).std()) < 0.025
