@@ -199,8 +199,8 @@ class _Placement:
 
     def check_inputs(self) -> None:
         """Raises LoadError after loading, if inputs would be divided by 0: of the parts' scales the largest counts."""
-        scale = self._memory.get(INPUT_SCALE)
-        if scale is not None and float(scale) == 0:
+        numbers = [self._memory[name] for name, one in self._stated.items() if one.is_one_number]
+        if numbers and not any(map(float, numbers)):
             names = ", ".join(f"{one.name}.{INPUT_SCALE}" for one in self._spec.parts)
             raise LoadError(f"{names}: the checkpoint has a scale of 0, by which inputs are divided")
 

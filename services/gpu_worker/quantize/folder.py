@@ -22,7 +22,7 @@ from blockyard.shared.quantization import KEY, W4
 
 INDEX = "model.safetensors.index.json"
 WEIGHT = ".weight"
-CONV1D = frozenset({"GPT2LMHeadModel"})  # architectures
+CONV1D = frozenset({"GPT2LMHeadModel", "OpenAIGPTLMHeadModel"})  # architectures
 _BLOCK = re.compile(r"^(.*?(?:layers|h|blocks)\.\d+)\.")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")  # ends of names of files that are not copied
 

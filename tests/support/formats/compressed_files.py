@@ -69,6 +69,13 @@ def packed(format_: str, own: QuantizationScheme, weight: Tensor) -> tuple[dict[
     return {key: value.data for key, value in made.items()}, numbers
 
 
+def settings(format_: str, own: QuantizationScheme, ignore: list[str], of_group: str = "group_0") -> dict[str, Any]:
+    """quantization_config."""
+    config = QuantizationConfig(config_groups={of_group: own}, format=format_, ignore=[])
+    made: dict[str, Any] = json.loads(config.model_dump_json())
+    return made | {"quant_method": "compressed-tensors", "ignore": ignore}
+
+
 def write_packed(
     folder: Path,
     model: str,
@@ -78,7 +85,6 @@ def write_packed(
     of_group: str = "group_0",
     **said: Any,
 ) -> Checkpoints:
-    config = QuantizationConfig(config_groups={of_group: own}, format=format_, ignore=[])
     left_out = ["lm_head"]
 
     def store(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
@@ -97,7 +103,5 @@ def write_packed(
             change(name, stored)
         return {f"{name}.{key}": value for key, value in stored.items()}, numbers
 
-    quantization = (
-        json.loads(config.model_dump_json()) | {"quant_method": "compressed-tensors", "ignore": left_out} | said
-    )
+    quantization = settings(format_, own, left_out, of_group) | said
     return write(folder, model, store, {"config.json": {"quantization_config": quantization}})

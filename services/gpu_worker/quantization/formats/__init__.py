@@ -7,6 +7,7 @@
    `layouts` has what formats share.
 3. Parts, shares of ranks, experts, biases, and matrices that are needed as numbers are `QuantizedFormat`'s.
 4. Add the class to `FORMATS` in registry.py, and give its name the module's in shared/quantization.py.
-5. Its test writes a tiny checkpoint of the public layout and compares it with the numbers that it stands for:
-   tests/support/models/quantized_checkpoint.py.
+5. A file in tests/support/formats writes a tiny checkpoint of the public layout, its test compares it with the numbers
+   that it stands for (tests/support/models/quantized_checkpoint.py), and a line in all_formats.py there lets it be
+   started by its name.
 """

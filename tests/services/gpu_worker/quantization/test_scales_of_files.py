@@ -1,6 +1,7 @@
 """Scales keep the dtype that the file has, whatever the dtype of the model; wrong ones are named."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from safetensors.torch import load_file
 from tiny_models import start
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.loading.checkpoint import read_headers
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader
+from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.quantization.kept import form
 from blockyard.shared.errors import LoadError
 
@@ -166,3 +170,21 @@ def test_static_scales_of_inputs_are_not_all_0(tmp_path: Path, model: str) -> No
     with pytest.raises(LoadError, match=f"{all_of}.input_scale: the checkpoint has a scale of 0, by which inputs are"):
         start(made.packed)
     start(made.packed, load_format="dummy")
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_static_ranges_of_inputs_are_not_all_0(scale: float) -> None:
+    inputs = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "tensor"}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    said = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": group}}
+    table = WeightTable(torch.float32, torch.device("cpu"))
+    LinearLayers(table, {"quantization_config": said}).make([part("h.0.a", 8), part("h.0.b", 8)], 16)
+    for name, own in (("a", 0.0), ("b", scale)):
+        table.put(f"h.0.{name}.weight", torch.ones(8, 16, dtype=torch.int8))
+        table.put(f"h.0.{name}.weight_scale", torch.ones(8, 1))
+        table.put(f"h.0.{name}.input_scale", torch.tensor([own]))
+        table.put(f"h.0.{name}.input_zero_point", torch.tensor([3], dtype=torch.int8))
+    table.check_complete()
+    with nullcontext() if scale else pytest.raises(LoadError, match=r"h\.0\.b\.input_scale: .* a scale of 0"):
+        table.finish()
