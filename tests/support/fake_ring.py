@@ -215,7 +215,8 @@ def tokenized(frame: Tokenize, rejected: str = REJECTED) -> Tokenized | TextReje
             return TextRejected(frame.request_id, "chat_template", "the template raised")
         if 0 < frame.max_tokens < len(text):  # each token is a byte
             field = "prompt" if frame.messages is None else "messages"
-            said, code = "more characters than fit", "context_length_exceeded"
+            code = "context_length_exceeded"
+            said = f"This model's maximum context length is {frame.max_tokens} tokens."
             return TextRejected(frame.request_id, field, said, code, len(text), frame.max_tokens)
         data = pack(list(text.encode()))
     pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []
