@@ -45,6 +45,7 @@ Receive = Callable[[int, Event | GatewayIn], None]
 
 TOKENIZER, SCHEDULER, WORKER, DETOKENIZER = 1, 2, 3, 4
 END = "\x00end of sequence"  # of a script
+REJECTED = "rejected"  # a template raises for a prompt that has this word
 CARD = ModelCard(["tiny", "tiny-alias"], "/models/tiny", 256, 300, 1_700_000_000, [299])
 
 
@@ -94,6 +95,7 @@ class FakeRing(FakeLinks):
         self.fail_at: int | None = None  # token at which a choice fails
         self.stamp_s = 0.0
         self.detokenizer = DETOKENIZER  # named in Accepted
+        self.rejected = REJECTED
         self._stepping = False
 
     def join_all(self) -> None:
@@ -120,7 +122,7 @@ class FakeRing(FakeLinks):
     def _answer(self, to: int, frame: Frame) -> None:
         match frame:
             case Tokenize():
-                self.receive(to, tokenized(frame))
+                self.receive(to, tokenized(frame, self.rejected))
             case Detokenize():
                 self.receive(
                     to, Detokenized(frame.request_id, bytes(unpack(frame.token_ids)).decode("utf-8", "replace"))
@@ -204,16 +206,17 @@ class FakeRing(FakeLinks):
         )
 
 
-def tokenized(frame: Tokenize) -> Tokenized | TextRejected:
+def tokenized(frame: Tokenize, rejected: str = REJECTED) -> Tokenized | TextRejected:
     if frame.token_ids is not None:
         data, text = frame.token_ids, bytes(t % 256 for t in unpack(frame.token_ids)).decode("utf-8", "replace")
     else:
         text = frame.text if frame.text is not None else (frame.messages or b"").decode()
-        if "rejected" in text:
+        if rejected in text:
             return TextRejected(frame.request_id, "chat_template", "the template raised")
         if 0 < frame.max_tokens < len(text):  # each token is a byte
             field = "prompt" if frame.messages is None else "messages"
-            said, code = "more characters than fit", "context_length_exceeded"
+            code = "context_length_exceeded"
+            said = f"This model's maximum context length is {frame.max_tokens} tokens."
             return TextRejected(frame.request_id, field, said, code, len(text), frame.max_tokens)
         data = pack(list(text.encode()))
     pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []

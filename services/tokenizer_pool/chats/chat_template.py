@@ -165,8 +165,8 @@ def _join(parts: Iterable[str], max_chars: int | None) -> str:
         num_chars += len(part)
         if max_chars is not None and num_chars > max_chars:
             raise RequestError(
-                f"the rendered prompt has more than {max_chars} characters, which is more than the model's maximum "
-                "context length. Please reduce the length of the messages.",
+                f"the rendered prompt has more than {max_chars} characters, and is longer than the model's context "
+                "length. Please reduce the length of the messages.",
                 "messages",
                 code="context_length_exceeded",
             )

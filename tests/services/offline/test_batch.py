@@ -191,7 +191,7 @@ def test_a_failing_worker_fails_its_requests() -> None:
     ("prompts", "text"),
     [
         (["fine", "also rejected"], r"prompts\[1\]: the template raised"),
-        (["fine", "x" * 257], r"prompts\[1\]: more characters than fit"),
+        (["fine", "x" * 257], r"prompts\[1\]: This model"),
         (["fine", [1] * 257], r"257 input tokens\. Please reduce the length of the prompts\[1\]"),
         (["x" * 256, "fine"], r"256 input tokens, and the output needs at least one.*prompts\[0\]"),
     ],

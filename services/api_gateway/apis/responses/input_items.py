@@ -89,6 +89,8 @@ class _InputReader:
                 self._message(item, where)
             case "reasoning":
                 self._reasoning(item, where)
+            case "additional_tools" if index in self._tools.leading:
+                pass  # the template shows them with those of the field
             case "additional_tools":
                 self._say(Message(role="system", content=self._loaded(index)))
             case _ if is_server_search or kind.startswith(SERVER_ITEMS):

@@ -110,14 +110,10 @@ def _options(
         responses=ResponsesOptions(
             _repeated(request, card, tools),
             {one.tool.name: one.key for one in tools.offered if one.key.namespace},
-            SEARCH if ToolKey("", SEARCH) in tools.names and _searches(tools) else "",
+            SEARCH if ToolKey("", SEARCH) in tools.names and tools.searches else "",
             ENCRYPTED_REASONING in include,
         ),
     )
-
-
-def _searches(tools: ResponseTools) -> bool:
-    return any(isinstance(one, dict) and one.get("type") == SEARCH for one in tools.given)
 
 
 class RepeatedFields(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
 A `namespace` groups tools that are called by their own names. The client itself runs `tool_search`: the tools that it
 finds are in an item of the input. They are shown there and not among the others, so that the prompt of a turn stays the
-beginning of the next one's.
+beginning of the next one's. Items `additional_tools` at the head of the input count as the request's field: Codex sends
+its tools so for some models, and a chat template explains how to call a tool only beside the tools that it is given.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,8 @@ class ResponseTools:
     ignored: list[str]  # types of tools and items that were left out
     names: dict[ToolKey, str]  # that the model knows
     brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the input, as templates show tools
+    leading: frozenset[int]  # items at the head of the input whose tools are shown with those of the field
+    searches: bool  # the client searches for tools
 
     def shown_name(self, namespace: str | None, name: str) -> str:
         """The name of an earlier call in the prompt, also of a tool that is not offered any more."""
@@ -108,20 +111,32 @@ def read_response_tools(request: ResponsesRequest, defaults: ToolDefaults, stric
     for i, value in enumerate(request.tools or ()):
         if reader.read(value, f"tools[{i}]", None):
             reader.given.append(value)
-    for i, item in enumerate(request.input if isinstance(request.input, list) else ()):
+    items = request.input if isinstance(request.input, list) else []
+    leading = frozenset(_leading(items))
+    for i, item in enumerate(items):
         if item.type in LOADED:
-            _read_loaded(reader, item, i)
+            _read_loaded(reader, item, i, None if i in leading else i)
     found, brought = reader.found()
     offered = [one for one in found if one.loaded_by is not None or not reader.is_hidden(one.key)]
     names = {one.key: one.tool.name for one in found}
-    return ResponseTools(_use(request, offered, defaults), offered, reader.given, reader.ignored, names, brought)
+    use = _use(request, offered, defaults)
+    return ResponseTools(use, offered, reader.given, reader.ignored, names, brought, leading, reader.searches)
 
 
-def _read_loaded(reader: "_ToolReader", item: InputItem, place: int) -> None:
+def _leading(items: Sequence[InputItem]) -> Iterator[int]:
+    """The items `additional_tools` that only other instructions stand before."""
+    for i, item in enumerate(items):
+        if item.type == "additional_tools":
+            yield i
+        elif item.role not in ("system", "developer"):
+            return
+
+
+def _read_loaded(reader: "_ToolReader", item: InputItem, place: int, loaded_by: int | None) -> None:
     if item.type == "tool_search_output" and item.execution == "server":
         return
     for j, value in enumerate(item.tools or ()):
-        reader.read(value, f"input[{place}].tools[{j}]", place)
+        reader.read(value, f"input[{place}].tools[{j}]", loaded_by)
 
 
 class _ToolReader:
@@ -131,7 +146,7 @@ class _ToolReader:
         self._strict = strict
         self._entries: list[_Entry] = []
         self._hidden: set[ToolKey] = set()  # the model learns of these by a search
-        self._searches = False
+        self.searches = False
         self.given: list[Any] = []
         self.ignored: list[str] = []
 
@@ -146,7 +161,7 @@ class _ToolReader:
             case "namespace":
                 self._read_namespace(value, where, loaded_by)
             case "tool_search" if value.get("execution") == "client":
-                self._searches = True
+                self.searches = True
                 self._entries.append(_Entry(value, where, "", "", loaded_by))
             case "tool_search":
                 return self._leave_out(SEARCH, where)
@@ -168,7 +183,7 @@ class _ToolReader:
         brought: dict[int, list[dict[str, Any]]] = {}
         for key, entry in zip(keys, self._entries, strict=True):
             earlier = found.get(key)
-            if earlier is not None and entry.loaded_by is None:
+            if earlier is not None and entry.where.startswith("tools"):
                 raise RequestError(f"two tools have the name {key.name!r}", f"{entry.where}.name")
             if earlier is None or (earlier.loaded_by is None and self.is_hidden(key)):
                 name = self._settled(key, earlier, known, entry.where)
@@ -195,7 +210,7 @@ class _ToolReader:
 
     def is_hidden(self, key: ToolKey) -> bool:
         """Whether the model learns of the tool by a search alone."""
-        return self._searches and key in self._hidden
+        return self.searches and key in self._hidden
 
     def _read_namespace(self, value: dict[str, Any], where: str, loaded_by: int | None) -> None:
         namespace = check_tool_name(value.get("name"), f"{where}.name")

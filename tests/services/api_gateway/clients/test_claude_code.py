@@ -3,32 +3,16 @@
 Run by `make test-clients`, which installs it. The answers are scripted.
 """
 
-import asyncio
-import json
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
-from fake_ring import END, SCHEDULER, member
+from agent_scripts import PARSERS, PROGRAMS, call, play, rendered, run
 
-from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
-from blockyard.shared.messages import Role, Tokenize, ToolDefaults
+from blockyard.shared.messages import Tokenize
 
-PROGRAM = Path(__file__).parents[4] / ".clients" / "node_modules" / ".bin" / "claude"
-PARSERS = ToolDefaults(auto_choice=True, parser="hermes", reasoning_parser="qwen3", reasoning_end="</think>")
-TEMPLATE = """\
-{%- for m in messages %}
-{%- if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}
-{{- '<|' + m.role + '|>' + (m.reasoning_content or '') + m.content }}
-{%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}
-{%- endfor %}{{ '<|assistant|>' if add_generation_prompt }}"""
-PIECE = 7  # characters of a token
+PROGRAM = PROGRAMS / "claude"
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="make test-clients installs Claude Code")
-
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def answers(file: Path) -> list[str]:
@@ -41,45 +25,21 @@ def answers(file: Path) -> list[str]:
     ]
 
 
-async def run(folder: Path, url: str) -> str:
-    environment = {
-        "HOME": str(folder),
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "ANTHROPIC_BASE_URL": url,
-        "ANTHROPIC_API_KEY": "one",
-        "ANTHROPIC_MODEL": "tiny",
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(PROGRAM, "-p", "Write hello there into hello.txt.", "--permission-mode", "acceptEdits"),
-        cwd=folder,
-        env=environment,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    out, _ = await asyncio.wait_for(process.communicate(), 120)
-    return out.decode()
-
-
 async def test_claude_code_edits_a_file_over_several_turns(rig, tmp_path: Path) -> None:
     file, planned = tmp_path / "hello.txt", answers(tmp_path / "hello.txt")
     async with rig(tools=PARSERS, api_keys=["one"]) as r:
-        card = msgspec.structs.replace(r.ring.members[SCHEDULER].card, max_model_len=1_000_000)
-        r.ring.join(member(Role.SCHEDULER, SCHEDULER, card=card))
-
-        def script(request_id: str, index: int) -> str:
-            [asked] = [frame for frame in r.ring.frames(Tokenize) if frame.request_id == request_id]
-            text = planned[asked.messages.count(b'"role":"tool"')] if b'"Write"' in asked.tools else "{}"
-            return text[index * PIECE :][:PIECE] or END
-
-        r.ring.script = script
-        said = await run(tmp_path, r.url)
-        prompts = [frame for frame in r.ring.frames(Tokenize) if b'"Write"' in frame.tools]
+        play(r.ring, ["tiny"], planned, lambda asked: b'"Write"' in asked.tools)
+        environment = {
+            "HOME": str(tmp_path),
+            "ANTHROPIC_BASE_URL": r.url,
+            "ANTHROPIC_API_KEY": "one",
+            "ANTHROPIC_MODEL": "tiny",
+        }
+        asked = ("-p", "Write hello there into hello.txt.", "--permission-mode", "acceptEdits")
+        said = await run(tmp_path, environment, PROGRAM, *asked)
+        prompts = rendered([frame for frame in r.ring.frames(Tokenize) if b'"Write"' in frame.tools])
     assert "The file says hello there." in said
     assert file.read_text() == "hello\nthere\n"
     assert len(prompts) == len(planned)
-    templates, earlier = ChatTemplates({"default": TEMPLATE}, {}), ""
-    for frame in prompts:
-        prompt = templates.render(Chat(msgspec.json.decode(frame.messages), [], {}, None, True, False))
-        assert prompt.startswith(earlier) and "x-anthropic-billing-header" not in prompt
-        earlier = prompt
+    assert all(after.startswith(before) for before, after in pairwise(prompts))
+    assert not any("x-anthropic-billing-header" in prompt for prompt in prompts)

@@ -203,6 +203,24 @@ def test_tools_that_the_client_found_are_shown_where_it_found_them(parse) -> Non
     assert [one["name"] for one in shown_tools(parse(tools=tools[:2]))] == ["f", "g"]  # nobody would find it
 
 
+def test_additional_tools_at_the_head_count_as_those_of_the_field(parse) -> None:
+    search = {"type": "tool_search", "execution": "client"}
+    group = {"type": "namespace", "name": "functions", "tools": [PATCH, F | {"name": "g", "defer_loading": True}]}
+    head = {"type": "additional_tools", "role": "developer", "tools": [group, F, search, {"type": "web_search"}]}
+    rules = {"role": "developer", "content": "Rules."}
+    parsed = parse(input=[rules, head, USER], tools=[F | {"description": "The field's."}])
+    assert [one["name"] for one in shown_tools(parsed)] == ["f", "patch", "tool_search"]
+    assert shown_tools(parsed)[0]["description"] == "The field's."
+    assert short(parsed) == [("system", "Rules."), ("user", "hi")] and parsed.request.ignored == ("tools.web_search",)
+    assert parsed.request.options.custom_tools == ("patch",)
+    later = parse(input=[head, USER, head | {"tools": [F | {"name": "h"}]}, USER])
+    assert [one["name"] for one in shown_tools(later)] == ["patch", "f", "tool_search"]
+    assert later.request.tools is not None and "h" in [tool.name for tool in later.request.tools.tools]
+    assert [one["role"] for one in messages(later)] == ["user", "system", "user"] and '"h"' in messages(later)[1][
+        "content"
+    ]
+
+
 @pytest.mark.parametrize(
     ("choice", "mode", "names"),
     [
