@@ -208,6 +208,7 @@ LAYERS["services/gpu_worker"] = (
     "host_link",
     "step",
     "slots",
+    "parallel",
     "loading",
     "quantization",
     "quantize",
