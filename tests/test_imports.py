@@ -233,6 +233,7 @@ LAYERS["services/gpu_worker"] += (
     "startup",
     "encoders",
     "engine",
+    "ranks",
     "mock",
     "bench",
     "transfers",
