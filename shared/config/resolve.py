@@ -228,6 +228,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     """Returns the settings of one worker of a role. Raises ConfigError."""
     values = of_role.values
     worker_fields.check_kv_cache(values)
+    worker_fields.check_ranks(values, model.config)
     fields = _fields(values, "worker")
     overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)

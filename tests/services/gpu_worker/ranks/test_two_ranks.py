@@ -102,8 +102,8 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "most_s", "said"),
     [
-        (signal.SIGKILL, 1.0, "rank 1 of 2 has ended with code -9"),
-        (signal.SIGSTOP, 6.0, "rank 1 of 2 is silent for 4 s"),
+        (signal.SIGKILL, 2.0, "rank 1 of 2 has ended with code -9"),
+        (signal.SIGSTOP, 7.0, "rank 1 of 2 is silent for"),
     ],
 )
 def test_a_lost_follower_ends_the_leader(group: Group, number: signal.Signals, most_s: float, said: str) -> None:
