@@ -27,6 +27,12 @@ class DeviceError(BlockyardError):
     exit_code = 4
 
 
+class RankLostError(BlockyardError):
+    """Another rank of this worker has ended, failed or hangs: all ranks end, and the worker may be started again."""
+
+    exit_code = 4
+
+
 class BatchError(BlockyardError):
     """A batch ended before its last line. What was answered is in its output."""
 

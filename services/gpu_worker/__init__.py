@@ -20,6 +20,7 @@ Folders:
 - `execution/`: steps on a GPU and on the CPU, CUDA graphs, the device loop.
 - `startup/`: what differs by device when a worker starts, one `Backend` for each kind of device.
 - `compilation/`: compiles Triton kernels in parallel at startup.
+- `parallel/`: shares of several ranks, and their collectives. `ranks/`: the processes of other ranks.
 - `kv/`: KV memory, block hashes, and KV blocks in host memory.
 - `transfers/`: KV blocks that go to other workers or come from them.
 - `loading/`: weights, CPU offload, sleep.

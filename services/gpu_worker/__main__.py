@@ -3,7 +3,9 @@
 import gc
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +16,11 @@ from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
+from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderTeam
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import BlockyardError, RankLostError
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
@@ -28,18 +32,20 @@ if TYPE_CHECKING:
 # Two caches of what oneDNN compiles for each number of rows: its own (256 KiB an entry), and that of ideep, through
 # which torch calls it. Both keep 1,024 entries unless limited, and memory freed between them is not reused.
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
+RANKS_END_S = 5.0
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
 
 
 def serve(config: WorkerConfig) -> None:
-    if config.gpu is not None:
+    if config.gpu is not None and config.tensor_parallel_size == 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu)
     if config.kernel_cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(Path(config.kernel_cache).absolute() / "triton")
     for name, most in CACHED_PRODUCTS.items():
         os.environ.setdefault(name, most)
+    team = start_ranks(config)
     processes = start_compilers(config)
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
@@ -59,16 +65,43 @@ def serve(config: WorkerConfig) -> None:
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        start, held_bytes = load_engine(config)
+        start, held_bytes = load_engine(config, team)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
         transfers = make_transfers(config, links, runner)
+        if team is not None:
+            team.serve()
         links.update(ready=True)
         freeze()
         gc.disable()  # a collection would delay a step
-        Worker(links, runner, transfers).run(stopped)
+        try:
+            Worker(links, runner, transfers).run(stopped)
+        except RankLostError:
+            time.sleep(RANKS_END_S)  # the team ends this process and says which rank was the first to end
+            raise
+        if team is not None:
+            team.close()
 
 
-def load_engine(config: WorkerConfig) -> tuple[Start, Callable[[WorkerConfig], int]]:
+def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
+    """Starts the other ranks of this worker: they import torch while this process does. None: there are none."""
+    size = config.tensor_parallel_size
+    if size == 1 or config.worker_cls == "mock":
+        return None
+
+    def end(error: BlockyardError) -> None:
+        settings.report_error(config.process, error)
+        settings.end(error.exit_code)
+
+    team, environments = LeaderTeam(config, Path(sys.argv[1]).absolute().parent, end), dict[int, dict[str, str]]()
+    if config.device != "cpu" and gpu.exists():
+        visible, first = os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu or 0
+        environments = {rank: {"CUDA_VISIBLE_DEVICES": own_gpu(visible, first + rank)} for rank in range(size)}
+    team.start(environments)
+    os.environ.update({**ENVIRONMENT, **environments.get(0, {})})
+    return team
+
+
+def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[Start, Callable[[WorkerConfig], int]]:
     """Returns two functions: one makes the runner, one counts the bytes of device memory that this process holds."""
     if config.worker_cls == "mock":
         make_memory = load_transfers()[1] if config.kv_transfer is not None else None
@@ -76,7 +109,7 @@ def load_engine(config: WorkerConfig) -> tuple[Start, Callable[[WorkerConfig], i
     # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
-    return engine.start, engine.held_bytes
+    return engine.start if team is None else partial(engine.start, team=team), engine.held_bytes
 
 
 def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses | None:

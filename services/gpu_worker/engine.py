@@ -1,6 +1,7 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from blockyard.services.gpu_worker.cores import default_threads
 from blockyard.services.gpu_worker.encoders.encoder_engine import start_encoder
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
+from blockyard.services.gpu_worker.execution.ranks.follower import Follower
+from blockyard.services.gpu_worker.execution.ranks.leader import LeaderModel, LeaderPool, LeaderStore
 from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
 from blockyard.services.gpu_worker.kv.pool import KVPool, block_bytes
@@ -22,9 +25,12 @@ from blockyard.services.gpu_worker.loading.classifier_tokens import settle_class
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
-from blockyard.services.gpu_worker.memory import KVMemoryNeed, free_host_bytes, length_that_fits, plan_host
+from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
+from blockyard.services.gpu_worker.parallel.team import RankTeam, SendCommand
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.runner import Runner
@@ -32,6 +38,7 @@ from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
+from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
@@ -47,37 +54,98 @@ DTYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready for steps, with its memory."""
+
+    model: Model
+    pool: KVPool
+    store: BlockStore | None  # host memory for KV blocks
+    geometry: Geometry
+    config: WorkerConfig  # settled for this model
+    ranks: RankGroup | None  # None: one rank
+
+
 def start(
-    config: WorkerConfig, report_start: Report, processes: CompileProcesses | None = None
+    config: WorkerConfig,
+    report_start: Report,
+    processes: CompileProcesses | None = None,
+    team: RankTeam | None = None,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
-    processes: compile processes that are already started, if any.
+    processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
     """
     backend, report = pick_backend(config.device), StartReport(report_start)
+    config = of_host(config)
     report.note(backend.set_up(config.threads or default_threads(config.replicas), processes))
     report.phase("reading the configuration")
-    folder = Path(config.model_path)
-    settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
-    settings = settle_classifier(settings, folder, Path(config.tokenizer_path or folder))
+    settings = read_settings(config, report)
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
-    kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
     family = find_family(settings, config.model_impl)
-    build = with_headers(family, folder, config) if settings.get(KEY) else family
+    build = with_headers(family, Path(config.model_path), config) if settings.get(KEY) else family
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
+        if team is not None:
+            raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model without KV runs on one rank")
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    share = check(build, settings, dtype, config, backend)
-    table = WeightTable(dtype, backend.device, share)
-    table.link = backend.link
+    if team is not None and not generates:
+        raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model that pools runs on one rank")
+    by = ", by its class in transformers" if is_of_transformers(family) else ""
+    report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
+    loaded = load(config, settings, build, dtype, backend, report, team, generates=generates)
+    return make_runner(loaded, settings, backend, report, None if team is None else team.send, generates=generates)
+
+
+def follow(config: WorkerConfig, team: RankTeam) -> Follower:
+    """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
+    backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
+    config = of_host(config)
+    backend.set_up(config.threads or default_threads(config.replicas), None)
+    settings = read_settings(config, report)
+    dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
+    family = find_family(settings, config.model_impl)
+    build = with_headers(family, Path(config.model_path), config) if settings.get(KEY) else family
+    loaded = load(config, settings, build, dtype, backend, report, team)
+    assert loaded.ranks is not None
+    return Follower(loaded.model, loaded.pool, loaded.store, loaded.ranks)
+
+
+def of_host(config: WorkerConfig) -> WorkerConfig:
+    """Returns the settings of a rank: ranks share cores and memory of the machine as workers do."""
+    return msgspec.structs.replace(config, replicas=config.replicas * config.tensor_parallel_size)
+
+
+def read_settings(config: WorkerConfig, report: StartReport) -> dict[str, Any]:
+    folder = Path(config.model_path)
+    settings = read_config(Path(config.config_path or folder), config.config_overrides, report.note)
+    return settle_classifier(settings, folder, Path(config.tokenizer_path or folder))
+
+
+def load(
+    config: WorkerConfig,
+    settings: dict[str, Any],
+    build: Build,
+    dtype: torch.dtype,
+    backend: Backend,
+    report: StartReport,
+    team: RankTeam | None,
+    *,
+    generates: bool = True,
+) -> LoadedModel:
+    """Loads this rank's weights and reserves KV memory. All ranks have as many blocks as the one with the fewest."""
+    folder, shard = Path(config.model_path), WHOLE if team is None else team.shard
+    kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
+    share = check(build, settings, dtype, config, backend, shard)
+    ranks = None if team is None else team.connect(backend.connect_ranks)
+    table = WeightTable(dtype, backend.device, share, shard)
+    table.link, table.ranks = backend.link, ranks
     table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
     model = build(settings, table)
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    by = ", by its class in transformers" if is_of_transformers(family) else ""
-    report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     progress = Throttle(lambda done: report.phase("loading weights", done))
     with torch.inference_mode(), page_cache.read_ahead(config):
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
@@ -86,16 +154,7 @@ def start(
         config = backend.fit_num_seqs(config, kv_block_bytes)
         prepare(model, config, max_model_len, backend, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
-        need = KVMemoryNeed(
-            block_size=config.block_size,
-            block_bytes=kv_block_bytes,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            window=window_of(model.shape.windows, max_model_len),
-            max_step_tokens=config.max_num_batched_tokens,
-            batch_invariant=config.batch_invariant,
-            shorten=config.fit_max_model_len,
-        )
+        need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
             backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
         else:  # no step samples, and none is captured
@@ -106,17 +165,56 @@ def start(
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
         plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
         report.note(*plan.notes, *host_plan.notes)
+        if ranks is not None:
+            plan, host_plan = (with_least(one, ranks, report) for one in (plan, host_plan))
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, backend.device, config.batch_invariant)
         report.note(*kv_scales.set_pool_scales(pool, scales, config))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    matchers = make_matchers(config, geometry) if generates else None
+    return LoadedModel(model, pool, store, geometry, config, ranks)
 
+
+def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> MemoryPlan:
+    """Returns a plan with the number of blocks that all ranks have room for."""
+    least = ranks.least(plan.num_blocks)
+    if least < plan.num_blocks:
+        report.note(f"KV blocks: {least}, because another rank has room for no more")
+    return MemoryPlan(least, plan.notes)
+
+
+def need_of(model: Model, config: WorkerConfig, max_model_len: int, kv_block_bytes: int) -> KVMemoryNeed:
+    return KVMemoryNeed(
+        block_size=config.block_size,
+        block_bytes=kv_block_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        window=window_of(model.shape.windows, max_model_len),
+        max_step_tokens=config.max_num_batched_tokens,
+        batch_invariant=config.batch_invariant,
+        shorten=config.fit_max_model_len,
+    )
+
+
+def make_runner(
+    loaded: LoadedModel,
+    settings: dict[str, Any],
+    backend: Backend,
+    report: StartReport,
+    send: SendCommand | None,
+    *,
+    generates: bool,
+) -> Runner:
+    """Makes what runs plans on a loaded model, and runs first steps. send: to followers, if there are some."""
+    config, geometry, model, store = loaded.config, loaded.geometry, loaded.model, loaded.store
+    matchers = make_matchers(config, geometry) if generates else None
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
         geometry = msgspec.structs.replace(geometry, vector_size=pools[0].width)
         report.note(pools[0].describe())
+    if loaded.ranks is not None and send is not None:
+        model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
+        store = None if store is None else LeaderStore(store, send)
 
     def start_steps(again: Runner) -> None:
         if pools is None:
@@ -124,7 +222,7 @@ def start(
         else:
             start_pooled_steps(again, pools[1], backend, report)
 
-    runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
+    runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, send)
     start_steps(runner)
     return runner
 
@@ -196,11 +294,16 @@ def prepare(model: Model, config: WorkerConfig, max_model_len: int, backend: Bac
 
 
 def check(
-    build: Build, settings: dict[str, Any], dtype: torch.dtype, config: WorkerConfig, backend: Backend
+    build: Build,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    config: WorkerConfig,
+    backend: Backend,
+    shard: Shard = WHOLE,
 ) -> HostShare:
     """Checks tensor names, shapes and memory before weights are allocated. Returns the share of the layers' weights
     that stays in host memory."""
-    model = build(settings, WeightTable(dtype, torch.device("meta")))
+    model = build(settings, WeightTable(dtype, torch.device("meta"), shard=shard))
     own_products = getattr(model, "own_products", None)  # of a class of transformers
     if config.batch_invariant and own_products:
         raise ConfigError(

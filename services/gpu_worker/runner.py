@@ -13,6 +13,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
+from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.services.worker import LogprobsMode
@@ -31,14 +32,15 @@ class Runner:
         start_steps: "Callable[[Runner], None]",
         matchers: MatcherProcesses | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        send: SendCommand | None = None,
     ) -> None:
         """start_steps: called after sleep, once memory is restored. It must call `use`, as must the caller before the
         first plan.
 
         matchers: make the masks of structured output, None for none. logprobs_mode: of output tokens; with others than
-        `RAW_LOGPROBS` the steps must leave log-probabilities to the host.
+        `RAW_LOGPROBS` the steps must leave log-probabilities to the host. send: to the other ranks; None: there is one.
         """
-        self.geometry, self.model, self.pool = geometry, model, pool
+        self.geometry, self.model, self.pool, self.send = geometry, model, pool, send
         self.batch = Batch(geometry, pool, store, matchers)
         self._loop: DeviceLoop | None = None  # None: asleep, or not on its device yet
         self._start_steps, self._logprobs_mode = start_steps, logprobs_mode
@@ -101,6 +103,8 @@ class Runner:
     def release_memory(self, weights: bool = True) -> None:
         """Frees the KV memory with its contents. With `weights`, also moves the weights to host memory."""
         self._loop = None
+        if self.pool.mirror is not None:
+            self.pool.mirror.release(weights)
         if weights and self._offloaded is None:
             self._offloaded = OffloadedWeights(tensors_of(self.model))
         self.pool.drop()
@@ -110,6 +114,8 @@ class Runner:
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
         if self._offloaded is None and self._has_kv:
             return
+        if self.pool.mirror is not None:
+            self.pool.mirror.reclaim(weights, kv and not self._has_kv)
         if weights and self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None

@@ -11,11 +11,16 @@ _DEVICE = re.compile(r"nvidia\d+")
 
 
 def check(workers: Sequence[WorkerConfig], environ: Mapping[str, str], devices: Path = Path("/dev")) -> None:
-    """Raises ConfigError if there are fewer GPUs than replicas that need one."""
-    needed = sum(config.gpu is not None for config in workers)
+    """Raises ConfigError if there are fewer GPUs than ranks of all replicas that need one."""
+    needed = sum(config.tensor_parallel_size for config in workers if config.gpu is not None)
     if not needed:
         return
     num = count(environ, devices)
+    if num < needed and needed > len(workers):
+        raise ConfigError(
+            f"--tensor-parallel-size {max(config.tensor_parallel_size for config in workers)}: the ranks of all "
+            f"workers need {needed} GPUs, and there {'is 1' if num == 1 else f'are {num}'} here"
+        )
     if num < needed:
         raise ConfigError(
             f"--data-parallel-size, --prefill-workers, --decode-workers: each of {len(workers)} workers needs its own "

@@ -34,12 +34,13 @@ def swap_space(values: Values) -> float:
 
 
 def check(workers: Iterable[tuple[Values, int]], there_is: int | None = None) -> None:
-    """Raises ConfigError if this machine has less memory than its workers take.
+    """Raises ConfigError if this machine has less memory than its workers take, each rank as much.
 
     workers: the flags of each kind of worker, and how many there are of it. there_is: bytes, by default this machine's.
     """
     there_is = total_memory() if there_is is None else there_is
-    taken = [(swap_space(values) * number, number, values) for values, number in workers]
+    ranks = [(values, number * values.get("tensor-parallel-size", int)) for values, number in workers]
+    taken = [(swap_space(values) * number, number, values) for values, number in ranks]
     if sum(size for size, _, _ in taken) * GIB <= there_is:
         return
     _, number, values = max(taken, key=lambda one: one[0])

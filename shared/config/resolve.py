@@ -1,6 +1,7 @@
 """Turns flags into each service's settings. "auto", and values that depend on several flags, are settled here."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
@@ -227,6 +228,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     """Returns the settings of one worker of a role. Raises ConfigError."""
     values = of_role.values
     worker_fields.check_kv_cache(values)
+    worker_fields.check_ranks(values, model.config)
     fields = _fields(values, "worker")
     overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
@@ -261,11 +263,16 @@ def workers(
     """Returns the settings of each worker of this machine. Raises ConfigError."""
     host_memory.check((each.values, each.num_workers) for each in to_start)
     num = sum(each.num_workers for each in to_start)
-    if num == 1:
-        return [worker(to_start[0], model, process(to_start[0].name))]
     has_gpu = worker_fields.kv_on_gpu(to_start[0].values)
+    if num == 1:
+        config = worker(to_start[0], model, process(to_start[0].name))
+        return [msgspec.structs.replace(config, gpu=0 if has_gpu and config.tensor_parallel_size > 1 else None)]
     made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
-    return [msgspec.structs.replace(config, replicas=num, gpu=i if has_gpu else None) for i, config in enumerate(made)]
+    firsts = accumulate((config.tensor_parallel_size for config in made), initial=0)
+    return [
+        msgspec.structs.replace(config, replicas=num, gpu=first if has_gpu else None)
+        for config, first in zip(made, firsts, strict=False)
+    ]
 
 
 def block_scope(values: Values, model: Checkpoint) -> str:

@@ -17,6 +17,7 @@ from blockyard.shared.quantization import has_fp8_kv
 
 FP8 = "fp8"
 FLAG = "compilation-config"
+QUERY_HEADS = ("num_attention_heads", "n_head")  # in config.json
 LEVELS = range(4)
 MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
 NUM_SEQS = ("max-num-seqs", "max-num-active-seqs")
@@ -148,6 +149,19 @@ def on_gpu(values: Values) -> bool:
 def kv_on_gpu(values: Values) -> bool:
     """Returns whether workers have their KV blocks on GPUs. Mock workers need no device."""
     return on_gpu(values) and values["worker-cls"] != "mock"
+
+
+def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for ranks of a worker that cannot be. config: of config.json."""
+    size = values.get("tensor-parallel-size", int)
+    if size == 1 or values["worker-cls"] == "mock":
+        return
+    where = f"{values.where('tensor-parallel-size')} {size}"
+    heads = next((config[name] for name in QUERY_HEADS if isinstance(config.get(name), int)), size)
+    if size > heads:
+        raise ConfigError(f"{where} is more than the {heads} query heads of a layer")
+    if on_gpu(values):
+        raise ConfigError(f"{where}: not built yet on GPUs; --device cpu runs ranks on the CPU")
 
 
 def kv_dtype(values: Values, quantization: Mapping[str, Any]) -> str:

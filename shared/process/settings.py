@@ -68,14 +68,19 @@ def run(config_type: type[C], serve: Callable[[C], None]) -> int:
         config = load(config_type)
         serve(config)
     except BlockyardError as e:
-        if config is not None and config.process.parent_pid:
-            Path(sys.argv[1]).with_suffix(".error").write_text(str(e), "utf-8")
-        else:
-            print(f"error: {e}", file=sys.stderr)
+        report_error(None if config is None else config.process, e)
         return e.exit_code
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def report_error(process: ProcessConfig | None, error: BlockyardError) -> None:
+    """Writes the one line of an error where `run` does. process: None if the settings are not read yet."""
+    if process is not None and process.parent_pid:
+        Path(sys.argv[1]).with_suffix(".error").write_text(str(error), "utf-8")
+    else:
+        print(f"error: {error}", file=sys.stderr)
 
 
 def end(code: int) -> NoReturn:

@@ -1,5 +1,7 @@
 """Builds the attention metadata of a step on the CPU from block tables and lengths."""
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -43,6 +45,16 @@ def length_groups(lengths: Ints) -> list[tuple[int, int]]:
             groups.append((start, i))
             start = i
     return [*groups, (start, len(lengths))]
+
+
+class MetadataBuilder(Protocol):
+    """The methods of `CpuMetadataBuilder`."""
+
+    def clear(self) -> None: ...
+
+    def attention(
+        self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
+    ) -> Attend: ...
 
 
 class CpuMetadataBuilder:

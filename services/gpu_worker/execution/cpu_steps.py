@@ -11,7 +11,7 @@ from blockyard.kernels.slots.slot_references import slot_outcomes
 from blockyard.kernels.slots.slot_state import Field, SlotOutcome, SlotState
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_attention import EXTRA_TOKENS
-from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_order
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, MetadataBuilder, length_order
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, ReadLogprobs, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
@@ -36,15 +36,24 @@ class CpuSteps:
     runs_ahead = False
     most_in_flight = 1  # the table lacks the tokens of a step until it is collected
 
-    def __init__(self, model: Model, pool: KVPool, batch: Batch, geometry: Geometry, logits_edits: bool = True) -> None:
-        """logits_edits: steps change logits and report log-probabilities; False: the host does, for such slots."""
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        batch: Batch,
+        geometry: Geometry,
+        logits_edits: bool = True,
+        metadata: MetadataBuilder | None = None,
+    ) -> None:
+        """logits_edits: steps change logits and report log-probabilities; False: the host does, for such slots.
+        metadata: None for `CpuMetadataBuilder`."""
         self._model, self._pool, self._batch = model, pool, batch
         self.capacity, vocab_size = geometry.max_num_seqs, geometry.vocab_size
         state = SlotState.make(SLOTS * self.capacity, self.capacity, 0, pool.device)
         matchers, eos = batch.matchers, geometry.eos_token_ids
         owner_of = None if matchers is None else matchers.owner_of
         self.slots = DeviceSlots(state, SLOTS * self.capacity, vocab_size, eos, logits_edits, owner_of)
-        self._metadata_builder = CpuMetadataBuilder(pool)
+        self._metadata_builder = CpuMetadataBuilder(pool) if metadata is None else metadata
         self._sampler = CpuSampler(self.slots.logits_edits, vocab_size, matchers)
         self._prompt_logprobs = DevicePromptLogprobs(model, None, pool.device)
         self._fields, self._vocab_size, self._eos = state.fields.numpy(), vocab_size, np.array(eos, np.int32)

@@ -108,6 +108,4 @@ def copy_blocks(pool: KVPool, names: BlockHashes, copies: list[BlockCopy]) -> No
     for first in range(0, len(known), AT_ONCE):
         pairs = np.array(known[first : first + AT_ONCE], np.int64).T
         names.invalidate(pairs[1])
-        src, dst = torch.from_numpy(pairs).to(pool.device, non_blocking=True)
-        for memory in pool.runs:
-            memory.index_copy_(1, dst, memory.index_select(1, src))
+        pool.copy(pairs)

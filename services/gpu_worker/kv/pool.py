@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from blockyard.services.kv_transfer.arena import make_arena
 _K_RANGE, _V_RANGE = 200.0, 100.0  # what vLLM takes
 _SMALLEST = 1e-6  # lower bound of the largest value: scales stay above 0
 _BLOCKS = 512  # blocks that are rescaled at once
+
+
+class PoolMirror(Protocol):
+    """What follows the changes of a pool beside steps: the parts of its blocks that other ranks have."""
+
+    def copy(self, pairs: Ints) -> None: ...
+    def scrub(self, blocks: Ints) -> None: ...
+    def release(self, weights: bool) -> None: ...
+    def reclaim(self, weights: bool, kv: bool) -> None: ...
 
 
 class LayerKV(NamedTuple):
@@ -48,6 +57,7 @@ class KVPool:
     ) -> None:
         """batch_invariant: attention over this pool computes each row as if it were alone in its batch."""
         self.shape, self.num_blocks, self.block_size, self.device = shape, num_blocks, block_size, device
+        self.mirror: PoolMirror | None = None  # None: one rank has the whole blocks
         self.dtype = dtype
         self.scales = torch.ones((shape.num_layers, 2), device=device) if dtype in FP8_MAX else None
         self.scales_pending = False
@@ -118,9 +128,19 @@ class KVPool:
         if layer == self.shape.num_layers - 1:
             self.scales_pending = False
 
+    def copy(self, pairs: Ints) -> None:
+        """Copies blocks in all layers: pairs [2, n] of sources and destinations. No block is both."""
+        if self.mirror is not None:
+            self.mirror.copy(pairs)
+        src, dst = torch.from_numpy(pairs).to(self.device, non_blocking=True)
+        for memory in self.runs:
+            memory.index_copy_(1, dst, memory.index_select(1, src))
+
     @torch.inference_mode()
     def scrub(self, blocks: Ints) -> None:
         """Replaces values that are not finite, before these blocks have another owner."""
+        if self.mirror is not None:
+            self.mirror.scrub(blocks)
         index = torch.from_numpy(blocks).to(self.device)
         for memory in self.runs:
             values = memory[:, index]

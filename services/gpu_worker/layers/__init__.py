@@ -24,7 +24,8 @@ A quantization format is added as the docstring of `quantization/formats/` says,
 `quantization/kept/`.
 
 Where a rank's share goes: `LinearSpec.split` and the units of its parts say how a matrix is divided, and `WeightTable`
-takes the share of its `Shard` (loading/linear_spec.py). A product with `Linear.is_partial` is still to be summed.
+takes the share of its `Shard` (parallel/shares.py). A product with `Linear.is_partial` is still to be summed: layers
+hand it on as `delta`, and `FusedOps` of a table with `ranks` sum it before they do anything else with it.
 
 Where an adapter's rows go: `Linear.spec` has the names of the parts and their rows, and `Linear.wrap` adds to each
 product, also of kernels that are installed later. A wrapped layer has no fused kernels.

@@ -1,6 +1,6 @@
 """The attention sublayer: QKV projection, attention over the paged KV cache, output projection."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -9,13 +9,15 @@ from torch import Tensor
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import FusedOps, ops_of
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
-from blockyard.services.gpu_worker.layers.norm import MakeQKNorm, Norm, SeparateQKNorm
+from blockyard.services.gpu_worker.layers.norm import DividedQKNorm, MakeQKNorm, Norm, SeparateQKNorm
 from blockyard.services.gpu_worker.layers.rotary import Rotation
 from blockyard.services.gpu_worker.loading.linear_spec import Arrange, MatrixPart, Rows, Split, part
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.services.gpu_worker.step import Attend
+from blockyard.shared.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,19 @@ class AttentionShape:
     def kept(self) -> tuple[int, int, int]:
         """What the KV cache keeps of a token: planes (K and V, or K alone), heads, numbers of a head."""
         return (2 if self.latent_dim is None else 1, self.kv_heads, self.head_dim)
+
+    def share(self, shard: Shard) -> "AttentionShape":
+        """Returns the sizes of a rank. Raises ConfigError for more ranks than query heads."""
+        if shard.size == 1:
+            return self
+        if shard.size > self.num_heads:
+            raise ConfigError(
+                f"--tensor-parallel-size {shard.size} is more than the {self.num_heads} query heads of a layer"
+            )
+        heads, kv_heads = (rows.own_units(shard) for rows in head_rows(self))
+        sinks = self.rules.sinks
+        own = None if sinks is None else sinks[heads.start : heads.stop]
+        return replace(self, num_heads=len(heads), kv_heads=len(kv_heads), rules=replace(self.rules, sinks=own))
 
 
 class AttentionSublayer(Protocol):
@@ -57,7 +72,8 @@ class AttentionSublayer(Protocol):
 def head_rows(shape: AttentionShape) -> tuple[Rows, Rows]:
     """The outputs of q, and those of k or of v."""
     size = shape.head_dim
-    return Rows(shape.num_heads * size, shape.num_heads), Rows(shape.kv_heads * size, shape.kv_heads)
+    of_q = Rows(shape.num_heads * size, shape.num_heads, shape.kv_heads)
+    return of_q, Rows(shape.kv_heads * size, shape.kv_heads)
 
 
 class QKVProjection(Protocol):
@@ -81,7 +97,7 @@ class SeparateQKV:
         """Implements `QKVProjection`."""
         q, k, v = (f"{prefix}.{name}" for name in self.names)
         of_q, of_kv = head_rows(shape)
-        parts = [part(q, *of_q, arrange), part(k, *of_kv, arrange), part(v, *of_kv)]
+        parts = [part(q, of_q, arrange=arrange), part(k, of_kv, arrange=arrange), part(v, of_kv)]
         return layers.make(parts, hidden, split=Split.OUTPUTS, bias=self.bias, fusion=Fusion.NORM)
 
 
@@ -100,7 +116,7 @@ class KeysAsValues:
             arrange=lambda rows: torch.cat((arrange(rows), rows)),
             stored_rows=of_kv.size,
         )
-        parts = [part(f"{prefix}.q_proj", *of_q, arrange), keys]
+        parts = [part(f"{prefix}.q_proj", of_q, arrange=arrange), keys]
         return layers.make(parts, hidden, split=Split.OUTPUTS, bias=self.bias, fusion=Fusion.NORM)
 
 
@@ -161,9 +177,10 @@ class Attention:
         options: AttentionOptions = LLAMA,
     ) -> None:
         """prefix: of the layer's names in checkpoints. hidden: size of the hidden state."""
-        heads, kv_heads, head_dim = shape.num_heads, shape.kv_heads, shape.head_dim
-        self.ops = find_ops(layers.table.device)
-        self._layer, self._heads, self._head_dim, self._all_heads = layer, heads, head_dim, heads + 2 * kv_heads
+        head_dim, own = shape.head_dim, shape.share(layers.table.shard)
+        self.ops = ops_of(layers.table)
+        self._layer, self._heads, self._head_dim = layer, own.num_heads, head_dim
+        self._all_heads = own.num_heads + 2 * own.kv_heads
 
         def arrange(rows: Tensor) -> Tensor:
             return rows if options.halves_dim == 0 else interleave_pairs(rows, head_dim, options.halves_dim)
@@ -178,11 +195,11 @@ class Attention:
             transposed=options.out_transposed,
         )
         if shape.rules.sinks is not None:
-            layers.table.place(f"{prefix}.{options.sinks_name}", shape.rules.sinks, (heads,))
+            layers.table.place(f"{prefix}.{options.sinks_name}", shape.rules.sinks, (shape.num_heads,))
         self._fused_norm: RMSNorm | None = None
-        self._separate_norm: SeparateQKNorm | None = None
+        self._separate_norm: SeparateQKNorm | DividedQKNorm | None = None
         if options.qk_norm is not None:
-            norm = options.qk_norm(layers.table, prefix, heads, kv_heads, head_dim, arrange)
+            norm = options.qk_norm(layers.table, prefix, *head_rows(shape), arrange)
             if isinstance(norm, RMSNorm):
                 self._fused_norm = norm
             else:

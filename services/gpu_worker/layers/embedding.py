@@ -1,14 +1,17 @@
 """Token embeddings, learned positions, and the output layer that may share the weight of the embeddings."""
 
+from functools import partial
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, Product, dense_linear
 from blockyard.services.gpu_worker.layers.norm import Norm
-from blockyard.services.gpu_worker.loading.linear_spec import Split, part
+from blockyard.services.gpu_worker.loading.linear_spec import Rows, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 
 HEAD = "lm_head"
 
@@ -24,26 +27,53 @@ class TokenEmbedding:
         hidden size; None: both are the same. norm: of the embeddings, before the first layer; None: they have none."""
         self._name = f"{name}.weight"
         self.weight = layers.plain(part(name, vocab_size), width, split=Split.OUTPUTS)
-        self._vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
+        self.vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
+        self._ranks, self._own = layers.table.ranks, Rows(vocab_size, vocab_size).share(layers.table.shard)
 
     def linears(self) -> list[Linear]:
         return [] if self._project is None else [self._project]
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        found = F.embedding(token_ids, self.weight)
+        found = F.embedding(token_ids, self.weight) if self._ranks is None else self._find(token_ids, self._ranks)
         if self._project is not None:
             found = self._project(found)
         if self._norm is not None:
             found = self._norm(found)
         return found if self._factor == 1.0 else found.mul_(self._factor)
 
+    def row(self, token_id: int) -> Tensor:
+        """Returns the embedding [1, width] of a token as the checkpoint has it, on all ranks."""
+        token_ids = torch.tensor([token_id], device=self.weight.device)
+        return F.embedding(token_ids, self.weight) if self._ranks is None else self._find(token_ids, self._ranks)
+
+    def _find(self, token_ids: Tensor, ranks: RankGroup) -> Tensor:
+        """Looks up the tokens that this rank has; the sum over ranks has all."""
+        own = token_ids - self._own.start
+        is_elsewhere = (own < 0) | (own >= len(self._own))
+        found = F.embedding(own.masked_fill_(is_elsewhere, 0), self.weight)
+        return ranks.sum(found.masked_fill_(is_elsewhere[:, None], 0))
+
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
         """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it."""
-        if not tied:
-            return layers.make([part(name, self._vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
-        linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS)
-        layers.table.tie(f"{name}.weight", self._name, lambda own: linear.method.replace("weight", own))
+        if tied:
+            linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS)
+            layers.table.tie(f"{name}.weight", self._name, lambda own: linear.method.replace("weight", own))
+        else:
+            linear = layers.make([part(name, self.vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
+        if layers.table.ranks is not None:
+            linear.wrap(partial(_JoinedProduct, layers.table.ranks, self.vocab_size))
         return linear
+
+
+class _JoinedProduct:
+    """A product with the vocabulary: on the leader with the columns of all ranks, on others with their own."""
+
+    def __init__(self, ranks: RankGroup, vocab_size: int, product: Product) -> None:
+        self._ranks, self._product = ranks, product
+        self._widths = Rows(vocab_size, vocab_size).widths(ranks.size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ranks.join_columns(self._product(x), self._widths)
 
 
 class LearnedPositions:

@@ -14,6 +14,8 @@ from blockyard.services.gpu_worker.layers.activations import gate
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
 from blockyard.services.gpu_worker.layers.norm import Norm
+from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 
 
@@ -28,6 +30,9 @@ class FusedOps(Protocol):
 
         delta is [rows, hidden], or of experts [rows, top_k, hidden], of which the sum is added.
         """
+
+    def whole(self, delta: Tensor) -> Tensor:
+        """Returns the output of a sublayer for layers that add it themselves. May write to delta."""
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Computes residual + delta, both [rows, hidden], in a new tensor, and its norm."""
@@ -88,6 +93,9 @@ class TorchOps:
         if delta is not None:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
+
+    def whole(self, delta: Tensor) -> Tensor:
+        return delta
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = residual + delta
@@ -151,3 +159,61 @@ OPS: dict[str, Callable[[], FusedOps]] = {"cuda": _triton_ops}  # by type of dev
 def find_ops(device: torch.device) -> FusedOps:
     """Returns the operations of a device. Each layer that needs some calls it once, when it is made."""
     return OPS.get(device.type, TorchOps)()
+
+
+def ops_of(table: WeightTable) -> FusedOps:
+    """Returns the operations of a model's device. They add partial sums of all ranks first, if there are several."""
+    return with_sums(find_ops(table.device), table.ranks)
+
+
+def with_sums(ops: FusedOps, ranks: RankGroup | None) -> FusedOps:
+    """ranks: None if there is one."""
+    return ops if ranks is None else SummedOps(ops, ranks)
+
+
+class SummedOps:
+    """Implements `FusedOps` for a rank: the output of a sublayer is a part of a sum."""
+
+    def __init__(self, ops: FusedOps, ranks: RankGroup) -> None:
+        self._ops, self._ranks = ops, ranks
+        self.norm_heads, self.act_mul, self.rotate_halves = ops.norm_heads, ops.act_mul, ops.rotate_halves
+        self.exact_product, self.grouped_experts = ops.exact_product, ops.grouped_experts
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        return self._ops.add_norm(residual, self._sum(delta), norm)
+
+    def whole(self, delta: Tensor) -> Tensor:
+        return self._ranks.sum(delta)
+
+    def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        return self._ops.sum_norm(residual, self._ranks.sum(delta), norm)
+
+    def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        return self._ops.norm_then_linear(linear, residual, self._sum(delta), norm)
+
+    def add_normed(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        norm: Norm,
+        then: Sequence[Norm] = (),
+        *,
+        beside: tuple[Norm, Tensor, Norm] | None = None,
+        factor: Tensor | None = None,
+    ) -> list[Tensor]:
+        if beside is None:
+            return self._ops.add_normed(residual, self._ranks.sum(x), norm, then, factor=factor)
+        own, y, of_y = beside
+        x, y = self._ranks.sum(torch.stack((x, y))).unbind()
+        return self._ops.add_normed(residual, x, norm, then, beside=(own, y, of_y), factor=factor)
+
+    def linear_then_add(
+        self, linear: Linear, x: Tensor, residual: Tensor, gate_activation: str | None = None
+    ) -> Tensor | None:
+        assert linear.is_partial  # so no kernel adds it to the residual
+        return self._ops.linear_then_add(linear, x, residual, gate_activation)
+
+    def _sum(self, delta: Tensor | None) -> Tensor | None:
+        if delta is None:
+            return None
+        return self._ranks.sum(delta if delta.dim() == 2 else delta.sum(1))

@@ -152,10 +152,6 @@ class Linear:
         assert product is not None, "this layer takes no rounded rows"
         return product(rows)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Returns residual + self(x). May write to `residual`."""
-        return residual.add_(self(x))
-
 
 class LinearLayers:
     """Makes what multiplies in one model. Weights are stored in the format of config.json."""

@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.activations import ACTIVATIONS
-from blockyard.services.gpu_worker.layers.fused_ops import find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import ops_of
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import Norm
@@ -52,7 +52,7 @@ class GatedMLP:
     ) -> None:
         """activation: a key of `ACTIVATIONS`. joined: the checkpoint has gate and up as one tensor of this name. down:
         the name of the last matrix there."""
-        self._ops, self._activation = find_ops(layers.table.device), activation
+        self._ops, self._activation = ops_of(layers.table), activation
         parts = [part(f"{prefix}.gate_proj", inner), part(f"{prefix}.up_proj", inner)]
         if joined is not None:
             parts = [MatrixPart(name=f"{prefix}.{joined}", rows=(Rows(inner, inner), Rows(inner, inner)))]
@@ -93,7 +93,7 @@ class MLP:
     ) -> None:  # fmt: skip
         """up, down: names of the matrices in checkpoints. activation: a key of `ACTIVATIONS`. transposed: stored as
         [in, out]."""
-        self._ops, self._activate = find_ops(layers.table.device), ACTIVATIONS[activation]
+        self._ops, self._activate = ops_of(layers.table), ACTIVATIONS[activation]
         first, last, both = [part(up, inner)], [part(down, hidden)], {"bias": bias, "transposed": transposed}
         self.up = layers.make(first, hidden, split=Split.OUTPUTS, fusion=Fusion.NORM, **both)
         self.down = layers.make(last, inner, split=Split.INPUTS, fusion=Fusion.ADD, **both)

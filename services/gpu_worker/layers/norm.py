@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
-from blockyard.services.gpu_worker.loading.linear_spec import Arrange
+from blockyard.services.gpu_worker.loading.linear_spec import Arrange, Cut, Rows
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 
@@ -88,6 +88,38 @@ class SeparateQKNorm:
             k.copy_(self._k_norm(k))
 
 
+class DividedQKNorm:
+    """RMSNorms over all q heads and over all k heads, of a rank that has a share of both."""
+
+    def __init__(self, table: WeightTable, rows: tuple[Rows, Rows], q_norm: RMSNorm, k_norm: RMSNorm) -> None:
+        """rows: outputs of q, and those of k."""
+        self._ranks, shard, of_k = table.ranks, table.shard, rows[1]
+        self._heads, k_heads = (len(one.own_units(shard)) for one in rows)
+        self._rotated = self._heads + k_heads
+        self._norms = (q_norm, k_norm)
+        self._sizes = torch.tensor([one.size for one in rows], dtype=torch.float32, device=table.device)
+        # of ranks with the same head of k, the first one counts it
+        self._counts_k = not shard.rank or of_k.share(shard) != of_k.share(shard._replace(rank=shard.rank - 1))
+
+    def prepare(self) -> None:
+        """There are no constants."""
+
+    def apply(self, qkv: Tensor) -> None:
+        """As `SeparateQKNorm.apply`."""
+        assert self._ranks is not None
+        both = qkv[:, : self._heads].flatten(1), qkv[:, self._heads : self._rotated].flatten(1)
+        squares = torch.stack([x.float().square().sum(-1) for x in both], -1)
+        if not self._counts_k:
+            squares[:, 1] = 0
+        means = self._ranks.sum(squares) / self._sizes
+        first = 0
+        for i, (x, norm) in enumerate(zip(both, self._norms, strict=True)):
+            scaled = x.float() * torch.rsqrt(means[:, i : i + 1] + norm.eps) * norm.weight.float()
+            heads = x.shape[1] // qkv.shape[2]
+            qkv[:, first : first + heads].copy_(scaled.view(len(x), heads, -1))
+            first += heads
+
+
 class _HeadLayerNorm:
     """LayerNorm over each head, each with its own weight [heads, head_dim] and without a bias."""
 
@@ -101,9 +133,16 @@ class _HeadLayerNorm:
         return F.layer_norm(x, x.shape[-1:], None, None, self._eps).mul_(self._weight)
 
 
-QKNorm = RMSNorm | SeparateQKNorm  # the attention kernels compute an RMSNorm over each head, see `step.Attend`
-# arguments: weights, prefix of names in checkpoints, q heads, k heads, head size, order of a head's numbers
-MakeQKNorm = Callable[[WeightTable, str, int, int, int, Arrange], QKNorm]
+QKNorm = (
+    RMSNorm | SeparateQKNorm | DividedQKNorm
+)  # the attention kernels compute an RMSNorm over each head, see `step.Attend`
+# arguments: weights, prefix of names in checkpoints, outputs of q, those of k, order of a head's numbers
+MakeQKNorm = Callable[[WeightTable, str, Rows, Rows, Arrange], QKNorm]
+
+
+def _own_heads(table: WeightTable, of_q: Rows, of_k: Rows) -> tuple[int, int]:
+    """Numbers of q heads and of k heads of this rank."""
+    return len(of_q.own_units(table.shard)), len(of_k.own_units(table.shard))
 
 
 def head_rms_norm(eps: float, unit_offset: bool = False, *, with_values: bool = False) -> MakeQKNorm:
@@ -112,10 +151,11 @@ def head_rms_norm(eps: float, unit_offset: bool = False, *, with_values: bool = 
     with_values: the heads of v are normalised, too, without a weight.
     """
 
-    def make(table: WeightTable, prefix: str, heads: int, kv_heads: int, head_dim: int, arrange: Arrange) -> QKNorm:
+    def make(table: WeightTable, prefix: str, of_q: Rows, of_k: Rows, arrange: Arrange) -> QKNorm:
         def add_one(rows: Tensor) -> Tensor:
             return arrange(_plus_one(rows))
 
+        (heads, kv_heads), head_dim = _own_heads(table, of_q, of_k), of_q.unit
         k_end = heads + kv_heads
         rows = k_end + kv_heads if with_values else k_end
         weight = table.empty(rows, head_dim, dtype=torch.float32 if unit_offset else None)
@@ -134,8 +174,8 @@ def head_l2_norm(eps: float) -> MakeQKNorm:
     It may also stand for a norm behind the rotation, which does not change the length of a head.
     """
 
-    def make(table: WeightTable, prefix: str, heads: int, kv_heads: int, head_dim: int, arrange: Arrange) -> QKNorm:
-        weight = table.empty(heads + kv_heads, head_dim)
+    def make(table: WeightTable, prefix: str, of_q: Rows, of_k: Rows, arrange: Arrange) -> QKNorm:
+        weight = table.empty(sum(_own_heads(table, of_q, of_k)), of_q.unit)
         return RMSNorm(weight.fill_(1.0), eps)
 
     return make
@@ -144,13 +184,17 @@ def head_l2_norm(eps: float) -> MakeQKNorm:
 def whole_rms_norm(eps: float) -> MakeQKNorm:
     """RMSNorm over all q heads together, and over all k heads together."""
 
-    def make(table: WeightTable, prefix: str, heads: int, kv_heads: int, head_dim: int, arrange: Arrange) -> QKNorm:
-        def make_norm(name: str, count: int) -> RMSNorm:
-            weight = table.empty(count * head_dim)
-            table.place(f"{prefix}.{name}.weight", weight, (count * head_dim,), arrange)
+    def make(table: WeightTable, prefix: str, of_q: Rows, of_k: Rows, arrange: Arrange) -> QKNorm:
+        def make_norm(name: str, rows: Rows) -> RMSNorm:
+            own = rows.share(table.shard)
+            weight = table.empty(len(own))
+            table.place(f"{prefix}.{name}.weight", weight, (rows.size,), arrange, cut=Cut(-1, (own,)))
             return RMSNorm(weight, eps)
 
-        return SeparateQKNorm(heads, kv_heads, make_norm("q_norm", heads), make_norm("k_norm", kv_heads), whole=True)
+        q_norm, k_norm = make_norm("q_norm", of_q), make_norm("k_norm", of_k)
+        if table.shard.size > 1:
+            return DividedQKNorm(table, (of_q, of_k), q_norm, k_norm)
+        return SeparateQKNorm(of_q.units, of_k.units, q_norm, k_norm, whole=True)
 
     return make
 
@@ -158,15 +202,17 @@ def whole_rms_norm(eps: float) -> MakeQKNorm:
 def head_layer_norm(eps: float) -> MakeQKNorm:
     """LayerNorm over each head, without a bias; each head has its own weight."""
 
-    def make(table: WeightTable, prefix: str, heads: int, kv_heads: int, head_dim: int, arrange: Arrange) -> QKNorm:
+    def make(table: WeightTable, prefix: str, of_q: Rows, of_k: Rows, arrange: Arrange) -> QKNorm:
         def arrange_heads(rows: Tensor) -> Tensor:
             return arrange(rows.reshape(-1)).view(rows.shape)
 
-        def make_norm(name: str, count: int) -> _HeadLayerNorm:
-            weight = table.empty(count, head_dim)
-            table.place(f"{prefix}.{name}.weight", weight, (count, head_dim), arrange_heads)
+        def make_norm(name: str, rows: Rows) -> _HeadLayerNorm:
+            own = rows.own_units(table.shard)
+            weight, cut = table.empty(len(own), rows.unit), Cut(-2, (own,))
+            table.place(f"{prefix}.{name}.weight", weight, (rows.units, rows.unit), arrange_heads, cut=cut)
             return _HeadLayerNorm(weight, eps)
 
-        return SeparateQKNorm(heads, kv_heads, make_norm("q_norm", heads), make_norm("k_norm", kv_heads), whole=False)
+        heads, kv_heads = _own_heads(table, of_q, of_k)
+        return SeparateQKNorm(heads, kv_heads, make_norm("q_norm", of_q), make_norm("k_norm", of_k), whole=False)
 
     return make

@@ -32,6 +32,9 @@ class TritonOps:
             residual.add_(delta if delta.dim() == 2 else delta.sum(1))
         return norm(residual)
 
+    def whole(self, delta: Tensor) -> Tensor:
+        return delta
+
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(residual)
         return total, add_rms_norm(residual, delta, norm.weight, norm.eps, total)

@@ -99,15 +99,16 @@ def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool =
         elif dummy_routers.is_choice_bias(name):
             place.target.zero_()
         else:
-            target = place.target
-            made = target if target.device == table.device else torch.empty_like(target, device=table.device)
+            target = place.target  # a rank's share of the values that one rank would have
+            is_made_there = target.device == table.device and place.cut is None
+            made = target if is_made_there else target.new_empty(place.whole_shape(), device=table.device)
             is_large = has_large_embedding and dummy_routers.is_embedding(name)
             scale = dummy_routers.EMBEDDING_SCALE if is_large else SCALE
             made.normal_(0.0, scale, generator=generator)  # the same values on every device
             if dummy_routers.is_router(name):
                 dummy_routers.settle(made, SCALE, skewed)
             if made is not target:
-                target.copy_(made)
+                target.copy_(made if place.cut is None else place.cut(made))
         progress((i + 1) / len(table.places))
 
 

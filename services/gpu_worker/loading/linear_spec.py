@@ -3,7 +3,7 @@
 With tensor parallelism a rank has some outputs of a layer (`Split.OUTPUTS`), and the layer behind reads them: it has
 those inputs (`Split.INPUTS`), and its products are partial sums, which are added over all ranks. Outputs are divided by
 units that stay whole: heads of attention, groups, or single rows. With fewer units than ranks, several ranks have the
-same one.
+same one. Ranks may have different numbers of units.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockyard.shared.errors import ConfigError
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard, share, share_of_groups, single_units
 
 Arrange = Callable[[Tensor], Tensor]
 
@@ -29,39 +29,35 @@ class Split(Enum):
     NONE = "none"  # each rank has the whole
 
 
-class Shard(NamedTuple):
-    """One of the ranks that a model is divided among."""
-
-    rank: int = 0
-    size: int = 1
-
-
-WHOLE = Shard()
-
-
 class Rows(NamedTuple):
     """Successive features that are divided by equal units. One unit: all ranks have them all."""
 
     size: int
     units: int
+    groups: int | None = None  # units are divided by groups, see `share_of_groups`; None: one by one
 
     def share(self, shard: Shard) -> range:
-        """Returns the features of a rank. Raises ConfigError if units would be cut, or not all ranks had as many.
-
-        Single features may be one more on some ranks.
-        """
-        units, (rank, size) = self.units, shard
-        if units < size:
-            if size % units:
-                raise ConfigError(f"{units} heads or groups cannot be on {size} ranks: each has to be on as many")
-            first = rank // (size // units)
-            found = range(first, first + 1)
-        elif units % size and units != self.size:
-            raise ConfigError(f"{units} heads or groups cannot be divided among {size} ranks")
-        else:
-            found = range(units * rank // size, units * (rank + 1) // size)
+        """Returns the features of a rank. Single features are divided by larger steps, see `single_units`."""
+        if shard.size == 1:
+            return range(self.size)
+        units = single_units(self.size, shard.size) if self.units == self.size else self.units
+        found = share(units, shard) if self.groups is None else share_of_groups(units, self.groups, shard)
         unit = self.size // units
         return range(found.start * unit, found.stop * unit)
+
+    @property
+    def unit(self) -> int:
+        """Features of a unit."""
+        return self.size // self.units
+
+    def own_units(self, shard: Shard) -> range:
+        """Returns the units of a rank."""
+        own = self.share(shard)
+        return range(own.start // self.unit, own.stop // self.unit)
+
+    def widths(self, size: int) -> list[int]:
+        """Returns the number of features of each of `size` ranks."""
+        return [len(self.share(Shard(rank, size))) for rank in range(size)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +84,10 @@ class MatrixPart:
         return found
 
 
-def part(name: str, size: int, units: int | None = None, arrange: Arrange | None = None) -> MatrixPart:
-    """A matrix of which all rows are divided alike. units: heads or groups; None: single rows."""
-    return MatrixPart(name=name, rows=(Rows(size, size if units is None else units),), arrange=arrange)
+def part(name: str, size: int | Rows, units: int | None = None, arrange: Arrange | None = None) -> MatrixPart:
+    """A matrix of which all rows are divided alike. units: heads or groups; None: single rows, or those of `size`."""
+    rows = size if isinstance(size, Rows) else Rows(size, size if units is None else units)
+    return MatrixPart(name=name, rows=(rows,), arrange=arrange)
 
 
 @dataclass(frozen=True, slots=True)

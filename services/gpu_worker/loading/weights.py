@@ -11,9 +11,11 @@ from torch import Tensor
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.loading.checkpoint_names import PREFIXES, TEXT_PART
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads, LayerLoad
-from blockyard.services.gpu_worker.loading.linear_spec import WHOLE, Arrange, Shard
+from blockyard.services.gpu_worker.loading.linear_spec import Arrange
 from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredTensor, TensorGroup
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.shared.errors import LoadError
 
 Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkpoint has
@@ -54,6 +56,19 @@ class WeightPlace:
     write: Write | None  # writes a stored weight to the target; None: copies it
     fill: Fill | None  # makes dummy weights; None: small random numbers, or by the name
     other_shapes: tuple[tuple[int, ...], ...] = ()  # that the checkpoint may have instead; -1 stands for any size
+    cut: Arrange | None = None  # takes a rank's share of what is arranged; None: the rank has the whole
+
+    def own(self, stored: Tensor) -> Tensor:
+        """Returns what goes to the target."""
+        how = after(self.arrange, self.cut)
+        return stored if how is None else how(stored)
+
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the target, if it had the shares of all ranks."""
+        if self.cut is None:
+            return tuple(self.target.shape)
+        stored = torch.empty(self.shape, device="meta")
+        return tuple((stored if self.arrange is None else self.arrange(stored)).shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +88,9 @@ class WeightTable:
     ) -> None:
         """host_share: of the layers' weights, spread over the layers. shard: the rank whose share of them is loaded."""
         self.dtype, self.device, self.shard = dtype, device, shard
+        self.ranks: RankGroup | None = (
+            None  # that add their partial sums; None: one rank, or the model is only declared
+        )
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
@@ -127,7 +145,7 @@ class WeightTable:
         writes to the target what a copy would first make in a second place, as `arrange` does. cut: takes the share of
         `shard` of what is rearranged. fill: see `WeightPlace`.
         """
-        self.places[name] = WeightPlace(target, shape, after(arrange, cut), stored, write, fill)
+        self.places[name] = WeightPlace(target, shape, arrange, stored, write, fill, cut=cut)
 
     def place_whole(self, name: str, place: WeightPlace, parts: Sequence[str]) -> None:
         """A checkpoint may have one weight `name` in place of all `parts`, which have places of their own."""
@@ -345,7 +363,7 @@ class WeightTable:
         if place.write is not None:
             place.write(place.target, value)
             return
-        place.target.copy_(place.arrange(value) if place.arrange else value)
+        place.target.copy_(place.own(value))
 
     def mark_loaded(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Marks a weight as loaded. Raises LoadError if its shape differs from the config's, or the place does not take

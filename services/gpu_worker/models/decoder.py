@@ -6,7 +6,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
 from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, OutputLayer, TokenEmbedding
-from blockyard.services.gpu_worker.layers.fused_ops import find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import ops_of
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import Norm
@@ -32,8 +32,8 @@ class Decoder:
         positions: LearnedPositions | None = None,
     ) -> None:
         """positions: learned ones that are added to the embeddings of tokens; None: positions are in `rotations`."""
-        self.table, self.shape = table, shape
-        self._ops = find_ops(table.device)
+        self.table, self.shape = table, shape.share(table.shard)
+        self._ops = ops_of(table)
         self._embedding, self._positions, self._rotations = embedding, positions, rotations
         self._layers, self._norm, self._head = layers, norm, head
 

@@ -1,7 +1,7 @@
 """The interface between a model and the rest of the worker."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.step import Step
 
 
@@ -22,6 +23,12 @@ class ModelShape:
     attention: tuple[AttentionShape, ...]  # one for each layer
     has_kv: bool = True  # False: each token attends to all others, so that nothing is kept of earlier steps
     num_outputs: int | None = None  # of `logits`; None: `vocab_size`
+
+    def share(self, shard: Shard) -> "ModelShape":
+        """Returns the sizes of a rank. Raises ConfigError for more ranks than query heads."""
+        if shard.size == 1:
+            return self
+        return replace(self, attention=tuple(layer.share(shard) for layer in self.attention))
 
     @property
     def num_layers(self) -> int:

@@ -88,22 +88,22 @@ def _token_classifier(
     """Makes a classifier of one label of the language model's output matrix: the row of the true token, minus that of
     the false one. The rest of the matrix is given up once it is loaded."""
     table, ids = layers.table, config.get(TOKEN_IDS)
-    vocab_size = embedding.weight.shape[0]
+    vocab_size = embedding.vocab_size
     if not isinstance(ids, list) or len(ids) not in (1, 2) or not all(isinstance(one, int) for one in ids):
         raise ConfigError(f"config.json: {TOKEN_IDS} {ids!r} has to be the ids of the false and the true token")
     if wrong := [one for one in ids if not 0 <= one < vocab_size]:
         raise ConfigError(f"config.json: {TOKEN_IDS} {wrong[0]} is outside of the vocabulary of {vocab_size} tokens")
     name = f"{HEAD}.weight"
+    source: Tensor | None = None
     if tied:
-        source = embedding.weight
         table.leave_out(f"{HEAD}.")
     else:
         source = table.matrix(name, vocab_size, hidden)
     row = table.empty(1, hidden)
 
     def take_rows() -> None:
-        true = source[ids[-1]].float()
-        row[0].copy_(true if len(ids) == 1 else true - source[ids[0]].float())
+        false, true = (embedding.row(one)[0] if source is None else source[one] for one in (ids[0], ids[-1]))
+        row[0].copy_(true.float() if len(ids) == 1 else true.float() - false.float())
         if not tied:
             table.forget(name)
 

@@ -76,6 +76,11 @@ def build(config: dict[str, Any], table: WeightTable) -> "TransformersModel":
     if table.has_memory:
         place_buffers(causal, table.device)
     table.leave_out(*OTHER_PARTS)
+    if table.shard.size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size {table.shard.size}: {config['architectures'][0]} runs by its class in "
+            "transformers, whose layers are not divided among ranks"
+        )
     ops = find_ops(table.device)
     placed = place_modules(
         causal, LinearLayers(table, config), layers.fusions, layers.calls, ops, experts=layers.experts

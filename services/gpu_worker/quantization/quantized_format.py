@@ -16,9 +16,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.linear_spec import Cut, ExpertSpec, LinearSpec, MatrixPart, Shard, Split
+from blockyard.services.gpu_worker.loading.linear_spec import Cut, ExpertSpec, LinearSpec, MatrixPart, Split
 from blockyard.services.gpu_worker.loading.tensor_groups import wait_for_device
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.cut_linear import CutLinear
 from blockyard.services.gpu_worker.quantization.dense import (
     UnquantizedExperts,

@@ -1,6 +1,7 @@
 """The interface of a device to a worker's start, and its choice."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,6 +16,8 @@ from blockyard.services.gpu_worker.layers.cpu_offload import Declare
 from blockyard.services.gpu_worker.loading.weights import HostShare
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.services.gpu_worker.startup.start_report import StartReport
@@ -36,6 +39,9 @@ class Backend(Protocol):
 
         threads: of computations on the host. processes: compile kernels; None: none are started yet.
         """
+
+    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
+        """Waits for the other ranks of this worker. folder: private to them. Raises RankLostError."""
 
     def check_shape(self, shape: ModelShape) -> None:
         """Raises LoadError for a model that the kernels of the device do not support."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -10,12 +11,15 @@ from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedPr
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
+from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
 from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.gpu_worker.warm_up import first_step
@@ -39,6 +43,9 @@ class CpuBackend:
             processes.close()
         torch.set_num_threads(threads)
         return f"device: cpu, {torch.get_num_threads()} compute threads"
+
+    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
+        return connect_cpus(shard, folder)
 
     def check_shape(self, shape: ModelShape) -> None:
         """torch takes all shapes."""
@@ -96,7 +103,8 @@ class CpuBackend:
 
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         edits = config.run_ahead_penalties
-        runner.use(CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits))
+        metadata = None if runner.send is None else LeaderMetadata(runner.pool, runner.send)
+        runner.use(CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits, metadata))
         report.phase("first step")
         first_step(runner)
         report.phase("ready", 1.0)

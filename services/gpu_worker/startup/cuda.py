@@ -36,6 +36,8 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_gpus
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.warm_up import warm_up
@@ -130,6 +132,9 @@ class CudaBackend:
         note = f"device: {torch.cuda.get_device_name(self.device)}"
         self._compiler = record_kernels.make_compiler(processes, usable_cores())
         return note
+
+    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
+        return connect_gpus(shard, folder, self.device)
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)

@@ -9,10 +9,11 @@ PARALLEL = (
         "tensor-parallel-size",
         FlagKind.INT,
         1,
-        "GPUs of a tensor-parallel group.",
+        "Ranks of a worker, each with a share of every layer; now on the CPU only.",
+        ("worker.tensor_parallel_size",),
         short_names=("tp",),
         ge=1,
-        refused=not_built("tensor parallelism; use 1"),
+        le=64,
     ),
     Flag(
         "pipeline-parallel-size",

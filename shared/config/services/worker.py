@@ -93,7 +93,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seed: int = 0  # of dummy weights
     threads: int = 0  # compute threads on CPU; 0: cores minus one
     replicas: int = 1  # workers that share this machine's cores and memory
-    gpu: int | None = None  # index among the visible GPUs, if it has its own
+    gpu: int | None = None  # index among the visible GPUs, if it has its own; of the first rank
     mock: MockConfig = MockConfig()
     enforce_eager: bool = False  # no CUDA graphs
     run_ahead_penalties: bool = True  # steps apply penalties, token lists, log-probabilities
@@ -114,9 +114,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     task: Literal["generate", "embed", "classify", "score", "reward"] = "generate"
     pooler_config: str = "{}"  # JSON object: --override-pooler-config
+    tensor_parallel_size: int = 1  # ranks of the worker, each with a share of every layer
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:

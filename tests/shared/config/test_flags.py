@@ -92,7 +92,7 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
     ("args", "line"),
     [
         (["--load-format", "tensorizer"], "--load-format tensorizer: not built yet: tensorizer files"),
-        (["-tp", "2"], "-tp 2: not built yet: tensor parallelism; use 1"),
+        (["-pp", "2"], "-pp 2: not built yet: pipeline parallelism; use 1"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
         (["-q", "TPU_int8"], "-q tpu_int8: needs hardware that this project does not support"),
         (["--enable_lora"], "--enable_lora: not built yet: LoRA adapters"),

@@ -135,11 +135,11 @@ def test_the_command_line_is_before_the_environment_before_the_file_before_the_d
 
 
 def test_an_overruled_value_is_not_refused() -> None:
-    file = from_mapping({"tensor_parallel_size": 8, "dtype": "half"}, "serve.yaml")
-    with pytest.raises(ConfigError, match=r"serve\.yaml: tensor_parallel_size 8: not built yet"):
+    file = from_mapping({"pipeline_parallel_size": 8, "dtype": "half"}, "serve.yaml")
+    with pytest.raises(ConfigError, match=r"serve\.yaml: pipeline_parallel_size 8: not built yet"):
         Values(file)
-    values = Values(from_command_line(["-tp", "1"])[0], file)
-    assert (values["tensor-parallel-size"], values.where("tensor-parallel-size")) == (1, "-tp")
+    values = Values(from_command_line(["-pp", "1"])[0], file)
+    assert (values["pipeline-parallel-size"], values.where("pipeline-parallel-size")) == (1, "-pp")
     assert (values["dtype"], values.where("dtype")) == ("half", "serve.yaml: dtype")
 
 

@@ -71,12 +71,33 @@ def test_each_replica_of_the_model_is_a_worker() -> None:
     assert [w.gpu for w in deploy("--device", "cuda", "-dp", "2", "--worker-cls", "mock").workers] == [None, None]
 
 
+def test_ranks_have_gpus_of_their_own() -> None:
+    """A worker's number is that of its first GPU."""
+    assert [
+        (w.replicas, w.tensor_parallel_size) for w in deploy("--device", "cpu", "-dp", "3", "-tp", "2").workers
+    ] == [(3, 2)] * 3
+    mock = ("--device", "cuda", "--worker-cls", "mock", "-tp", "2")
+    assert [w.gpu for w in deploy(*mock, "-dp", "2").workers] == [None, None]
+
+
+def test_ranks_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="-tp 2: not built yet on GPUs"):
+        deploy("--device", "cuda", "-tp", "2")
+    with pytest.raises(ConfigError, match="-tp 9 is more than the 8 query heads of a layer"):
+        deploy("--device", "cpu", "-tp", "9", config={"num_attention_heads": 8})
+    with pytest.raises(ConfigError, match="exchanges no KV blocks"):
+        deploy("--device", "cpu", "-tp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}')
+
+
 def test_each_replica_takes_its_own_host_memory() -> None:
     flags = ["--preemption-mode", "swap", "--swap-space", "3", "--data-parallel-size", "2"]
     line, _ = parsed_flags.from_command_line(flags)
     values = parsed_flags.Values(line)
     assert host_memory.swap_space(values) == 3.0
     host_memory.check([(values, 2)], there_is=6 << 30)
+    of_ranks = parsed_flags.Values(parsed_flags.from_command_line([*flags, "-tp", "2"])[0])
+    with pytest.raises(ConfigError, match="--swap-space 3 for each of 4 workers"):
+        host_memory.check([(of_ranks, 2)], there_is=6 << 30)
     with pytest.raises(ConfigError, match="--swap-space 3 for each of 2 workers: there are 5"):
         host_memory.check([(values, 2)], there_is=5 << 30)
 

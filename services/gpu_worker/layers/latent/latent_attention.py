@@ -15,7 +15,7 @@ from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
-from blockyard.services.gpu_worker.layers.fused_ops import find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import ops_of
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
@@ -81,7 +81,7 @@ class LatentAttention:
         """prefix: of the layer's names in checkpoints. bias: of the products from and to the hidden state, but for q
         without a latent. halves: pairs that are rotated are two halves; otherwise they are side by side."""
         table, heads, latent = layers.table, sizes.num_heads, sizes.latent_dim
-        self.ops, self._layer, self._sizes = find_ops(table.device), layer, sizes
+        self.ops, self._layer, self._sizes = ops_of(table), layer, sizes
 
         def arrange_query(stored: Tensor) -> Tensor:
             return _interleave_last(stored, sizes.query_dim, sizes.rotated_dim) if halves else stored
@@ -92,13 +92,15 @@ class LatentAttention:
         self._query_norm: RMSNorm | None = None
         self._query: Linear | None = None  # from the latent of q
         query = Rows(heads * sizes.query_dim, heads)
-        first = part(f"{prefix}.q_proj", *query, arrange_query)
+        first = part(f"{prefix}.q_proj", query, arrange=arrange_query)
         rows = part(f"{prefix}.kv_a_proj_with_mqa", sizes.row_dim, 1, arrange_rows)  # all heads read them
         if sizes.query_latent_dim is not None:
             size = sizes.query_latent_dim
             first = part(f"{prefix}.q_a_proj", size, 1)
             self._query_norm = make_rms_norm(table, f"{prefix}.q_a_layernorm", size, NORM_EPS)
-            self._query = layers.make([part(f"{prefix}.q_b_proj", *query, arrange_query)], size, split=Split.OUTPUTS)
+            self._query = layers.make(
+                [part(f"{prefix}.q_b_proj", query, arrange=arrange_query)], size, split=Split.OUTPUTS
+            )
         self._rows: Linear | None = None  # None: the first product makes them, too
         if self._query is not None or not bias:
             self._first = layers.make([first, rows], hidden, split=Split.OUTPUTS, bias=bias, fusion=Fusion.NORM)
@@ -108,7 +110,7 @@ class LatentAttention:
         self._linears = [one for one in (self._first, self._rows, self._query) if one is not None]
         self._row_norm = make_rms_norm(table, f"{prefix}.kv_a_layernorm", latent, NORM_EPS)
         up = Rows(heads * (sizes.plain_dim + sizes.value_dim), heads)
-        matrices = layers.plain(part(f"{prefix}.kv_b_proj", *up), latent, split=Split.OUTPUTS)
+        matrices = layers.plain(part(f"{prefix}.kv_b_proj", up), latent, split=Split.OUTPUTS)
         self._up = matrices.view(-1, sizes.plain_dim + sizes.value_dim, latent)
         values, out = Rows(heads * sizes.value_dim, heads), [part(f"{prefix}.o_proj", hidden)]
         self.out = layers.make(out, values, split=Split.INPUTS, bias=bias, fusion=Fusion.ADD)
@@ -133,7 +135,7 @@ class LatentAttention:
             first, rows = self._first(x), self._rows(x)
         if self._query is not None and self._query_norm is not None:
             first = self._query(self._query_norm(first.contiguous()))
-        query = first.view(len(first), sizes.num_heads, sizes.query_dim)
+        query = first.view(len(first), -1, sizes.query_dim)
         latent = LatentRows(rows, self._row_norm, self._up, sizes.plain_dim)
         return backend.latent(self._layer, query, rotation.angles, latent)
 

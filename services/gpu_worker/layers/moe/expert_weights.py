@@ -10,6 +10,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod
 
 STACK_SUFFIXES = ("", "_bias")  # transformers' own
@@ -24,6 +25,7 @@ class ExpertWeights:
     device: torch.device  # that multiplies
     load: LayerLoad | None = None  # counts how often each expert is chosen
     is_partial: bool = False  # the sum of a row's experts is still to be added to those of other ranks
+    ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
 
     def tensors(self) -> list[Tensor]:
         return [*self.gate_up.tensors().values(), *self.down.tensors().values()]
@@ -116,4 +118,5 @@ def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> Expert
         device=layers.table.device,
         load=layers.table.expert_load(gate_up.num_experts),
         is_partial=layers.table.shard.size > 1,
+        ranks=layers.table.ranks,
     )

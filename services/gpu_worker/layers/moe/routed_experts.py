@@ -7,7 +7,7 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.moe.gates import Gate, gated
 from blockyard.kernels.moe.routing import Routing, choose_experts
-from blockyard.services.gpu_worker.layers.fused_ops import find_ops
+from blockyard.services.gpu_worker.layers.fused_ops import find_ops, with_sums
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
@@ -54,7 +54,8 @@ class RoutedExperts:
         """choice_bias, expert_factors [experts]: see `choose_experts`. shared_gate: its sigmoid is the weight of the
         shared experts. scales_input: routing weights multiply the input of an expert, otherwise its output."""
         self._router, self._choice_bias, self._expert_factors = router, choice_bias, expert_factors
-        self._ops, self._shared, self._shared_gate = find_ops(weights.device), shared, shared_gate
+        self._ops = with_sums(find_ops(weights.device), weights.ranks)
+        self._shared, self._shared_gate = shared, shared_gate
         self._experts, self._is_partial = find_experts(weights, routing, gate, scales_input), weights.is_partial
         [self._router_linear] = router.linears() if isinstance(router, ExactRouter) else [router]
         if shared is None:  # otherwise several read the norm of the residual, and one kernel computes it for all

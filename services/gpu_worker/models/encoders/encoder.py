@@ -54,9 +54,10 @@ class EncoderLayer:
 
     def __call__(self, hidden: Tensor, backend: Attend) -> Tensor:
         """hidden [tokens, hidden] -> the same shape."""
+        ops = self._attention.ops
         attended = self._attention.out(self._attention.attend_normed(hidden, NO_ROTATION, backend))
-        hidden = self._norm1(attended.add_(hidden))
-        return self._norm2(self._mlp.apply(hidden).add_(hidden))
+        hidden = self._norm1(ops.whole(attended).add_(hidden))
+        return self._norm2(ops.whole(self._mlp.apply(hidden)).add_(hidden))
 
 
 class Encoder:
@@ -71,7 +72,7 @@ class Encoder:
         layers: Sequence[EncoderLayer],
         output: OutputLayer,
     ) -> None:
-        self.table, self.shape = table, shape
+        self.table, self.shape = table, shape.share(table.shard)
         self._embedding, self._layers, self._output = embedding, layers, output
 
     def prepare(self, max_model_len: int) -> list[str]:

@@ -111,6 +111,7 @@ class SumNormLayer:
 
     def finish(self, residual: Tensor, attended: Attended) -> tuple[Tensor, Tensor | None]:
         """Implements `DecoderLayer`."""
-        x = self._norm1(self._attention.out.add_to(residual, attended[0]))
+        ops = self._attention.ops
+        x = self._norm1(residual.add_(ops.whole(self._attention.out(attended[0]))))
         del attended
-        return self._norm2(x.add_(self._mlp.apply(x))), None
+        return self._norm2(x.add_(ops.whole(self._mlp.apply(x)))), None

@@ -22,12 +22,9 @@ def test_all_layouts(dtype: torch.dtype, bias: bool, inner: int, outer: int) -> 
     linear.prepare()
     for rows in (1, 2, 16, 17, 40):
         x = torch.randn(rows, inner).to(dtype)
-        residual = torch.randn(rows, outer).to(dtype)
         expected = torch.nn.functional.linear(x.double(), weight.double(), None if vector is None else vector.double())
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
         torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance * inner**0.5)
-        got = linear.add_to(residual.clone(), x).double()
-        torch.testing.assert_close(got, expected + residual.double(), rtol=tolerance, atol=tolerance * inner**0.5)
 
 
 @pytest.mark.parametrize(

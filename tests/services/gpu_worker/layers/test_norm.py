@@ -7,6 +7,7 @@ from torch import Tensor
 from blockyard.kernels.layers.apply_rope import apply_rope_reference, interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.norm import head_l2_norm, head_rms_norm, make_rms_norm
+from blockyard.services.gpu_worker.loading.linear_spec import Rows
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 
 STORED = torch.tensor([0.0, -0.5, 1.0, 2**-12], dtype=torch.bfloat16)  # 1 + 2**-12 is not a bfloat16
@@ -44,7 +45,7 @@ def test_norms_of_heads(with_values: bool, unit_offset: bool) -> None:
     """Weights of q and k in the order of rotated pairs, v without a weight."""
     table = WeightTable(torch.float32, torch.device("cpu"))
     make = head_rms_norm(0.1, unit_offset, with_values=with_values)
-    norm = make(table, "attn", 3, 2, 4, lambda rows: interleave_pairs(rows, 4))
+    norm = make(table, "attn", Rows(12, 3, 2), Rows(8, 2), lambda rows: interleave_pairs(rows, 4))
     stored = {"q": torch.tensor([1.0, 2.0, 3.0, 4.0]), "k": torch.tensor([0.5, 0.25, 2.0, 1.0])}
     for name, weight in stored.items():
         table.put(f"attn.{name}_norm.weight", weight - float(unit_offset))
@@ -57,7 +58,9 @@ def test_norms_of_heads(with_values: bool, unit_offset: bool) -> None:
 
 
 def test_an_l2_norm_before_the_rotation_is_as_behind_it() -> None:
-    norm = head_l2_norm(0.1)(WeightTable(torch.float32, torch.device("cpu")), "attn", 3, 2, 8, lambda rows: rows)
+    norm = head_l2_norm(0.1)(
+        WeightTable(torch.float32, torch.device("cpu")), "attn", Rows(24, 3, 2), Rows(16, 2), torch.clone
+    )
     norm.prepare()
     assert isinstance(norm, RMSNorm)
     x, angles = torch.randn(4, 5, 8), torch.polar(torch.ones(4, 1, 4), torch.randn(4, 1, 4))

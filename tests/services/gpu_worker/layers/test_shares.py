@@ -27,8 +27,9 @@ from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP, GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, separate_experts, stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
-from blockyard.services.gpu_worker.loading.linear_spec import Rows, Shard, part
+from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.quantization.dense import UnquantizedExperts
 from blockyard.services.gpu_worker.quantization.method import Fusion
 from blockyard.shared.errors import ConfigError
@@ -94,9 +95,8 @@ class Sizes:
 
 @st.composite
 def heads(draw: st.DrawFn) -> Sizes:
-    size = 2 ** draw(st.integers(0, 3))
-    kv_heads = 2 ** draw(st.integers(0, 4))  # also fewer than ranks
-    group = draw(st.integers(1, 3)) * max(size // kv_heads, 1)
+    kv_heads, group = draw(st.integers(1, 6)), draw(st.integers(1, 7))
+    size = draw(st.integers(1, min(kv_heads * group, 8)))  # also more than there are K/V heads
     return Sizes(size, kv_heads, group, draw(st.integers(1, 2)))
 
 
@@ -125,7 +125,10 @@ def test_heads(sizes: Sizes, qkv: QKVProjection, transposed: bool) -> None:
         queries = {head for head in own if head < sizes.heads}
         kv_heads = {sizes.heads + head * sizes.kv_heads // sizes.heads for head in queries}
         assert own == queries | kv_heads | {head + sizes.kv_heads for head in kv_heads}
-        assert len(queries) == sizes.heads // sizes.size
+        own_shape = shape.share(Shard(rank, sizes.size))
+        assert (own_shape.num_heads, own_shape.kv_heads) == (len(queries), len(kv_heads))
+        groups = [head * sizes.kv_heads // sizes.heads for head in sorted(queries)]
+        assert len({groups.count(group) for group in groups}) == 1  # as attention kernels divide them
 
 
 @settings(deadline=None)
@@ -194,13 +197,13 @@ def test_experts(kind: str, config: dict[str, object] | None, size: int) -> None
 
 def test_blocks_of_inputs_are_not_cut() -> None:
     with pytest.raises(ConfigError, match="no whole blocks of 32"):
-        list(built(lambda layers: EXPERTS["in pairs"](layers, 32, 96), 2, MXFP4))
+        list(built(lambda layers: EXPERTS["in pairs"](layers, 32, 96), 4, MXFP4))
 
 
-@pytest.mark.parametrize(("units", "size"), [(6, 4), (3, 4), (4, 6)])
-def test_heads_that_cannot_be_divided_are_refused(units: int, size: int) -> None:
-    with pytest.raises(ConfigError, match=f"{units} heads or groups cannot be .* {size} ranks"):
-        Rows(8 * units, units).share(Shard(0, size))
+def test_more_ranks_than_query_heads_are_refused() -> None:
+    shape = AttentionShape(num_heads=4, kv_heads=2, head_dim=8, rules=ScoreRules(scale=1.0))
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 5 is more than the 4 query heads"):
+        shape.share(Shard(0, 5))
 
 
 def test_a_partial_sum_is_not_added_to_the_residual_by_its_own_kernel() -> None:

@@ -1,0 +1,10 @@
+"""Steps of a worker with several ranks, on the CPU: the leader decides and samples, and followers compute their part.
+
+- `LeaderModel`, `LeaderMetadata`, `LeaderStore`, `LeaderPool`: stand in the places of a model, the builder of its
+  attention, host memory for blocks and changes of the KV pool. They send what is asked of them to the followers, and
+  then do it.
+- `Follower`: does what comes. It knows no plan, no slot and no clock: only what the leader sends.
+
+Both ends call the same collectives in the same order, because the stream is ordered. Without followers none of this is
+made.
+"""

@@ -1,0 +1,168 @@
+"""The frames between a leader and its followers, and the sockets that carry them. Imports no torch.
+
+`Command` frames are one ordered stream: a follower's steps follow from it alone. Signs of life and failures travel on a
+socket of their own, which threads read and write while a rank computes.
+"""
+
+import socket
+import struct
+import threading
+from typing import Generic, TypeVar
+
+import msgspec
+
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.messages.base import Frame
+
+_LENGTH = struct.Struct("<I")
+
+
+class Setup(Frame, frozen=True):
+    """The first frame: what a rank is."""
+
+    config: WorkerConfig
+    rank: int
+    folder: str  # private to the group
+    leader_pid: int
+
+
+class Begin(Frame, frozen=True):
+    """Load the model. Again after deep sleep."""
+
+
+class AttentionCall(Frame, frozen=True):
+    """The arguments of `CpuMetadataBuilder.attention`, int64: of the forward pass that follows."""
+
+    blocks: bytes
+    offsets: bytes
+    tables: bytes
+    counts: bytes
+    lengths: bytes
+    owners: bytes
+    num_decodes: int
+
+
+class ForwardPass(Frame, frozen=True):
+    """Compute the layers."""
+
+    token_ids: bytes  # int64
+    positions: bytes
+
+
+class ComputeLogits(Frame, frozen=True):
+    """Compute the output layer of hidden states, which follow as a collective."""
+
+    num_rows: int
+
+
+class ForgetSequences(Frame, frozen=True):
+    """Owner numbers may be used again."""
+
+
+class CopyBlocks(Frame, frozen=True):
+    """Copy KV blocks within the pool."""
+
+    pairs: bytes  # int64, [2, n]: sources, then destinations
+
+
+class ScrubBlocks(Frame, frozen=True):
+    """Replace numbers that are not finite."""
+
+    blocks: bytes  # int64
+
+
+class SaveBlocks(Frame, frozen=True):
+    """Copy KV blocks to host memory."""
+
+    blocks: list[int]
+    hosts: list[int]
+
+
+class FetchBlocks(Frame, frozen=True):
+    """Copy KV blocks back from host memory."""
+
+    hosts: list[int]
+    blocks: list[int]
+
+
+class ReleaseMemory(Frame, frozen=True):
+    """Free the KV memory, and move weights to host memory."""
+
+    weights: bool
+
+
+class ReclaimMemory(Frame, frozen=True):
+    """Take back what was released."""
+
+    weights: bool
+    kv: bool
+
+
+class LifeSign(Frame, frozen=True):
+    """The process runs."""
+
+
+class RankFailed(Frame, frozen=True):
+    """The rank cannot go on."""
+
+    detail: str
+    exit_code: int  # of the error
+
+
+Command = (
+    Setup
+    | Begin
+    | AttentionCall
+    | ForwardPass
+    | ComputeLogits
+    | ForgetSequences
+    | CopyBlocks
+    | ScrubBlocks
+    | SaveBlocks
+    | FetchBlocks
+    | ReleaseMemory
+    | ReclaimMemory
+)
+Sign = LifeSign | RankFailed
+
+T = TypeVar("T")
+
+
+class FramePipe(Generic[T]):
+    """One end of a pair of sockets of this machine: frames behind their length. Any thread may send."""
+
+    def __init__(self, end: socket.socket, accepts: object) -> None:
+        """accepts: the union of frames that come here."""
+        self.socket = end
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(accepts)
+        self._encoder, self._sending = msgspec.msgpack.Encoder(), threading.Lock()
+
+    def encode(self, frame: Frame) -> bytes:
+        body = self._encoder.encode(frame)
+        return _LENGTH.pack(len(body)) + body
+
+    def send(self, frame: Frame) -> None:
+        """Waits for room. Raises OSError if the other end is closed."""
+        self.send_encoded(self.encode(frame))
+
+    def send_encoded(self, data: bytes) -> None:
+        with self._sending:
+            self.socket.sendall(data)
+
+    def receive(self) -> T | None:
+        """Waits for the next frame. None: the other end is closed."""
+        length = self._read(_LENGTH.size)
+        body = None if length is None else self._read(_LENGTH.unpack(length)[0])
+        return None if body is None else self._decoder.decode(body)
+
+    def _read(self, size: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < size:
+            try:
+                part = self.socket.recv(size - len(parts))
+            except ConnectionError:
+                return None
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)

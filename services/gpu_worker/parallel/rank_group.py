@@ -1,0 +1,132 @@
+"""The collectives of a group of ranks. Every rank calls the same ones in the same order, with equal sizes.
+
+On the CPU they run over gloo, on GPUs over NCCL. Ranks find each other by a file in a folder of their own, and talk on
+the loopback interface. Nothing is pickled.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.shared.errors import RankLostError
+
+_dist: Any = dist  # process groups have no types that say what their methods take
+
+TIMEOUT_S = 600.0  # of a collective: ranks load for different times. A rank that is gone is noticed sooner, see `ranks`
+LOOPBACK = "127.0.0.1"
+LEADER = 0
+
+
+class PendingCollective(Protocol):
+    def wait(self) -> object: ...
+
+
+class Collectives(Protocol):
+    """The methods of `ProcessGroupGloo` and `ProcessGroupNCCL` that are used."""
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective: ...
+    def allreduce(self, tensors: list[Tensor]) -> PendingCollective: ...
+    def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective: ...
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> PendingCollective: ...
+
+
+class RankGroup:
+    """One rank's end of its group. All methods are collective, and raise RankLostError if another rank is gone."""
+
+    def __init__(
+        self, shard: Shard, collectives: Collectives, device: torch.device, *, sums_in_order: bool = True
+    ) -> None:
+        """sums_in_order: parts are added in the order of ranks, so that the sum of a row does not depend on the number
+        of rows. Otherwise the transport adds them as is quickest."""
+        self.shard, self.device = shard, device
+        self.rank, self.size = shard
+        self.is_leader = shard.rank == LEADER
+        self._group, self._sums_in_order = collectives, sums_in_order
+        self._from_leader = _dist.BroadcastOptions()
+        self._from_leader.rootRank = LEADER
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Returns the sum of all ranks' parts, with the same bits on all ranks. May write to `part`."""
+        if not self._sums_in_order:
+            self._do(self._group.allreduce([part]))
+            return part
+        parts = self.collect(part)
+        total = parts[0].float() if part.dtype.itemsize < 4 else parts[0]  # rounded once
+        for one in parts[1:]:
+            total.add_(one)
+        return total.to(part.dtype)
+
+    def collect(self, part: Tensor) -> list[Tensor]:
+        """Returns all ranks' parts, of equal shape and dtype, in the order of ranks."""
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        self._do(self._group.allgather([[_bytes(one) for one in parts]], [_bytes(part)]))
+        return parts
+
+    def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Returns all ranks' columns side by side on the leader. On other ranks, `part` itself.
+
+        part [rows, own width]; widths: of all ranks.
+        """
+        part = part.contiguous()
+        if not self.is_leader:
+            self._do(self._group.send([_bytes(part)], LEADER, 0))
+            return part
+        parts = [part, *(part.new_empty((len(part), width)) for width in widths[1:])]
+        for work in [self._group.recv([_bytes(one)], rank, 0) for rank, one in enumerate(parts) if rank != LEADER]:
+            self._do(work)
+        return torch.cat(parts, 1)
+
+    def copy_from_leader(self, tensor: Tensor) -> None:
+        """Writes what the leader has there to `tensor`, which is contiguous, on the other ranks."""
+        self._do(self._group.broadcast([_bytes(tensor)], self._from_leader))
+
+    def least(self, value: int) -> int:
+        """Returns the smallest value of all ranks."""
+        return min(int(one) for one in self.collect(torch.tensor([value], device=self.device)))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the largest value of all ranks, element by element."""
+        return torch.stack(self.collect(values)).amax(0)
+
+    def _do(self, work: PendingCollective) -> None:
+        try:
+            work.wait()
+        except RuntimeError as e:
+            raise RankLostError(f"rank {self.rank} of {self.size} lost another rank: {str(e).splitlines()[0]}") from e
+
+
+def connect_cpus(shard: Shard, folder: Path) -> RankGroup:
+    """Waits until all ranks are there. folder: private to the group, empty at the start. Raises RankLostError."""
+    options = _dist.ProcessGroupGloo._Options()
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    try:
+        collectives = _dist.ProcessGroupGloo(_store(shard, folder), shard.rank, shard.size, options)
+    except RuntimeError as e:
+        raise RankLostError(f"rank {shard.rank} found no group of {shard.size}: {str(e).splitlines()[0]}") from e
+    return RankGroup(shard, collectives, torch.device("cpu"))
+
+
+def connect_gpus(shard: Shard, folder: Path, device: torch.device) -> RankGroup:
+    """As `connect_cpus`, of ranks with a GPU each."""
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    collectives = _dist.ProcessGroupNCCL(_store(shard, folder), shard.rank, shard.size, options)
+    return RankGroup(shard, collectives, device, sums_in_order=False)
+
+
+def _store(shard: Shard, folder: Path) -> object:
+    return _dist.FileStore(str(folder / "store"), shard.size)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor as bytes: gloo does not take all dtypes."""
+    return tensor.view(torch.uint8) if tensor.dim() else tensor.view(1).view(torch.uint8)

@@ -1,0 +1,8 @@
+"""The processes of a worker with several ranks: the leader starts the others, and all end together.
+
+- `LeaderTeam`: the leader's: starts the processes before torch is imported, sends commands, and watches.
+- `rank_process`: the process of another rank: loads its share and does what comes.
+- `RankSigns`: signs of life, in both directions. A rank that ends, fails or is silent for 4 s ends all.
+
+The leader is the worker process that the launcher knows. It alone is attached to a scheduler.
+"""

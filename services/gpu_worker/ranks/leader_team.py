@@ -1,0 +1,121 @@
+"""The leader's side of its followers: starts their processes, sends them commands, and ends with them. No torch."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, Setup, Sign
+from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import BlockyardError, ConfigError, LoadError, RankLostError
+from blockyard.shared.messages.base import Frame
+
+if TYPE_CHECKING:
+    from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+    from blockyard.services.gpu_worker.parallel.team import Connect
+
+MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
+END_S = 2.0  # that a killed process may take to be gone
+# multicast of NVLink fails where one process may not see all GPUs of a host
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_SOCKET_IFNAME": "lo"}
+FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
+
+OnEnd = Callable[[BlockyardError], None]
+
+
+class LeaderTeam:
+    """Implements `RankTeam`. The processes live as long as this one."""
+
+    def __init__(self, config: WorkerConfig, folder: Path, on_end: OnEnd) -> None:
+        """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process."""
+        self.shard = Shard(0, config.tensor_parallel_size)
+        self._config, self._on_end = config, on_end
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._commands: dict[int, FramePipe[Command]] = {}
+        self._signs: dict[int, FramePipe[Sign]] = {}
+        self._watch: RankSigns | None = None
+        self._group: RankGroup | None = None
+
+    def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
+        """Starts the other ranks. environments: by rank, variables that differ from this process's."""
+        for rank in range(1, self.shard.size):
+            self._start(rank, environments.get(rank, {}))
+        self._watch = RankSigns(self._signs, self._lost)
+        self._watch.start()
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> None:
+        pairs = [socket.socketpair() for _ in range(2)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._processes[rank] = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE, *map(str, theirs)],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment},
+            pass_fds=theirs,
+        )
+        for pair in pairs:
+            pair[1].close()
+        pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
+        self._commands[rank] = FramePipe(pairs[0][0], Command)
+        self._signs[rank] = FramePipe(pairs[1][0], Sign)
+        self._commands[rank].send(Setup(self._config, rank, str(self._folder), os.getpid()))
+
+    def connect(self, connect: "Connect") -> "RankGroup":
+        """Implements `RankTeam`. Followers start to load, again if they have before."""
+        self.send(Begin())
+        if self._group is None:
+            self._group = connect(self.shard, self._folder)
+        return self._group
+
+    def send(self, frame: Frame) -> None:
+        """Implements `SendCommand`."""
+        data = b""
+        for rank, pipe in self._commands.items():
+            data = data or pipe.encode(frame)
+            try:
+                pipe.send_encoded(data)
+            except OSError as e:
+                raise RankLostError(f"rank {rank} takes no commands: {e.strerror or e}") from e
+
+    def serve(self) -> None:
+        """The start is over."""
+        if self._watch is not None:
+            self._watch.serve()
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._kill()
+        for one in [pipe.socket for pipe in self._commands.values()] + [pipe.socket for pipe in self._signs.values()]:
+            one.close()
+
+    def _lost(self, rank: int, what: str, failed: RankFailed | None) -> None:
+        process = self._processes[rank]
+        if failed is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        code = process.returncode
+        self._kill()
+        detail = what if code is None else f"{what} with code {code}"
+        error: BlockyardError = RankLostError(f"rank {rank} of {self.shard.size} {detail}; all ranks end")
+        if failed is not None:
+            error = FAILURES.get(failed.exit_code, RankLostError)(f"rank {rank}: {failed.detail}")
+        self._on_end(error)
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)

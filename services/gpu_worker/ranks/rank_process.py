@@ -1,0 +1,108 @@
+"""`python -m blockyard.services.gpu_worker.ranks.rank_process COMMANDS SIGNS`: a rank that follows a leader.
+
+The arguments are the numbers of two sockets that the leader has opened. The process ends with the leader.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from setproctitle import setproctitle
+
+from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, Setup, Sign
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.team import Connect
+from blockyard.services.gpu_worker.ranks.signs import RankSigns
+from blockyard.shared.errors import BlockyardError, RankLostError
+from blockyard.shared.process import logs, settings
+
+log = logging.getLogger(__name__)
+
+LEADER = 0
+HEARD_S = 5.0  # that the leader has to read why this rank fails, and to end it
+
+
+class FollowerTeam:
+    """Implements `RankTeam`."""
+
+    send = None
+
+    def __init__(self, setup: Setup) -> None:
+        self.shard = Shard(setup.rank, setup.config.tensor_parallel_size)
+        self._folder = Path(setup.folder)
+        self._group: RankGroup | None = None
+
+    def connect(self, connect: Connect) -> RankGroup:
+        """Implements `RankTeam`."""
+        if self._group is None:
+            self._group = connect(self.shard, self._folder)
+        return self._group
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a service manager: the leader ends first
+        signal.signal(number, signal.SIG_IGN)
+    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:3]]
+    for one in sockets:
+        one.set_inheritable(False)
+    commands: FramePipe[Command] = FramePipe(sockets[0], Command)
+    signs: FramePipe[Sign] = FramePipe(sockets[1], Sign)
+    setup = commands.receive()
+    if not isinstance(setup, Setup):
+        return
+    settings.die_with(setup.leader_pid)
+    process = setup.config.process
+    setproctitle(f"blockyard: {process.name} rank {setup.rank}")
+    logs.setup(f"{process.name} rank {setup.rank}", process.log_level, process.log_config_file)
+
+    def end(rank: int, what: str, failed: RankFailed | None) -> None:
+        log.error("the leader %s", what)
+        os.kill(setup.leader_pid, signal.SIGKILL)  # it may be stopped: its launcher starts another
+        os._exit(RankLostError.exit_code)
+
+    watch = RankSigns({LEADER: signs}, end)
+    watch.start()
+    try:
+        follow(commands, setup, watch)
+    except RankLostError as e:  # the leader knows better why
+        time.sleep(HEARD_S)
+        fail(signs, str(e), e.exit_code)
+    except BlockyardError as e:
+        fail(signs, str(e), e.exit_code)
+    except Exception as e:
+        log.exception("rank %d ends", setup.rank)
+        fail(signs, f"{type(e).__name__}: {e}".splitlines()[0], RankLostError.exit_code)
+
+
+def follow(commands: FramePipe[Command], setup: Setup, watch: RankSigns) -> None:
+    """Loads at the first command, and does what comes until the leader closes its end."""
+    # imports torch, while signs are sent
+    from blockyard.services.gpu_worker import engine  # noqa: PLC0415
+
+    team, follower = FollowerTeam(setup), None
+    while (command := commands.receive()) is not None:
+        if isinstance(command, Begin):
+            follower = None  # its memory first
+            follower = engine.follow(setup.config, team)
+            watch.serve()
+        else:
+            assert follower is not None
+            follower.do(command)
+
+
+def fail(signs: FramePipe[Sign], detail: str, exit_code: int) -> None:
+    """Tells the leader, which ends all ranks."""
+    with contextlib.suppress(OSError):  # the leader is gone
+        signs.send(RankFailed(detail, exit_code))
+    time.sleep(HEARD_S)
+
+
+if __name__ == "__main__":
+    main()
+    settings.end(1)

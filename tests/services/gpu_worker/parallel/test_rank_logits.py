@@ -1,0 +1,45 @@
+"""Every architecture divided among ranks, which are processes: the logits are those of transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import rank_logits
+import torch
+from tiny_models import BY_NAME, MODELS
+
+UNEVEN = ("llama-odd", "gpt-oss", "deepseek-v3", "cohere", "olmo2")  # on 3 and on 4 ranks
+
+Compare = Callable[[str], float]
+
+
+def compared(size: int, names: list[str], root: Path) -> Compare:
+    """Runs all checkpoints on one group of ranks. Returns the largest difference of logits by name."""
+    expected: dict[str, torch.Tensor] = {}
+    for name in names:
+        theirs = BY_NAME[name].save(root / name)
+        with torch.no_grad():
+            expected[name] = theirs(torch.tensor([rank_logits.prompt()])).logits[0]
+    rank_logits.run(size, root / "group", [root / name for name in names])
+
+    def difference(name: str) -> float:
+        got = torch.load(root / name / rank_logits.OUTPUT)
+        return float((got - expected[name]).abs().max())
+
+    return difference
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Compare:
+    return compared(2, [tiny.name for tiny in MODELS], tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", [tiny.name for tiny in MODELS])
+def test_two_ranks(name: str, two_ranks: Compare) -> None:
+    assert two_ranks(name) <= 1e-4
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_uneven_shares(size: int, tmp_path: Path) -> None:
+    difference = compared(size, list(UNEVEN), tmp_path)
+    assert max(map(difference, UNEVEN)) <= 1e-4

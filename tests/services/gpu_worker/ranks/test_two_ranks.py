@@ -1,0 +1,144 @@
+"""A leader with a follower process gives the tokens of one rank, however its sequences are scheduled, and after sleep.
+
+A follower that is killed, stopped or fails ends the leader.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from equality import BLOCK_BYTES, FEW, MAX_MODEL_LEN, noisy, requests, run
+from ties import Ties
+from tiny_models import BY_NAME, greedy_score, settings
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.execution.ranks import follower
+from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
+from blockyard.services.gpu_worker.parallel.commands import Begin
+from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
+
+ASKED = requests(18, 24)
+
+
+def config(folder: Path, size: int = 2, **fields: object) -> WorkerConfig:
+    host_gib = 300 * BLOCK_BYTES / 2**30 / size
+    few = {"num_gpu_blocks_override": FEW, "swap_space_gib": host_gib, "max_model_len": MAX_MODEL_LEN}
+    return settings(folder, tensor_parallel_size=size, **few, **fields)
+
+
+def report(phase: str, progress: float, notes: list[str]) -> None:
+    pass
+
+
+class Group:
+    """A leader in this process. `pid` is the follower's."""
+
+    def __init__(self, config: WorkerConfig, folder: Path) -> None:
+        self.ended, self.errors, self._config = threading.Event(), list[BlockyardError](), config
+        self.team = LeaderTeam(config, folder, self._end)
+        self.team.start({})
+
+    def start(self) -> Runner:
+        runner = engine.start(self._config, report, team=self.team)
+        assert isinstance(runner, Runner)
+        self.team.serve()
+        return runner
+
+    @property
+    def pid(self) -> int:
+        return self.team._processes[1].pid
+
+    def _end(self, error: BlockyardError) -> None:
+        self.errors.append(error)
+        self.ended.set()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    BY_NAME["llama"].save(folder)
+    return folder
+
+
+@pytest.fixture
+def group(folder: Path, tmp_path: Path) -> Iterator[Group]:
+    made = Group(config(folder), tmp_path)
+    yield made
+    made.team.close()
+
+
+def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
+    """With few blocks: sequences are preempted, swapped and forked. Then after both levels of sleep."""
+    folder = tmp_path / "model"
+    score = greedy_score(BY_NAME["llama"].save(folder))
+    alone = engine.start(config(folder, 1), report)
+    expected = run(alone, ASKED)[0].outputs
+    made = Group(config(folder), tmp_path)
+    try:
+        runner, ties = SleepingRunner(made.start, lambda: 0), Ties()
+        for name, level in (("awake", 0), ("after sleep", 1), ("after deep sleep", 2)):
+            if level:
+                runner.sleep(level)
+                runner.reset(0)
+            got, stats = run(runner._runner, ASKED, depth=2)
+            assert stats.blocks_fetched_total
+            for request in ASKED:
+                for choice in range(request.n):
+                    place, judge = (request.name, choice), noisy(score, request.sampling, choice)
+                    ties.compare(f"{name}: {place}", request.prompt, expected[place], got.outputs[place], judge)
+        assert runner.geometry.num_blocks == FEW
+    finally:
+        made.team.close()
+    assert not made.errors
+
+
+@pytest.mark.parametrize(
+    ("number", "most_s", "said"),
+    [
+        (signal.SIGKILL, 2.0, "rank 1 of 2 has ended with code -9"),
+        (signal.SIGSTOP, 7.0, "rank 1 of 2 is silent for"),
+    ],
+)
+def test_a_lost_follower_ends_the_leader(group: Group, number: signal.Signals, most_s: float, said: str) -> None:
+    group.start()
+    began = time.monotonic()
+    os.kill(group.pid, number)
+    assert group.ended.wait(10)
+    assert time.monotonic() - began < most_s
+    [error] = group.errors
+    assert isinstance(error, RankLostError) and said in str(error)
+    with pytest.raises(ProcessLookupError):
+        os.kill(group.pid, 0)
+
+
+def test_what_a_follower_refuses_is_the_leader_s_error(group: Group, folder: Path) -> None:
+    """It loads at the leader's first command."""
+    config_json, whole = folder / "config.json", (folder / "config.json").read_text("utf-8")
+    config_json.write_text('{"architectures": ["NoSuchModel"]}', "utf-8")
+    try:
+        group.team.send(Begin())
+        assert group.ended.wait(60)
+    finally:
+        config_json.write_text(whole, "utf-8")
+    [error] = group.errors
+    assert isinstance(error, ConfigError) and str(error).startswith("rank 1: ") and "NoSuchModel" in str(error)
+
+
+def test_more_ranks_than_query_heads_are_refused_before_anything_is_loaded(folder: Path, tmp_path: Path) -> None:
+    team = LeaderTeam(config(folder, 5), tmp_path, lambda error: None)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 5 is more than the 4 query heads"):
+        engine.start(config(folder, 5), report, team=team)
+    team.close()
+
+
+def test_a_follower_reads_no_clock() -> None:
+    """Its steps follow from the stream alone."""
+    source = Path(follower.__file__).read_text("utf-8")
+    assert "import time" not in source and "random" not in source
