@@ -22,12 +22,8 @@ def aqlm(outputs: int, inputs: int, out_group: int, in_group: int, books: int, b
     codes = torch.randint(0, 1 << bits, (rows, columns, books))
     codebooks = (torch.randn(books, 1 << bits, out_group, in_group) * 0.02).half()
     scales = (torch.rand(rows, 1, 1, 1) + 0.5).half()
-    numbers = torch.zeros(outputs, inputs)
-    for row in range(rows):
-        for column in range(columns):
-            group = sum(codebooks[i, codes[row, column, i]].float() for i in range(books))
-            spot = slice(row * out_group, (row + 1) * out_group), slice(column * in_group, (column + 1) * in_group)
-            numbers[spot] = group * scales[row].float()
+    groups = sum(codebooks[i].float()[codes[..., i]] for i in range(books))  # [rows, columns, out_group, in_group]
+    numbers = (groups * scales.float()).transpose(1, 2).reshape(outputs, inputs)
     return {"codes": codes.to(dtype), "codebooks": codebooks, "scales": scales}, numbers
 
 
