@@ -136,6 +136,7 @@ LAYERS["shared/config"] += (
     "resolve",
     "parser_documents",
     "model_documents",
+    "quantization_documents",
 )
 LAYERS["shared/ring_client"] = (
     "ring_links",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import blockyard
 from blockyard.services.launcher import multi_host, serve
-from blockyard.shared.config import model_documents, parser_documents
+from blockyard.shared.config import model_documents, parser_documents, quantization_documents
 from blockyard.shared.config.flags import documents, vllm_only
 from blockyard.shared.errors import BlockyardError, ConfigError
 from blockyard.shared.process import pipes
@@ -23,7 +23,7 @@ usage: blockyard serve [MODEL] [flags]    serve a model on this machine
        blockyard run SERVICE [flags]      run one process of a ring over several machines or containers
        blockyard ring [--check]           list the members of that ring; --check: is this host's part ready
        blockyard keys DIR                 write the key pair that all members of such a ring share
-       blockyard flags [--markdown]       list every flag, also refused ones with the reason
+       blockyard flags [--markdown]       list every flag, also refused ones with the reason; --quantization: its names
        blockyard parsers                  list the formats of tool calls and of reasoning
        blockyard models                   list the supported model architectures
        blockyard api                      list the routes of the server and the fields of their bodies
@@ -113,9 +113,8 @@ def _client_command(command: str) -> Callable[[Sequence[str]], int]:
 
 
 def flags(args: Sequence[str]) -> int:
-    """Prints every flag; `--markdown` prints a table, `--write FILE` updates the table in a document.
-
-    Raises ConfigError.
+    """Prints every flag; `--markdown` prints a table, `--write FILE` updates the table in a document. --quantization
+    prints the names of that flag, and may be followed by `--write FILE`. Raises ConfigError.
     """
     match list(args):
         case []:
@@ -124,8 +123,12 @@ def flags(args: Sequence[str]) -> int:
             print(documents.markdown(), documents.markdown(vllm_only.GROUPS), sep="\n\n")
         case ["--write", name]:
             documents.rewrite(Path(name), documents.with_table)
+        case ["--quantization"]:
+            print(quantization_documents.markdown())
+        case ["--quantization", "--write", name]:
+            documents.rewrite(Path(name), quantization_documents.with_table)
         case _:
-            raise ConfigError("expected nothing, --markdown, or --write FILE")
+            raise ConfigError("expected nothing, --markdown, --quantization, or --write FILE")
     return 0
 
 

@@ -62,9 +62,16 @@ def read_quantization(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         if (path / name).is_file():
             said = read_json(path / name)
             inner = said.get("quantization")  # modelopt's, beside its version
-            return {"quant_method": method} | (inner if isinstance(inner, dict) else said)
+            return {"quant_method": _method_of(said, method)} | (inner if isinstance(inner, dict) else said)
     names = {file.suffix for file in path.iterdir()} if path.is_dir() else set()
     return {"quant_method": GGUF} if ".gguf" in names and not names & {".safetensors", ".bin", ".pt"} else {}
+
+
+def _method_of(said: Mapping[str, Any], usual: str) -> str:
+    """The method of a file that does not say it: `wbits` is a word of SqueezeLLM, and with groups of QQQ."""
+    if "wbits" not in said:
+        return usual
+    return "qqq" if "group_size" in said else "squeezellm"
 
 
 def read_json(path: Path) -> dict[str, Any]:

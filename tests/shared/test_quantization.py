@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from blockyard.shared.config import parsed_flags
+from blockyard.shared.config import parsed_flags, quantization_documents
 from blockyard.shared.config.checkpoint import Checkpoint, file_format, quantized_overrides, read_quantization
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.quantization import NAMES, TABLE, quantization_method
 
+README = Path(__file__).parents[2] / "services/gpu_worker/quantization/README.md"
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
 
 
@@ -54,6 +55,13 @@ def test_each_name_from_the_command_line_and_from_python(name: str) -> None:
                 given()
         else:
             assert given()["quantization"] == name
+
+
+def test_the_readme_has_each_name() -> None:
+    document = README.read_text("utf-8")
+    command = "blockyard flags --quantization --write services/gpu_worker/quantization/README.md"
+    assert quantization_documents.with_table(document) == document, f"run `{command}`"
+    assert quantization_documents.markdown().count("\n| `") == len(NAMES)
 
 
 def test_an_unknown_name() -> None:
@@ -114,6 +122,12 @@ def test_a_checkpoint_that_is_not_quantized() -> None:
     [
         ("quantize_config.json", {"bits": 4, "group_size": 32}, {"quant_method": "gptq", "bits": 4, "group_size": 32}),
         ("quant_config.json", {"w_bit": 4}, {"quant_method": "awq", "w_bit": 4}),
+        ("quant_config.json", {"wbits": 4}, {"quant_method": "squeezellm", "wbits": 4}),
+        (
+            "quantize_config.json",
+            {"wbits": 4, "group_size": -1},
+            {"quant_method": "qqq", "wbits": 4, "group_size": -1},
+        ),
         (
             "hf_quant_config.json",
             {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},

@@ -67,8 +67,8 @@ LAUNCHES = """
 from blockyard.kernels.moe.router_linear import MOST_TILES, router_linear
 
 arrived = torch.zeros(MOST_TILES, dtype=torch.int32)
-for experts, size in ((64, 2048), (256, 7168)):
-    for rows in (1, 8, 16, 64, 2048):
+for experts, size, numbers in ((64, 2048, (8, 64)), (256, 7168, (1, 16, 2048))):
+    for rows in numbers:
         router_linear(torch.zeros(rows, size).bfloat16(), torch.zeros(experts, size), arrived, pdl=True)
 """
 

@@ -134,7 +134,7 @@ import torch
 torch.Tensor.is_cuda = True
 for form in FORMS_TO_COMPILE:
     weights = to_blocks(draw(form, 1, 128, 512, "cpu"))
-    for rows in (16, 64):
+    for rows in (16, 64) if form == "int4 g128" else (64,):
         tiling = Tiling(128, rows, 128, 4, 4, True, 2)
         space = Workspace(1 << 16, 64, torch.device("cpu"))
         linear_blocks(torch.zeros(rows, 512, dtype=torch.bfloat16), weights, None, tiling, space, 2)
@@ -146,7 +146,7 @@ def test_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
     forms = ["int4 g128", "int4 g64 uint8 zeros", "nf4 g64", "nvfp4", "int8 rows"]
     found = shared_bytes(COMPILED.replace("FORMS_TO_COMPILE", repr(forms)), tmp_path, 170)
-    assert len(found) == 3 * len(forms) and max(size for _, size in found) <= SHARED
+    assert len(found) == 2 * len(forms) + 1 and max(size for _, size in found) <= SHARED
 
 
 def _table(weights: BlockWeights) -> Tensor | None:

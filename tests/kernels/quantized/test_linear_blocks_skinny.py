@@ -131,11 +131,12 @@ norm = RMSNorm(torch.zeros(1024, dtype=torch.bfloat16), 1e-6)
 for form in ("int4 g128", "int4 g64 uint8 zeros", "nf4 g64", "nvfp4", "int8 rows"):
     weights = to_blocks(draw(form, 1, 128, 1024, "cpu"))
     x = torch.zeros(2, 2048, dtype=torch.bfloat16)
-    linear_blocks_skinny(x[:, :1024].contiguous(), weights, None, norm=norm, **tiles)
+    if form == "int4 g128":
+        linear_blocks_skinny(x[:, :1024].contiguous(), weights, None, norm=norm, **tiles)
     linear_blocks_skinny(x[:1], weights, None, gated=True, add_to=x[:1, :128].contiguous(), **tiles)
 """
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
-    assert len(shared_bytes(COMPILED, tmp_path, 170)) == 10
+    assert len(shared_bytes(COMPILED, tmp_path, 170)) == 6

@@ -22,19 +22,24 @@ def aqlm(outputs: int, inputs: int, out_group: int, in_group: int, books: int, b
     codes = torch.randint(0, 1 << bits, (rows, columns, books))
     codebooks = (torch.randn(books, 1 << bits, out_group, in_group) * 0.02).half()
     scales = (torch.rand(rows, 1, 1, 1) + 0.5).half()
-    numbers = torch.zeros(outputs, inputs)
-    for row in range(rows):
-        for column in range(columns):
-            group = sum(codebooks[i, codes[row, column, i]].float() for i in range(books))
-            spot = slice(row * out_group, (row + 1) * out_group), slice(column * in_group, (column + 1) * in_group)
-            numbers[spot] = group * scales[row].float()
+    groups = sum(codebooks[i].float()[codes[..., i]] for i in range(books))  # [rows, columns, out_group, in_group]
+    numbers = (groups * scales.float()).transpose(1, 2).reshape(outputs, inputs)
     return {"codes": codes.to(dtype), "codebooks": codebooks, "scales": scales}, numbers
 
 
-def squeezellm(outputs: int, inputs: int) -> Stored:
-    table, codes = (torch.randn(outputs, 16) * 0.05).half(), torch.randint(0, 16, (outputs, inputs))
+def squeezellm(outputs: int, inputs: int, bits: int = 4, sparse: bool = False) -> Stored:
+    table, codes = (torch.randn(outputs, 1 << bits) * 0.05).half(), torch.randint(0, 1 << bits, (outputs, inputs))
     numbers = torch.stack([row[own] for row, own in zip(table.float(), codes, strict=True)])
-    return {"qweight": pack_words(codes, 4).t(), "lookup_table": table}, numbers
+    stored = {"qweight": pack_words(codes, bits).t(), "lookup_table": table}
+    if sparse:
+        outliers = torch.where(torch.rand(outputs, inputs) < 0.02, torch.randn(outputs, inputs) * 0.2, 0.0)
+        rows = outliers.to_sparse_csr()
+        stored |= {"rows": rows.crow_indices().int(), "cols": rows.col_indices().int(), "vals": rows.values()}
+        whole, places = torch.randn(inputs, 2) * 0.05, torch.tensor([outputs - 1, 3])
+        stored |= {"full_rows": whole, "full_row_indices": places.int(), "startrows": torch.zeros(4 * outputs).int()}
+        numbers = numbers + outliers
+        numbers[places] += whole.t()
+    return stored, numbers
 
 
 def qqq_orders(has_groups: bool) -> tuple[list[int], list[int], list[int]]:

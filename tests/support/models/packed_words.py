@@ -1,4 +1,4 @@
-"""Integers packed in words, code by code, as the layouts of GPTQ, AWQ and Marlin say."""
+"""Integers packed in words, bit by bit, as the layouts of GPTQ, AWQ and Marlin say."""
 
 import numpy as np
 import torch
@@ -9,14 +9,9 @@ def pack_words(codes: Tensor, bits: int, size: int = 32) -> Tensor:
     """Codes [n, m] -> words int32 or int16 [n, m * bits / size]: code i has the bits from i * bits on of its row."""
     n, m = codes.shape
     assert m * bits % size == 0
-    words = [[0] * (m * bits // size) for _ in range(n)]
-    for row, own in enumerate(codes.tolist()):
-        for i, code in enumerate(own):
-            word, shift = divmod(i * bits, size)
-            words[row][word] |= code << shift & (1 << size) - 1
-            if shift + bits > size:
-                words[row][word + 1] |= code >> size - shift
-    unsigned = np.array(words, dtype=np.uint32 if size == 32 else np.uint16)
+    single = codes.numpy().astype(np.uint64)[:, :, None] >> np.arange(bits, dtype=np.uint64) & 1  # the lowest bit first
+    words = (single.reshape(n, -1, size) << np.arange(size, dtype=np.uint64)).sum(2)
+    unsigned = words.astype(np.uint32 if size == 32 else np.uint16)
     return torch.from_numpy(unsigned.view(np.int32 if size == 32 else np.int16))
 
 

@@ -37,11 +37,18 @@ def test_aqlm(tmp_path: Path, model: str, groups: tuple[int, int], books: int, b
         start(made.packed)
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_squeezellm(tmp_path: Path, model: str) -> None:
-    made = write_all(tmp_path, model, {"quant_method": "squeezellm", "wbits": 4}, squeezellm)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(("model", "bits", "sparse"), [("llama", 4, False), ("mixtral", 4, True), ("llama", 3, True)])
+def test_squeezellm(tmp_path: Path, model: str, bits: int, sparse: bool) -> None:
+    said = {"quant_method": "squeezellm", "wbits": bits}
+    made = write_all(tmp_path, model, said, lambda *shape: squeezellm(*shape, bits, sparse))
     lines = check_logits(made).model.table.describe_unused()
     assert any(line.startswith("dequantized at load: model.layers.0") for line in lines)
+    if sparse:
+        wrong = "model.layers.1.self_attn.o_proj.cols"
+        change_tensors(made, lambda name, value: value + 60 if name == wrong else value)
+        with pytest.raises(LoadError, match=f"{wrong}: the checkpoint has .*, expected 0 to 63"):
+            start(made.packed)
 
 
 @pytest.mark.parametrize("group", [128, -1])
@@ -64,7 +71,7 @@ def test_qqq(group: int) -> None:
     [
         ({"quant_method": "aqlm", "nbits_per_codebook": 17}, "codebooks of 17 bits: not known"),
         ({"quant_method": "aqlm", "in_group_size": 24}, "h.0.a has 256 inputs; a multiple of 24 is needed"),
-        ({"quant_method": "squeezellm", "wbits": 3}, "wbits 3: 4 are read"),
+        ({"quant_method": "squeezellm", "wbits": 2}, "wbits 2: 3 and 4 are read"),
         ({"quant_method": "qqq", "group_size": 64}, "group_size 64: 4, and -1 or 128"),
     ],
 )
