@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -33,6 +33,7 @@ ChoiceSink = CollectedChoice | EventStream
 log = logging.getLogger(__name__)
 
 BATCH_LINES = " (batch lines)"  # behind the tenant's name, at the tokenizers
+Enter = Callable[[], Awaitable[None]]
 MAX_LOGGED = 8  # prompt lengths in one log line
 # sampling fields in the log line of a request: the temperature, and others that differ from their default
 LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
@@ -59,13 +60,13 @@ class RequestPipeline:
         """Counts an open request inside the block. Raises a 429 if there are as many as there may be."""
         return self._open.counted(request.choices.returned * len(request.prompts))
 
-    async def whole_answer(self, api: Api, request: GenerateRequest, tenant: str) -> bytes:
-        """Returns the body of the answer to a request that is not streamed. Raises RequestError."""
+    async def whole_answer(self, api: Api, request: GenerateRequest, tenant: str, enter: Enter | None = None) -> bytes:
+        """Returns the body of the answer to a request that is not streamed. `enter`: see `open`. Raises RequestError."""
         if api.count is not None:
             prompts = await self.tokenizer_client.tokenize(request.prompts, secrets.token_hex(8), tenant=tenant)
             return api.count(sum(num_ids(p.token_ids) for p in prompts))
         with self.counted(request) if not request.batch_line else nullcontext():
-            generation = await self.open(api, request, secrets.token_hex(10), tenant, None)
+            generation = await self.open(api, request, secrets.token_hex(10), tenant, None, enter)
             try:
                 await generation.wait_finished()
                 if generation.error is not None:
@@ -75,17 +76,26 @@ class RequestPipeline:
                 self.close(generation)
 
     async def open(
-        self, api: Api, request: GenerateRequest, name: str, tenant: str, writer: ResponseWriter | None
+        self,
+        api: Api,
+        request: GenerateRequest,
+        name: str,
+        tenant: str,
+        writer: ResponseWriter | None,
+        enter: Enter | None = None,
     ) -> HttpGeneration:
         """Sends the request's prompts into the ring. Their text goes to `writer`, or is collected if that is None.
 
-        `name` must be unique: the ids of the requests in the ring begin with it. Raises RequestError.
+        `name` must be unique: the ids of the requests in the ring begin with it. `enter` is awaited when the prompts are
+        token ids. Raises RequestError.
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.schedulers.check_capacity(model, arrived_s, tenant, request.user)
         self._check_room(request)
         prompts = await self._tokenize(request, name, tenant)
         self._meters.tokenized(self.clock() - arrived_s)
+        if enter is not None:
+            await enter()
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
         num_tokens = sum(num_ids(p.token_ids) for p in prompts)

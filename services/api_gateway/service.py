@@ -16,6 +16,7 @@ from blockyard.shared.process.service_main import rss_bytes
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 from blockyard.shared.ring_client.ring_links import RingLinks
+from blockyard.shared.ring_client.tokenizer_jobs import MANY_WAITING, MAX_WAITING
 
 CHECK_WAIT_S = 10.0
 PAUSED = "paused"  # phase of a scheduler that was paused by an operator
@@ -52,7 +53,12 @@ class Gateway:
         self.draining = False
         self.num_active = 0  # POST requests that are being served
         self.client = RingClient(
-            links, config.served_model_names, config.stall_timeout_s, clock, check_wait_s=CHECK_WAIT_S
+            links,
+            config.served_model_names,
+            config.stall_timeout_s,
+            clock,
+            check_wait_s=CHECK_WAIT_S,
+            max_waiting_texts=MAX_WAITING if config.batch is None else MANY_WAITING,
         )
         self.meters, self.journal = self.client.meters, self.client.journal
         self.metrics = Metrics(links, self.meters, self.client.counts, config.metrics_names)

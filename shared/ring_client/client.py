@@ -33,6 +33,7 @@ from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.schedulers import Schedulers
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_WAITING
 
 TICK_S = 0.1
 TICKS_A_ROUND = 5  # retries between two rounds of the slower checks
@@ -49,14 +50,15 @@ class RingClient:
         clock: Callable[[], float] = time.monotonic,
         hold_s: float = HOLD_S,
         check_wait_s: float = math.inf,
+        max_waiting_texts: int = MAX_WAITING,
     ) -> None:
         """`hold_s`: how long a new request is held while its model's scheduler restarts. `check_wait_s`: how long its
-        grammar waits for the checks of others."""
+        grammar waits for the checks of others. `max_waiting_texts`: at a tokenizer."""
         self._stall_timeout_s, self.clock = stall_timeout_s, clock
         self.meters = Meters(served_model_names[0] if served_model_names else "")
         self.journal = Journal()
         self.schedulers = Schedulers(served_model_names)
-        self.tokenizer_client = TokenizerClient(links, check_wait_s)
+        self.tokenizer_client = TokenizerClient(links, check_wait_s, max_waiting_texts)
         self.controls = ControlClient(links)
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.schedulers, self.meters, hold_s)

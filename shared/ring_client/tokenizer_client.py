@@ -21,7 +21,7 @@ from blockyard.shared.messages import (
 )
 from blockyard.shared.ring_client.grammar_verdicts import TAKEN, GrammarVerdicts
 from blockyard.shared.ring_client.ring_links import RingLinks
-from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, JobKind, JobPool
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, MAX_WAITING, JobKind, JobPool
 
 Answer = Tokenized | Detokenized
 Work = Tokenize | Detokenize
@@ -62,10 +62,11 @@ class ServedTime:
 class TokenizerClient:
     """Texts of a lost tokenizer are sent to another one."""
 
-    def __init__(self, links: RingLinks, check_wait_s: float = math.inf) -> None:
-        """check_wait_s: a grammar that is still here after the checks of others went on for so long is a 429."""
+    def __init__(self, links: RingLinks, check_wait_s: float = math.inf, max_waiting: int = MAX_WAITING) -> None:
+        """check_wait_s: a grammar that is still here after the checks of others went on for so long is a 429.
+        max_waiting: jobs of one kind at a tokenizer."""
         self._links, self._check_wait_s = links, check_wait_s
-        self._pool: JobPool[Work] = JobPool()
+        self._pool: JobPool[Work] = JobPool(max_waiting)
         self._verdicts = GrammarVerdicts()
         self._served = ServedTime()
         self._waiting: dict[str, _Unanswered] = {}

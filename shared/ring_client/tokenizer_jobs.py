@@ -15,6 +15,7 @@ F = TypeVar("F")
 
 # Jobs of one kind at one member: enough to keep it busy, few enough that short jobs do not queue behind long ones.
 MAX_WAITING = 2
+MANY_WAITING = 16  # for a client whose jobs may all wait for each other: members and client wake up less often
 MAX_LOST = 5  # lost members after which a job fails; what can end a process runs in one of its workers
 
 
@@ -51,7 +52,8 @@ class _Member(Generic[F]):
 class JobPool(Generic[F]):
     """No sockets: methods return the (member, frame) pairs to send now."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
         self._members: dict[int, _Member[F]] = {}
         self._queues: dict[JobKind, OrderedDict[str, F]] = {}  # job -> frame
         self._lost: dict[str, int] = {}  # open job -> number of members lost with it
@@ -124,6 +126,6 @@ class JobPool(Generic[F]):
         free = [
             (incarnation, member)
             for incarnation, member in self._members.items()
-            if member.model in ("", kind.model) and member.num_jobs[kind] < MAX_WAITING
+            if member.model in ("", kind.model) and member.num_jobs[kind] < self._max_waiting
         ]
         return min(free, key=lambda pair: len(pair[1].jobs)) if free else None

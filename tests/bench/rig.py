@@ -55,21 +55,26 @@ class Server:
 
     def family(self) -> dict[int, str]:
         """Titles of the launcher and its descendants by process id. A starting one has its command line as title."""
-        parents: dict[int, int] = {}
-        titles: dict[int, str] = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                titles[int(entry.name)] = title.removeprefix("blockyard: ")
-        found = [self.process.pid]
-        for pid in found:
-            found.extend(child for child, parent in parents.items() if parent == pid)
-        return {pid: titles[pid] for pid in found if pid in titles}
+        return family(self.process.pid)
 
     def matchers(self) -> list[int]:
         """Process ids of the matchers of all workers."""
         return sorted(pid for pid, title in self.family().items() if title.startswith("matcher"))
+
+
+def family(root: int) -> dict[int, str]:
+    """Titles of a process and its descendants by process id. A starting one has its command line as title."""
+    parents: dict[int, int] = {}
+    titles: dict[int, str] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            title = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            titles[int(entry.name)] = title.removeprefix("blockyard: ")
+    found = [root]
+    for pid in found:
+        found.extend(child for child, parent in parents.items() if parent == pid)
+    return {pid: titles[pid] for pid in found if pid in titles}
 
 
 @contextlib.contextmanager

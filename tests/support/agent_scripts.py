@@ -34,7 +34,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def play(ring: FakeRing, names: list[str], planned: list[str], is_turn: Callable[[Tokenize], bool]) -> None:
-    """Answers the agent's turns with the planned texts, other requests (of a title, for example) with an empty object."""
+    """Answers the agent's turns with the planned texts, and other requests, such as of a title, with "{}"."""
     card = msgspec.structs.replace(ring.members[SCHEDULER].card, names=names, max_model_len=CONTEXT)
     ring.join(member(Role.SCHEDULER, SCHEDULER, card=card))
 

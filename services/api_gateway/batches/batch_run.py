@@ -22,6 +22,7 @@ from blockyard.services.api_gateway.batches.batch_lines import (
     repeated,
     too_long,
 )
+from blockyard.services.api_gateway.batches.line_groups import LineGroups
 from blockyard.services.api_gateway.batches.line_records import Known, LineRecords
 from blockyard.services.api_gateway.bodies.body_parser import BodyParser
 from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedGeneration
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 READY_S = 0.05  # between two looks for a scheduler
 PATIENCE_S = 600.0  # a line that the ring refuses for this long, because it is busy or not ready, has that answer
 TURN_S = 0.01  # of reading the output, until the links get a turn
+GROUPS = 4  # of lines that are answered at a time; groups of lines would disturb online requests
 PROGRESS_S = 10.0  # between two lines of the log
 ENVELOPE_BYTES = 64 * 1024  # of a line beside its body
 MOST_OUTPUT_BYTES = 2**30  # of a line of the output that is read again
@@ -76,6 +78,7 @@ class BatchRun:
         self._reading = asyncio.Lock()  # held while a line is read and waits for room: one line waits, not one a task
         self._freed = asyncio.Event()  # a line is answered
         self._ignored = IgnoredFields()
+        self._groups = LineGroups(1 if limits.behind_online else max(1, config.max_lines // GROUPS))
         self._stopping = False
         self.num_answered = self.num_failed = self.num_skipped = 0  # failed ones are among the answered
 
@@ -195,7 +198,11 @@ class BatchRun:
         if parsed.request.options.stream:
             raise RequestError("a line of a batch is answered whole; leave `stream` out", "stream")
         request = replace(parsed.request, batch_line=self._limits.behind_online)
-        return await self._pipeline.whole_answer(line.api, request, self._limits.tenant)
+        turn = self._groups.turn()
+        try:
+            return await self._pipeline.whole_answer(line.api, request, self._limits.tenant, turn.enter)
+        finally:
+            turn.leave()
 
     async def _log_progress(self) -> None:
         while True:

@@ -134,9 +134,9 @@ def _answer(files: BatchFiles, values: Values, notes: list[str], max_lines: int 
 
 
 def with_batch(deployment: Deployment, files: BatchFiles, max_lines: int | None) -> Deployment:
-    """Returns the deployment with one gateway, which reads the input. `max_lines`: None: twice the workers' batches."""
+    """Returns the deployment with one gateway, which reads the input. `max_lines`: None: four times the workers' batches."""
     if max_lines is None:
-        max_lines = 2 * deployment.scheduler.max_num_seqs * len(deployment.workers)
+        max_lines = 4 * deployment.scheduler.max_num_seqs * len(deployment.workers)
     batch = BatchConfig(input=str(files.input), output=str(files.output), max_lines=max_lines)
     return msgspec.structs.replace(deployment, gateways=[msgspec.structs.replace(deployment.gateways[0], batch=batch)])
 
@@ -153,7 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     add("-i", "--input-file", metavar="INPUT", help="a file or an http URL: a request a line")
     add("-o", "--output-file", metavar="OUTPUT", help="a file, or an http URL that takes PUT; it is replaced")
     add("--resume", action="store_true", help="keep what OUTPUT has, and leave out each custom_id in it")
-    add("--max-lines", type=_count, help="lines that are answered at a time (twice --max-num-seqs, for each worker)")
+    add(
+        "--max-lines",
+        type=_count,
+        help="lines that are answered at a time (four times --max-num-seqs, for each worker)",
+    )
     return parser
 
 

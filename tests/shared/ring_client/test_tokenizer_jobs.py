@@ -21,6 +21,13 @@ def test_the_least_loaded_gets_a_job_and_further_jobs_wait() -> None:
     assert pool.num_waiting == 0
 
 
+def test_how_many_jobs_a_member_may_have() -> None:
+    pool: JobPool[str] = JobPool(max_waiting=4)
+    pool.join(1, "")
+    assert [len(pool.submit(job, KIND, job)) for job in "abcde"] == [1, 1, 1, 1, 0]
+    assert pool.answered(1, "c") == [(1, "e")]
+
+
 def test_a_death_brings_its_jobs_back_first_and_in_order() -> None:
     pool: JobPool[str] = JobPool()
     pool.join(1, "")

@@ -244,10 +244,10 @@ async def test_a_bug_fails_its_line_alone(batch: Batch, monkeypatch: pytest.Monk
     async with batch.opened() as (run, _):
         answer = run._pipeline.whole_answer
 
-        async def broken(api: Any, request: Any, tenant: str) -> bytes:
+        async def broken(api: Any, request: Any, tenant: str, enter: Any) -> bytes:
             if len(batch.output.read_bytes()) == 0:
                 raise KeyError("bug")
-            return await answer(api, request, tenant)
+            return await answer(api, request, tenant, enter)
 
         monkeypatch.setattr(run._pipeline, "whole_answer", broken)
         run._config = msgspec.structs.replace(run._config, max_lines=1)

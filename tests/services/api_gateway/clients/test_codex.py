@@ -1,8 +1,8 @@
 """Codex from its npm package, set to address, key and model alone, edits a file over several turns.
 
 Run by `make test-clients`, which installs it. The answers are scripted. Codex has three sets of tools: for a model that
-it does not know, for models that get `apply_patch` as a custom tool with a grammar, and for models that write JavaScript,
-whose tools come as an item of the input. It sends the last two to a server whose model has such a name.
+it does not know, for models that get `apply_patch` as a custom tool with a grammar, and for models that write
+JavaScript, whose tools come as an item of the input. It sends the last two to a server whose model has such a name.
 """
 
 import json

@@ -155,6 +155,6 @@ def test_lines_at_a_time_follow_the_workers_batches(tmp_path: Path) -> None:
     files = BatchFiles.of("in", "out", tmp_path)
     ring = deployment(tmp_path, "--max-num-seqs", "8", "--data-parallel-size", "3")
     [gateway] = with_batch(ring, files, None).gateways
-    assert gateway.batch is not None and gateway.batch.max_lines == 2 * 8 * 3
+    assert gateway.batch is not None and gateway.batch.max_lines == 4 * 8 * 3
     [gateway] = with_batch(ring, files, 7).gateways
     assert gateway.batch is not None and gateway.batch.max_lines == 7
