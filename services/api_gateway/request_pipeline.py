@@ -61,7 +61,10 @@ class RequestPipeline:
         return self._open.counted(request.choices.returned * len(request.prompts))
 
     async def whole_answer(self, api: Api, request: GenerateRequest, tenant: str, enter: Enter | None = None) -> bytes:
-        """Returns the body of the answer to a request that is not streamed. `enter` as in `open`. Raises RequestError."""
+        """Returns the body of the answer to a request that is not streamed. Raises RequestError.
+
+        `enter`: as in `open`.
+        """
         if api.count is not None:
             prompts = await self.tokenizer_client.tokenize(request.prompts, secrets.token_hex(8), tenant=tenant)
             return api.count(sum(num_ids(p.token_ids) for p in prompts))
