@@ -67,9 +67,10 @@ test-long: test-ready
 
 # Coding agents from their npm packages, with scripted answers: needs node.
 test-clients: test-ready
-	npm install --silent --no-audit --no-fund --prefix .clients @anthropic-ai/claude-code @openai/codex
+	npm install --silent --no-audit --no-fund --prefix .clients @anthropic-ai/claude-code @openai/codex @continuedev/cli
 	.clients/node_modules/.bin/claude --version
 	.clients/node_modules/.bin/codex --version
+	.clients/node_modules/.bin/cn --version
 	$(RUN) -m pytest -q tests/services/api_gateway/clients
 
 # Builds the compose stack in a real engine: needs root on Debian or Ubuntu, 4 GB and some minutes.

@@ -61,7 +61,10 @@ class RequestPipeline:
         return self._open.counted(request.choices.returned * len(request.prompts))
 
     async def whole_answer(self, api: Api, request: GenerateRequest, tenant: str, enter: Enter | None = None) -> bytes:
-        """Returns the body of the answer to a request that is not streamed. `enter`: see `open`. Raises RequestError."""
+        """Returns the body of the answer to a request that is not streamed. Raises RequestError.
+
+        `enter`: as in `open`.
+        """
         if api.count is not None:
             prompts = await self.tokenizer_client.tokenize(request.prompts, secrets.token_hex(8), tenant=tenant)
             return api.count(sum(num_ids(p.token_ids) for p in prompts))
@@ -86,8 +89,8 @@ class RequestPipeline:
     ) -> HttpGeneration:
         """Sends the request's prompts into the ring. Their text goes to `writer`, or is collected if that is None.
 
-        `name` must be unique: the ids of the requests in the ring begin with it. `enter` is awaited when the prompts are
-        token ids. Raises RequestError.
+        `name` must be unique: the ids of the requests in the ring begin with it. `enter` is awaited when the prompts
+        are token ids. Raises RequestError.
         """
         arrived_s, model, computed = self.clock(), request.card.names[0], request.choices.computed
         self.schedulers.check_capacity(model, arrived_s, tenant, request.user)

@@ -170,7 +170,7 @@ def build_app(
     )
     routes = [route for each in endpoints for route in each.routes()]
     if config.serve_docs:
-        routes += DocumentEndpoints(routes, config.root_path, version, pages).routes()
+        routes += DocumentEndpoints(routes, config.root_path, version, pages, guard.needs_key).routes()
     root = config.root_path.strip("/")
     for prefix in dict.fromkeys(("", f"/{root}" if root else "")):  # some proxies strip their prefix, some do not
         for route in routes:

@@ -1,7 +1,7 @@
 """/openapi.json, written from the routes and the Structs of their bodies, and the pages that show it."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,9 @@ from msgspec import inspect as types
 
 from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.batch_api.objects import CreateBatch
+from blockyard.services.api_gateway.endpoints.files import FORM as UPLOAD
+from blockyard.services.api_gateway.endpoints.files import PURPOSES
 from blockyard.services.api_gateway.endpoints.operations import AbortRequests
 from blockyard.services.api_gateway.endpoints.status import Pages
 from blockyard.services.api_gateway.http.access import Access, Route
@@ -28,8 +31,16 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/tokenize": (TokenizeRequest,),
     "/detokenize": (DetokenizeRequest,),
     "/abort_requests": (AbortRequests,),
+    "/v1/batches": (CreateBatch,),
     "/invocations": tuple(APIS[name].schema for name in ("chat", "completions")),
 }
+FORM: Json = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {"purpose": {"enum": list(PURPOSES)}, "file": {"type": "string", "format": "binary"}},
+}
+# answers that are no JSON
+CONTENT_TYPES = {"/metrics": "text/plain", "/v1/files/{file_id}/content": "application/octet-stream"}
 QUERIES = {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}
 SUMMARIES = {
     "/v1/messages": "Answers a conversation in the form of the Messages API.",
@@ -45,9 +56,16 @@ SIMPLE = {types.BoolType: "boolean", types.StrType: "string", types.NoneType: "n
 class DocumentEndpoints:
     """The document does not change while the server runs: it is written once."""
 
-    def __init__(self, routes: Sequence[Route], root_path: str, version: str, pages: Pages) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        root_path: str,
+        version: str,
+        pages: Pages,
+        needs_key: Callable[[Access], bool],
+    ) -> None:
         self._pages = pages
-        self._body = msgspec.json.encode(document(routes, root_path, version))
+        self._body = msgspec.json.encode(document(routes, root_path, version, needs_key))
 
     def routes(self) -> Iterator[Route]:
         yield Route("GET", "/openapi.json", self.openapi, Access.OPEN)
@@ -65,15 +83,21 @@ class DocumentEndpoints:
         return self._pages.response("docs.html")
 
 
-def document(routes: Iterable[Route], root_path: str, version: str) -> Json:
-    """An OpenAPI document of these routes. Links of clients begin with `root_path`."""
+def document(routes: Iterable[Route], root_path: str, version: str, needs_key: Callable[[Access], bool]) -> Json:
+    """An OpenAPI document of these routes. Links of clients begin with `root_path`.
+
+    A key that the server does not need is shown as one of two ways, so that clients may send one.
+    """
     components = Components()
     paths: dict[str, Json] = {}
     for route in routes:
         if route.path in PAGES:
             continue
         path = route.path.replace(":.+}", "}")
-        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, components)
+        operation = _operation(route, path, components)
+        if KEYS[route.access] and not needs_key(route.access):
+            operation["security"] = [{}, *KEYS[route.access]]
+        paths.setdefault(path, {})[route.method.lower()] = operation
     root = root_path.strip("/")
     return {
         "openapi": VERSION,
@@ -92,7 +116,7 @@ def document(routes: Iterable[Route], root_path: str, version: str) -> Json:
 
 def _operation(route: Route, path: str, components: "Components") -> Json:
     error = msgspec.json.decode((route.api or CHAT).error_body(RequestError("What is wrong.", "field")))
-    structs = BODIES.get(path, ())
+    structs = BODIES.get(path, ()) if route.method == "POST" else ()
     streams = any("stream" in struct.__struct_fields__ for struct in structs)
     answers: Json = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
     operation: Json = {
@@ -101,7 +125,7 @@ def _operation(route: Route, path: str, components: "Components") -> Json:
         "tags": [TAGS[route.access]],
         "security": KEYS[route.access],
         "responses": {
-            "200": {"description": "The answer.", "content": {JSON: {"schema": {}}} | answers},
+            "200": {"description": "The answer.", "content": {CONTENT_TYPES.get(path, JSON): {"schema": {}}} | answers},
             "default": {
                 "description": "An error.",
                 "content": {JSON: {"schema": {"type": "object"}, "example": error}},
@@ -119,6 +143,8 @@ def _operation(route: Route, path: str, components: "Components") -> Json:
         schemas = [components.reference(struct) for struct in structs]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    elif route.body_type == UPLOAD:
+        operation["requestBody"] = {"required": True, "content": {UPLOAD: {"schema": FORM}}}
     return operation
 
 

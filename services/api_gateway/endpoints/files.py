@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from blockyard.services.api_gateway.batch_api.objects import DeletedFile, FileList, FileObject
 from blockyard.services.api_gateway.batch_api.store import BatchStore
@@ -106,6 +107,8 @@ class FileEndpoints:
             if isinstance(e, RequestError):
                 raise
             raise RequestError(f"the body is no form: {e}", "body") from e
+        except BadHttpMessage as e:
+            raise RequestError("the head of a part of the form is malformed", "body") from e
 
     async def _write(self, part: BodyPartReader, path: str) -> None:
         size, pieces = 0, bytearray()

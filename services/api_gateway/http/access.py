@@ -68,6 +68,10 @@ class Guard:
         """Later requests need one of these keys. Open ones continue."""
         self._api, self._admin = Keys(api_keys), Keys(admin_keys)
 
+    def needs_key(self, access: Access) -> bool:
+        """Whether routes of this access need one of the keys, as long as they are not replaced."""
+        return bool(self._api and access is not Access.OPEN) or bool(self._admin and access is Access.OPERATOR)
+
     def add(self, app: web.Application, route: Route, path: str) -> None:
         """Registers a route at this path. GET also answers HEAD."""
         for method in ("GET", "HEAD") if route.method == "GET" else (route.method,):

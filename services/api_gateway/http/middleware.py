@@ -39,6 +39,8 @@ def errors(gateway: Gateway, guard: Guard) -> Middleware:
             if e.status < 400:
                 raise
             response = error_response(_http_error(request, e), api)
+            if "Allow" in e.headers:
+                response.headers["Allow"] = e.headers["Allow"]
         except Exception:  # a bug: the client gets a 500 and the log the traceback
             log.exception("%s %s failed", request.method, escaped(request.path))
             response = error_response(RequestError("The server failed at this request.", status=500), api)

@@ -17,7 +17,7 @@ from blockyard.shared.messages.base import Frame
 _LENGTH = struct.Struct("<I")
 
 
-class Setup(Frame, frozen=True):
+class RankSetup(Frame, frozen=True):
     """The first frame: what a rank is."""
 
     config: WorkerConfig
@@ -110,7 +110,7 @@ class RankFailed(Frame, frozen=True):
 
 
 Command = (
-    Setup
+    RankSetup
     | Begin
     | AttentionCall
     | ForwardPass

@@ -134,7 +134,7 @@ def _answer(files: BatchFiles, values: Values, notes: list[str], max_lines: int 
 
 
 def with_batch(deployment: Deployment, files: BatchFiles, max_lines: int | None) -> Deployment:
-    """Returns the deployment with one gateway, which reads the input. `max_lines`: None: four times the workers' batches."""
+    """Returns the deployment with one gateway, which reads the input. `max_lines`: None: four for each slot."""
     if max_lines is None:
         max_lines = 4 * deployment.scheduler.max_num_seqs * len(deployment.workers)
     batch = BatchConfig(input=str(files.input), output=str(files.output), max_lines=max_lines)

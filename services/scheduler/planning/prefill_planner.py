@@ -11,6 +11,7 @@ from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSam
 from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
 from blockyard.services.scheduler.planning.partial_prefill_limits import LongPrefills, PartialPrefills
 from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
+from blockyard.services.scheduler.queue.policy import BATCH_CLASS
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers
@@ -107,8 +108,15 @@ class PrefillPlanner:
             self._lifecycle.preempt(group, running[-1])
 
     def schedule_first(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence) -> bool:
-        """Schedules waiting sequences up to the class of `sequence`, no unfinished prompts. False if none fits."""
-        self.schedule(group, builder, [], self._policy.key(sequence)[0] + 1)
+        """Schedules waiting sequences up to the class of `sequence`, no unfinished prompts. False if none fits.
+
+        Where all that has a higher class are batch lines, every online sequence may start: a policy may give each of
+        them another class.
+        """
+        rank = self._policy.key(sequence)[0]
+        online = next((one.sequence for one in reversed(group.running) if not one.sequence.request.is_batch_line), None)
+        only_lines = online is None or not self._policy.preemptible_by(online, rank)
+        self.schedule(group, builder, [], BATCH_CLASS if only_lines and rank < BATCH_CLASS else rank + 1)
         if not builder.starts:
             return False
         group.last_fair_plan = builder.record.number

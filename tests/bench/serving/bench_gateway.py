@@ -60,6 +60,7 @@ class Load:
     body: dict[str, Any]
     words: list[str]
     tools: ToolDefaults
+    middleware: tuple[str, ...] = ()
 
 
 def _call(count: int) -> list[str]:
@@ -92,6 +93,15 @@ def loads() -> list[Load]:
             both,
         ),
         Load("plain chat", "none", "/v1/chat/completions", chat | {"tools": None}, WORDS, no_tools),
+        Load(
+            "plain, one ASGI class",
+            "0.4 of plain",
+            "/v1/completions",
+            fields | {"prompt": "hello there"},
+            WORDS,
+            no_tools,
+            ("user_middlewares.First",),
+        ),
         Load("plain messages", "0.85 of chat", "/v1/messages", message, WORDS, no_tools),
         Load("plain responses", "0.75 of chat", "/v1/responses", response, WORDS, no_tools),
         Load("arguments of a call, chat", "none", "/v1/chat/completions", chat, _call(TOKENS), calls),
@@ -188,7 +198,7 @@ async def clients(load: Load) -> int:
 def spawn(folder: str, service: str, config: msgspec.Struct) -> subprocess.Popen[bytes]:
     path = Path(folder) / f"{service}.json"
     path.write_bytes(msgspec.json.encode(config))
-    env = os.environ | {"PYTHONPATH": str(ROOT / ".src")}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / ".src"), str(ROOT / "tests" / "support")])}
     return subprocess.Popen([sys.executable, "-m", f"blockyard.services.{service}", str(path)], env=env)
 
 
@@ -197,7 +207,7 @@ def measure(load: Load, pace: float) -> Row:
         process = ProcessConfig(name="bench", bus=bus(folder), log_level="warning")
         registry = spawn(folder, "message_bus", RegistryConfig(process=process))
         ring = subprocess.Popen([sys.executable, __file__, "ring", folder, str(pace), load.name])
-        config = GatewayConfig(process=process, host="127.0.0.1", port=PORT)
+        config = GatewayConfig(process=process, host="127.0.0.1", port=PORT, middleware=list(load.middleware))
         gateway = spawn(folder, "api_gateway", config)
         try:
             wait_ready()
@@ -240,8 +250,9 @@ def main() -> list[Row]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["only"]:  # loads by name
-        print(table([measure(load, FASTEST / 2) for load in loads() if load.name in sys.argv[2:]]))
+    if sys.argv[1:2] == ["only"]:  # loads by name, and events a second that are offered
+        paces = [float(word) for word in sys.argv[2:] if word.isdecimal()] or [FASTEST / 2]
+        print(table([measure(load, pace) for pace in paces for load in loads() if load.name in sys.argv[2:]]))
     elif sys.argv[1:2] == ["ring"]:
         [chosen] = [load for load in loads() if load.name == sys.argv[4]]
         Ring(sys.argv[2], float(sys.argv[3]), chosen).run()

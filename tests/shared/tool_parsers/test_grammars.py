@@ -34,7 +34,7 @@ from blockyard.shared.tool_parsers.xml_calls.longcat import LONGCAT, TAGGED
 TOKENIZER = (Path(__file__).parents[3] / "shared/demo_model/tokenizer.json").read_text("utf-8")
 EOS = (1, 3)
 NAMES = ("get_weather", "get", "search-web", "x_1", "Zoom", "run")
-NUM_SETS = 12  # of tools, for each format, vocabulary and kind of choice
+NUM_SETS = 5  # of tools, for each format, vocabulary and kind of choice
 TEXTS = ("", "Let me see: a < b, [1] and {2}.\n", "Zürich 東京 <tool <|tool [TOOL ")
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["markers as text", "special tokens"])
 FREE = [one for one in FORMATS if one.openings is None or one.openings(TOOLS)]  # text before their calls is free

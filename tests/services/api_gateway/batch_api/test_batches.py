@@ -194,7 +194,14 @@ async def test_wrong_uploads_and_batches_name_their_field(rig, tmp_path: Path) -
         async with r.http.post("/v1/files", data={"purpose": "batch"}) as response:
             assert response.status == 415, "a form without a file is urlencoded"
         headers = {"Content-Type": "multipart/form-data; boundary=x"}
-        for data in (b"", b"--x\r\n", b"--x--\r\n", b"--x\r\nContent-Disposition: form-data\r\n\r\nhi\r\n--x--\r\n"):
+        control = b'--x\r\nContent-Disposition: form-data; name="\x7f"\r\n\r\nhi\r\n--x--\r\n'
+        for data in (
+            control,
+            b"",
+            b"--x\r\n",
+            b"--x--\r\n",
+            b"--x\r\nContent-Disposition: form-data\r\n\r\nhi\r\n--x--\r\n",
+        ):
             async with r.http.post("/v1/files", data=data, headers=headers) as response:
                 assert response.status == 400
         async with r.http.post("/v1/files", data=b"", headers={"Content-Type": "multipart/form-data"}) as response:

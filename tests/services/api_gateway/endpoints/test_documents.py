@@ -62,6 +62,25 @@ async def test_every_route_is_described_with_its_key(rig) -> None:
     assert needs["/health"] == [] and needs["/v1/models"] == [{"key": []}] and needs["/sleep"] == [{"adminKey": []}]
 
 
+async def test_a_key_that_is_not_needed_may_be_left_out(rig) -> None:
+    async with rig() as r:
+        operations = {path: next(iter(methods.values())) for path, methods in (await fetched(r))["paths"].items()}
+    assert operations["/v1/models"]["security"] == [{}, {"key": []}] and operations["/health"]["security"] == []
+    assert operations["/sleep"]["security"] == [{}, {"adminKey": []}]
+
+
+async def test_bodies_and_answers_that_are_no_json(rig) -> None:
+    async with rig() as r:
+        paths = (await fetched(r))["paths"]
+        async with r.http.get("/metrics") as response:
+            assert response.content_type in paths["/metrics"]["get"]["responses"]["200"]["content"]
+    form = paths["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert form["required"] == ["purpose", "file"]
+    batch = paths["/v1/batches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert batch == {"$ref": "#/components/schemas/CreateBatch"}
+    assert [method for method, one in paths["/v1/batches"].items() if "requestBody" in one] == ["post"]
+
+
 async def test_bodies_that_the_server_takes_are_valid_and_wrong_ones_are_not(rig) -> None:
     async with rig() as r:
         api = await fetched(r)
@@ -144,6 +163,6 @@ def test_errors_are_shown_as_the_api_of_the_route_writes_them() -> None:
 
     own = replace(COMPLETIONS, error_body=lambda error: b'{"own": "%s"}' % error.field.encode())
     route = Route("GET", "/v1/{one:.+}/x", handler, Access.KEY, own)
-    operation = document([route], "", "1")["paths"]["/v1/{one}/x"]["get"]
+    operation = document([route], "", "1", lambda _: True)["paths"]["/v1/{one}/x"]["get"]
     assert operation["responses"]["default"]["content"]["application/json"]["example"] == {"own": "field"}
     assert operation["parameters"][0]["name"] == "one"

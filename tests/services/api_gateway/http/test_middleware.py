@@ -53,3 +53,14 @@ async def test_an_error_has_the_form_of_the_api_whose_route_it_is() -> None:
     assert [json.loads(bodies[path])["error"]["message"][:8] for path in ("/openai", "/none")] == ["no", "There is"]
     assert [answer.status for answer in answers.values()] == [529, 503, 404]
     assert json.loads(of_version)["error"]["type"] == "not_found_error"
+
+
+async def test_a_wrong_method_is_told_the_right_ones(rig) -> None:
+    async with rig() as r:
+        for method, path, right in (
+            ("DELETE", "/v1/models", {"GET", "HEAD"}),
+            ("TRACE", "/v1/responses", {"GET", "POST"}),
+        ):
+            async with r.http.request(method, path) as response:
+                assert response.status == 405 and (await response.json())["error"]["code"] == "method_not_allowed"
+                assert right <= set(response.headers["Allow"].split(","))

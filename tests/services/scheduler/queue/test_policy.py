@@ -48,6 +48,22 @@ def test_a_line_gives_its_slot_to_an_online_request_and_goes_on_later(ring: type
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_online_requests_that_come_together_start_in_one_plan_beside_lines(ring: type[Ring], policy: str) -> None:
+    """Also where each has a class of its own: none waits for the plan after the next one."""
+    it = ring(policy=policy, **(BUSY | {"max_num_seqs": 6}))
+    for name in ("line 1", "line 2"):
+        it.submit(name, 5, max_tokens=30, batch_line=True)
+    it.steps(3)
+    for count, name in enumerate(("one", "two", "three")):
+        it.submit(name, 2 + count, max_tokens=9, salt=name)
+    it.steps(2)
+    plans = [o.frame for o in it.world.sent if isinstance(o.frame, StepPlan)]
+    [together] = [plan.starts for plan in plans if any(start.num_prompt_tokens < 5 for start in plan.starts)]
+    assert [start.num_prompt_tokens for start in together] == [2, 3, 4]
+    it.finish()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_line_gives_its_blocks_to_an_online_request(ring: type[Ring], policy: str) -> None:
     it = ring(policy=policy, num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     it.submit("line", 40, max_tokens=6, batch_line=True)
