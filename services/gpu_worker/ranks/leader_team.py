@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, Setup, Sign
+from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, RankSetup, Sign
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -67,7 +67,7 @@ class LeaderTeam:
         pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
         self._commands[rank] = FramePipe(pairs[0][0], Command)
         self._signs[rank] = FramePipe(pairs[1][0], Sign)
-        self._commands[rank].send(Setup(self._config, rank, str(self._folder), os.getpid()))
+        self._commands[rank].send(RankSetup(self._config, rank, str(self._folder), os.getpid()))
 
     def connect(self, connect: "Connect") -> "RankGroup":
         """Implements `RankTeam`. Followers start to load, again if they have before."""

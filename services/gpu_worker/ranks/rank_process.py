@@ -14,7 +14,8 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
-from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, Setup, Sign
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, RankSetup, Sign
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import Connect
@@ -33,7 +34,7 @@ class FollowerTeam:
 
     send = None
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         self.shard = Shard(setup.rank, setup.config.tensor_parallel_size)
         self._folder = Path(setup.folder)
         self._group: RankGroup | None = None
@@ -54,7 +55,7 @@ def main() -> None:
     commands: FramePipe[Command] = FramePipe(sockets[0], Command)
     signs: FramePipe[Sign] = FramePipe(sockets[1], Sign)
     setup = commands.receive()
-    if not isinstance(setup, Setup):
+    if not isinstance(setup, RankSetup):
         return
     settings.die_with(setup.leader_pid)
     process = setup.config.process
@@ -80,11 +81,8 @@ def main() -> None:
         fail(signs, f"{type(e).__name__}: {e}".splitlines()[0], RankLostError.exit_code)
 
 
-def follow(commands: FramePipe[Command], setup: Setup, watch: RankSigns) -> None:
+def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> None:
     """Loads at the first command, and does what comes until the leader closes its end."""
-    # imports torch, while signs are sent
-    from blockyard.services.gpu_worker import engine  # noqa: PLC0415
-
     team, follower = FollowerTeam(setup), None
     while (command := commands.receive()) is not None:
         if isinstance(command, Begin):

@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
+from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -86,6 +87,9 @@ class Backend(Protocol):
 
     def chunk_attention(self, pool: KVPool) -> ChunkAttention:
         """Returns the attention of prefills of a model that pools."""
+
+    def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
+        """Returns the forward passes of a rank that follows a leader."""
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         """Returns the memory of the device for buffers of copies of KV blocks, to host memory and other workers."""

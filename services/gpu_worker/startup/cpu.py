@@ -11,6 +11,7 @@ from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedPr
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
+from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -86,6 +87,9 @@ class CpuBackend:
 
     def chunk_attention(self, pool: KVPool) -> ChunkAttention:
         return CpuChunkAttention(pool)
+
+    def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
+        return CpuFollowerSteps(loaded.model, loaded.pool, loaded.ranks)
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return 0
