@@ -92,8 +92,6 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and not generates:
-        raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model that pools runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, generates=generates)
@@ -240,7 +238,7 @@ def make_runner(
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
     """Gives the runner steps that pool, and runs a first one. Raises LoadError if its results are not finite."""
-    attention = backend.chunk_attention(runner.pool)
+    attention = backend.chunk_attention(runner.pool, runner.send)
     runner.use(PooledSteps(runner.model, runner.pool, runner.batch, runner.geometry, output, attention))
     report.phase("first step")
     first_step(runner)

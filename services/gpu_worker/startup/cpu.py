@@ -21,6 +21,7 @@ from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.gpu_worker.warm_up import first_step
@@ -85,8 +86,8 @@ class CpuBackend:
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         return partial(CpuPackedProduct, alone=batch_invariant)
 
-    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
-        return CpuChunkAttention(pool)
+    def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
+        return CpuChunkAttention(pool, None if send is None else LeaderMetadata(pool, send))
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         return CpuFollowerSteps(loaded.model, loaded.pool, loaded.ranks)

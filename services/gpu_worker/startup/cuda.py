@@ -43,6 +43,7 @@ from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.warm_up import warm_up
@@ -50,7 +51,7 @@ from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockS
 from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
-from blockyard.shared.errors import LoadError
+from blockyard.shared.errors import ConfigError, LoadError
 
 
 class CudaLink:
@@ -223,7 +224,9 @@ class CudaBackend:
 
         return make
 
-    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
+    def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
+        if send is not None:
+            raise ConfigError("--tensor-parallel-size: on GPUs a model that pools runs on one rank")
         return TritonChunkAttention(pool, self.link)
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
