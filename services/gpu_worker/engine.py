@@ -1,6 +1,7 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from blockyard.services.gpu_worker.cores import default_threads
 from blockyard.services.gpu_worker.encoders.encoder_engine import start_encoder
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
-from blockyard.services.gpu_worker.execution.ranks.follower import Follower
+from blockyard.services.gpu_worker.execution.ranks.follower import Follower, FollowerNeeds
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderModel, LeaderPool, LeaderStore
 from blockyard.services.gpu_worker.interfaces import Report
 from blockyard.services.gpu_worker.kv import scales as kv_scales
@@ -91,8 +92,6 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and not generates:
-        raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model that pools runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, generates=generates)
@@ -110,7 +109,8 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower:
     build = with_headers(family, Path(config.model_path), config) if settings.get(KEY) else family
     loaded = load(config, settings, build, dtype, backend, report, team)
     assert loaded.ranks is not None
-    return Follower(loaded.model, loaded.pool, loaded.store, loaded.ranks)
+    needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)
+    return Follower(loaded.model, loaded.pool, loaded.store, backend.follower_steps(needs, loaded.config))
 
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
@@ -152,18 +152,22 @@ def load(
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
+        if ranks is not None:
+            config = msgspec.structs.replace(config, max_num_seqs=ranks.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
-            backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
+            with alone(ranks):
+                backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
         else:  # no step samples, and none is captured
             backend.end_compiling()
             config = msgspec.structs.replace(config, enforce_eager=True, run_ahead_penalties=False)
         report.phase("planning memory")
         host_plan = plan_host(need, free_host_bytes() // config.replicas, config.swap_space_gib)
         moving_bytes = backend.moving_bytes(host_plan, config.kv_transfer)
-        plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
+        with alone(ranks):
+            plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
         report.note(*plan.notes, *host_plan.notes)
         if ranks is not None:
             plan, host_plan = (with_least(one, ranks, report) for one in (plan, host_plan))
@@ -173,6 +177,11 @@ def load(
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     return LoadedModel(model, pool, store, geometry, config, ranks)
+
+
+def alone(ranks: RankGroup | None) -> AbstractContextManager[None]:
+    """Trial steps of each rank by itself."""
+    return nullcontext() if ranks is None else ranks.alone()
 
 
 def with_least(plan: MemoryPlan, ranks: RankGroup, report: StartReport) -> MemoryPlan:
@@ -229,7 +238,7 @@ def make_runner(
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
     """Gives the runner steps that pool, and runs a first one. Raises LoadError if its results are not finite."""
-    attention = backend.chunk_attention(runner.pool)
+    attention = backend.chunk_attention(runner.pool, runner.send)
     runner.use(PooledSteps(runner.model, runner.pool, runner.batch, runner.geometry, output, attention))
     report.phase("first step")
     first_step(runner)

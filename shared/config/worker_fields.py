@@ -160,8 +160,11 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     heads = next((config[name] for name in QUERY_HEADS if isinstance(config.get(name), int)), size)
     if size > heads:
         raise ConfigError(f"{where} is more than the {heads} query heads of a layer")
-    if on_gpu(values):
-        raise ConfigError(f"{where}: not built yet on GPUs; --device cpu runs ranks on the CPU")
+    if values.get("calculate-kv-scales", bool):
+        raise ConfigError(
+            f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
+            "--quantization-param-path"
+        )
 
 
 def kv_dtype(values: Values, quantization: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from blockyard.kernels.slots.slot_state import SlotOutcome, SlotState
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
+from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, MetadataBuilder
 from blockyard.services.gpu_worker.batch import Batch
 from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, StepRequest
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
@@ -42,8 +42,9 @@ class ChunkAttention(Protocol):
 class CpuChunkAttention:
     """Implements `ChunkAttention`."""
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool, self._builder = pool, CpuMetadataBuilder(pool)
+    def __init__(self, pool: KVPool, builder: MetadataBuilder | None = None) -> None:
+        """builder: None for `CpuMetadataBuilder`."""
+        self._pool, self._builder = pool, builder or CpuMetadataBuilder(pool)
 
     def __call__(self, table: Slots, step: StepRequest, rows: Ints, positions: Ints) -> Attend:
         slots, counts, size = step.rows.slots, step.rows.counts, self._pool.block_size

@@ -49,10 +49,49 @@ class ForwardPass(Frame, frozen=True):
     positions: bytes
 
 
-class ComputeLogits(Frame, frozen=True):
-    """Compute the output layer of hidden states, which follow as a collective."""
+class DeviceForward(Frame, frozen=True):
+    """Compute the layers on a GPU. Words follow as a collective, int64: ids, positions and slots of tokens, first rows
+    of prefills, and rows, slots and positions of tokens that need logits."""
 
-    num_rows: int
+    num_tokens: int
+    num_starts: int  # 0: there are no prefills
+    num_logits: int  # below 0: all tokens are computed in the last layer
+    num_decodes: int
+    max_seq_len: int | None  # these are those of `AttentionMetadata`
+    prefill_max_seq_len: int | None
+    max_context_len: int
+
+
+class ScatterWords(Frame, frozen=True):
+    """Write words of the slots' state on a GPU."""
+
+    index: bytes  # int32
+    values: bytes
+
+
+class BeginGraph(Frame, frozen=True):
+    """Capture what comes until `EndGraph` in a CUDA graph."""
+
+    key: int
+
+
+class EndGraph(Frame, frozen=True):
+    """The graph is complete."""
+
+
+class ReplayGraph(Frame, frozen=True):
+    """Run a graph."""
+
+    key: int
+
+
+LAST_OUTPUT = -1
+
+
+class ComputeLogits(Frame, frozen=True):
+    """Compute the output layer of hidden states, which follow as a collective, or of the last forward pass's."""
+
+    num_rows: int  # or LAST_OUTPUT
 
 
 class ForgetSequences(Frame, frozen=True):
@@ -114,6 +153,11 @@ Command = (
     | Begin
     | AttentionCall
     | ForwardPass
+    | DeviceForward
+    | ScatterWords
+    | BeginGraph
+    | EndGraph
+    | ReplayGraph
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
+from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, RankSetup, Sign
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
@@ -82,9 +83,6 @@ def main() -> None:
 
 def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> None:
     """Loads at the first command, and does what comes until the leader closes its end."""
-    # imports torch, while signs are sent
-    from blockyard.services.gpu_worker import engine  # noqa: PLC0415
-
     team, follower = FollowerTeam(setup), None
     while (command := commands.receive()) is not None:
         if isinstance(command, Begin):

@@ -9,7 +9,7 @@ from blockyard.services.gpu_worker.parallel.commands import FramePipe, LifeSign,
 
 SIGN_S = 0.5  # between two signs
 SILENT_S = 4.0  # a rank that is silent for longer hangs
-STARTING_SILENT_S = 60.0  # of a rank that starts: imports hold the interpreter's lock for long
+STARTING_SILENT_S = 120.0  # of a rank that starts: it imports torch before it sends any
 
 OnLost = Callable[[int, str, RankFailed | None], None]  # takes the rank, what happened, and what the rank said
 

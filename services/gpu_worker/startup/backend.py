@@ -10,6 +10,7 @@ from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
+from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -18,6 +19,7 @@ from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.services.gpu_worker.startup.start_report import StartReport
@@ -84,8 +86,11 @@ class Backend(Protocol):
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         """Returns what makes the attention of packed sequences of these lengths, of a model without KV."""
 
-    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
-        """Returns the attention of prefills of a model that pools."""
+    def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
+        """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""
+
+    def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
+        """Returns the forward passes of a rank that follows a leader."""
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         """Returns the memory of the device for buffers of copies of KV blocks, to host memory and other workers."""

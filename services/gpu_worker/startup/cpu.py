@@ -11,6 +11,7 @@ from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedPr
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
+from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -20,6 +21,7 @@ from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.gpu_worker.warm_up import first_step
@@ -84,8 +86,11 @@ class CpuBackend:
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         return partial(CpuPackedProduct, alone=batch_invariant)
 
-    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
-        return CpuChunkAttention(pool)
+    def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
+        return CpuChunkAttention(pool, None if send is None else LeaderMetadata(pool, send))
+
+    def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
+        return CpuFollowerSteps(loaded.model, loaded.pool, loaded.ranks)
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return 0

@@ -18,13 +18,18 @@ from blockyard.services.gpu_worker.compilation.compile_processes import CompileP
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
+from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
+from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
+from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent, LinkStream, put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare, share_of_layers
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
+from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
 from blockyard.services.gpu_worker.memory import (
     KVMemoryNeed,
@@ -38,6 +43,7 @@ from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.warm_up import warm_up
@@ -45,7 +51,7 @@ from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockS
 from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
-from blockyard.shared.errors import LoadError
+from blockyard.shared.errors import ConfigError, LoadError
 
 
 class CudaLink:
@@ -164,7 +170,11 @@ class CudaBackend:
         if not config.fused_steps:
             for linear in model.linears():
                 linear.disable_fusion()
-        tuner = Tuner(model.linears(), model.experts(), device=self.device, dtype=model.table.dtype)
+        linears = model.linears()
+        if model.table.shard.size > 1 and not config.batch_invariant:
+            # ranks compute whole matrices alike, to the last bit: routers choose by them
+            linears = [one for one in linears if one.spec.split is not Split.NONE]
+        tuner = Tuner(linears, model.experts(), device=self.device, dtype=model.table.dtype)
         if config.batch_invariant:
             report.note(tuner.make_batch_invariant())
             return
@@ -214,8 +224,14 @@ class CudaBackend:
 
         return make
 
-    def chunk_attention(self, pool: KVPool) -> ChunkAttention:
+    def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
+        if send is not None:
+            raise ConfigError("--tensor-parallel-size: on GPUs a model that pools runs on one rank")
         return TritonChunkAttention(pool, self.link)
+
+    def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
+        model, pool, ranks, geometry = loaded
+        return DeviceFollowerSteps(model, pool, ranks, geometry, make_device_ops(pool, config.fused_steps))
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return (STAGING_BYTES if host_plan.num_blocks else 0) + planned_bytes(transfers)
@@ -251,7 +267,8 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning)
+        mirror = None if runner.send is None else DeviceMirror(runner.send)
+        steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning, mirror)
         runner.use(steps)
         report.phase("first steps")
         with runner.pool.trial_steps():

@@ -9,7 +9,7 @@ PARALLEL = (
         "tensor-parallel-size",
         FlagKind.INT,
         1,
-        "Ranks of a worker, each with a share of every layer; now on the CPU only.",
+        "Ranks of a worker, each with a share of every layer on its own GPU, or on the CPU.",
         ("worker.tensor_parallel_size",),
         short_names=("tp",),
         ge=1,

@@ -26,6 +26,10 @@ def test_too_few_gpus_are_refused_with_their_number(tmp_path: Path) -> None:
     with pytest.raises(gpus.ConfigError, match="there are 2 here"):
         gpus.check(workers, {"CUDA_VISIBLE_DEVICES": "0,1"}, tmp_path)
     gpus.check(workers, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, tmp_path)
+    ranks = deployment(tmp_path, "--device", "cuda", "-dp", "2", "-tp", "2").workers
+    with pytest.raises(gpus.ConfigError, match="size 2: the ranks of all workers need 4 GPUs, and there are 3 here"):
+        gpus.check(ranks, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, tmp_path)
+    gpus.check(ranks, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, tmp_path)
     on_cpu = deployment(tmp_path, "--device", "cpu", "--data-parallel-size", "3").workers
     gpus.check(on_cpu, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     gpus.check([msgspec.structs.replace(workers[0], gpu=None)], {}, tmp_path)

@@ -76,13 +76,16 @@ def test_ranks_have_gpus_of_their_own() -> None:
     assert [
         (w.replicas, w.tensor_parallel_size) for w in deploy("--device", "cpu", "-dp", "3", "-tp", "2").workers
     ] == [(3, 2)] * 3
+    on_gpus = deploy("--device", "cuda", "-dp", "2", "-tp", "3").workers
+    assert [(w.replicas, w.gpu) for w in on_gpus] == [(2, 0), (2, 3)]
+    assert [w.gpu for w in deploy("--device", "cuda", "-tp", "2").workers] == [0]
     mock = ("--device", "cuda", "--worker-cls", "mock", "-tp", "2")
     assert [w.gpu for w in deploy(*mock, "-dp", "2").workers] == [None, None]
 
 
 def test_ranks_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="-tp 2: not built yet on GPUs"):
-        deploy("--device", "cuda", "-tp", "2")
+    with pytest.raises(ConfigError, match="each rank would measure its own heads"):
+        deploy("--device", "cuda", "-tp", "2", "--calculate-kv-scales", "--kv-cache-dtype", "fp8")
     with pytest.raises(ConfigError, match="-tp 9 is more than the 8 query heads of a layer"):
         deploy("--device", "cpu", "-tp", "9", config={"num_attention_heads": 8})
     with pytest.raises(ConfigError, match="exchanges no KV blocks"):

@@ -45,6 +45,7 @@ from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
 from blockyard.services.gpu_worker.execution.cuda.device_masks import share_masks
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
@@ -216,6 +217,7 @@ def run_ahead(
     records_layers: bool = True,
     masks: bool = True,
     ops: ReferenceOps | None = None,
+    mirror: DeviceMirror | None = None,
 ) -> CudaSteps:
     """Gives a runner on the CPU the steps of a GPU.
 
@@ -231,7 +233,7 @@ def run_ahead(
         masks=share_masks(runner.batch.matchers, num_mask_slots(capacity), runner.pool.device) if masks else None,
     )
     ops = ops or (WaitingOps(rng) if waits else ReferenceOps())
-    decodes = DecodeSteps(runner.model, runner.pool, settings, ops, ring)
+    decodes = DecodeSteps(runner.model, runner.pool, settings, ops, ring, mirror)
     if isinstance(ops, WaitingOps):
         ops.ready = decodes.ready
     steps = CudaSteps(decodes, runner.batch, shape.max_num_batched_tokens, records_layers=records_layers)

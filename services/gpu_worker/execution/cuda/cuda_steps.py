@@ -24,6 +24,7 @@ from blockyard.services.gpu_worker.execution.device_loop import LaunchedStep, St
 from blockyard.services.gpu_worker.execution.device_slots import DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import StepBuffers
 from blockyard.services.gpu_worker.execution.prompt_logprobs import DevicePromptLogprobs, ScoredRows
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
 from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
@@ -194,6 +195,8 @@ class CudaSteps:
         if len(index):
             buffers.write(index, values)
             steps.ops.scatter(steps.slots.state.arena, buffers.pairs, len(index))
+            if steps.mirror is not None:
+                steps.mirror.scatter(index, values)
         return buffers
 
 
@@ -217,8 +220,9 @@ def start(
     geometry: Geometry,
     config: WorkerConfig,
     tuning: IdleTuning | None = None,
+    mirror: DeviceMirror | None = None,
 ) -> CudaSteps:
-    """Raises LoadError for a model that the kernels do not support."""
+    """mirror: of a leader. Raises LoadError for a model that the kernels do not support."""
     settings = DecodeSettings(
         capacity=geometry.max_num_seqs,
         max_model_len=geometry.max_model_len,
@@ -227,7 +231,7 @@ def start(
         logits_edits=config.run_ahead_penalties,
         masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
     )
-    decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps))
+    decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps), mirror=mirror)
     if pool.device.type == "cuda" and not pool.batch_invariant:
         compile_prefills(pool, model.table.dtype)
     most_tokens = min(geometry.max_num_batched_tokens, geometry.max_model_len)

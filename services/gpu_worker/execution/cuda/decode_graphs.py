@@ -6,8 +6,10 @@ new state. A second graph of `sample` is for steps with penalties, edits of toke
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +22,11 @@ from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceAttend, DeviceMirror
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.step import Step
+from blockyard.services.gpu_worker.step import Attend, Step
 from blockyard.shared.config.services.worker import capture_sizes
 
 log = logging.getLogger(__name__)
@@ -54,9 +57,26 @@ class ForwardOutput:
         return ForwardOutput(self.hidden[:rows], self.logits[:rows])
 
 
+class Replay(Protocol):
+    """The part of `torch.cuda.CUDAGraph` that is used here."""
+
+    def replay(self) -> None: ...
+
+
+class MirroredReplay:
+    """A graph of a leader: followers replay theirs first."""
+
+    def __init__(self, graph: Replay, key: int, mirror: DeviceMirror) -> None:
+        self._graph, self._key, self._mirror = graph, key, mirror
+
+    def replay(self) -> None:
+        self._mirror.replay(self._key)
+        self._graph.replay()
+
+
 @dataclass(frozen=True, slots=True)
 class CapturedGraphs:
-    forward: torch.cuda.CUDAGraph
+    forward: Replay
     output: ForwardOutput
     samples: list[torch.cuda.CUDAGraph]  # by the order of SAMPLE_VARIANTS
 
@@ -83,8 +103,11 @@ class DecodeSteps:
         settings: DecodeSettings,
         ops: DeviceOps | None = None,
         ring: PinnedRing | None = None,
+        mirror: DeviceMirror | None = None,
     ) -> None:
-        """Raises LoadError for a head size that the kernels do not support."""
+        """mirror: of a leader; None: there is one rank. Raises LoadError for a head size that the kernels do not
+        support."""
+        self.mirror = mirror
         check_head_sizes("cuda", pool.shape.attention)
         self.capacity, self.ops = settings.capacity, ops or DeviceOps()
         capacity, max_model_len, eos_token_ids = settings.capacity, settings.max_model_len, settings.eos_token_ids
@@ -159,9 +182,23 @@ class DecodeSteps:
         self.ops.gather_inputs(state, inputs)
         rows = PagedKVMetadata(inputs.slots, inputs.positions, state.tables)
         max_seq_len = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
-        attend = self.ops.attend(self.pool, AttentionMetadata(rows, max_seq_len=max_seq_len))
+        attend = self.attend(AttentionMetadata(rows, max_seq_len=max_seq_len))
         hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
+
+    def attend(self, metadata: AttentionMetadata) -> Attend:
+        """Builds the attention of a step, of a leader with what followers need to build theirs."""
+        attend = self.ops.attend(self.pool, metadata)
+        return attend if self.mirror is None else DeviceAttend(attend, metadata)
+
+    @contextmanager
+    def capturing(self, graph: Replay) -> Iterator[Replay]:
+        """What the model computes is captured in `graph`, which the caller begins. Returns what replays it."""
+        if self.mirror is None:
+            yield graph
+            return
+        with self.mirror.capturing() as key:
+            yield MirroredReplay(graph, key, self.mirror)
 
     def _sample(self, rows: int, output: ForwardOutput, needs_processing: bool) -> None:
         self.sample_rows(self._inputs.first(rows), output.logits, needs_processing)
@@ -264,12 +301,13 @@ class DecodeSteps:
             self._sample(size.rows, output, needs_processing)  # compiles and loads its kernels
         torch.cuda.synchronize(self.pool.device)
         forward, samples = torch.cuda.CUDAGraph(), [torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS]
-        with torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(forward, pool=self._graph_pool, capture_error_mode="thread_local")
+        with self.capturing(forward) as replay, capture:
             output = self._forward(size)
         for needs_processing, sample in zip(SAMPLE_VARIANTS, samples, strict=True):
             with torch.cuda.graph(sample, pool=self._graph_pool, capture_error_mode="thread_local"):
                 self._sample(size.rows, output, needs_processing)
-        return CapturedGraphs(forward, output, samples)
+        return CapturedGraphs(replay, output, samples)
 
     def measure(self) -> float:
         """Seconds of a step of the smallest size with a padding row, the best of a few."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.int_math import wrap_int32
-from blockyard.services.gpu_worker.execution.cuda.decode_graphs import SAMPLE_VARIANTS, DecodeSteps
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import SAMPLE_VARIANTS, DecodeSteps, Replay
 from blockyard.services.gpu_worker.execution.cuda.prefill_sizes import GraphCost, PrefillGraphSizes
 from blockyard.services.gpu_worker.execution.cuda.prefill_steps import (
     BatchDescriptor,
@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 
 START_S = 1.5  # spent before the worker is ready
 FEWEST = 3  # sizes at least; of a small model they cover every step
-
-
-class Replay(Protocol):
-    """The part of `torch.cuda.CUDAGraph` that is used here."""
-
-    def replay(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +160,7 @@ class CudaGraphRecorder:
         before = torch.cuda.memory_reserved(self._device)
         forward, samples = torch.cuda.CUDAGraph(), tuple(torch.cuda.CUDAGraph() for _ in SAMPLE_VARIANTS)
         start = time.perf_counter()
-        with self._recorded(forward):
+        with self._steps.capturing(forward) as replay, self._recorded(forward):
             sampler_input = step.forward()
             launch_s = time.perf_counter() - start
         for needs_processing, sample in zip(SAMPLE_VARIANTS, samples, strict=True):
@@ -177,12 +171,12 @@ class CudaGraphRecorder:
             self._begin(descriptor)
             torch.cuda.synchronize(self._device)
             start = time.perf_counter()
-            forward.replay()
+            replay.replay()
             samples[0].replay()
             torch.cuda.synchronize(self._device)
         # Other graphs may overwrite its output in the pool: none runs between forward pass and sampling.
         measured = GraphCost(launch_s, time.perf_counter() - start, num_bytes, peak_bytes)
-        return CapturedPrefill(PrefillGraph(descriptor, words, forward, samples, sampler_input.hidden), measured)
+        return CapturedPrefill(PrefillGraph(descriptor, words, replay, samples, sampler_input.hidden), measured)
 
     def _begin(self, descriptor: BatchDescriptor) -> None:
         """Prepares a trial: all rows are padding, and it has the number of the last step."""

@@ -223,7 +223,7 @@ class PrefillStep:
             prefill_max_seq_len=self._max_seq_len,
             max_context_len=self._max_context_len,
         )
-        attend = steps.ops.attend(steps.pool, metadata)
+        attend = steps.attend(metadata)
         if self._layers is not None:
             attend = self._layers.around(attend)
         return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices))

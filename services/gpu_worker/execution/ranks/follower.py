@@ -1,7 +1,10 @@
 """A rank that computes its share of what the leader sends, in the order in which it comes."""
 
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
@@ -9,6 +12,7 @@ from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.commands import (
+    LAST_OUTPUT,
     AttentionCall,
     Command,
     ComputeLogits,
@@ -24,17 +28,84 @@ from blockyard.services.gpu_worker.parallel.commands import (
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.step import Attend, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
+from blockyard.shared.messages import Geometry
+
+
+class FollowerNeeds(NamedTuple):
+    """What forward passes of a follower need."""
+
+    model: Model
+    pool: KVPool
+    ranks: RankGroup
+    geometry: Geometry
+
+
+class FollowerSteps(Protocol):
+    """The forward passes of a follower on one kind of device."""
+
+    def do(self, command: Command) -> None:
+        """Does a command of a step. Raises AssertionError for any other."""
+
+    def forget(self) -> None:
+        """Drops what depends on the addresses of memory and on sequences."""
+
+
+class CpuFollowerSteps:
+    """Implements `FollowerSteps`."""
+
+    def __init__(self, model: Model, pool: KVPool, ranks: RankGroup) -> None:
+        self._model, self._ranks = model, ranks
+        self._builder = CpuMetadataBuilder(pool)
+        self._attend: Attend | None = None
+        self._hidden = torch.empty(0, 0)  # output of the last forward pass
+
+    def forget(self) -> None:
+        self._builder.clear()
+
+    def do(self, command: Command) -> None:
+        match command:
+            case AttentionCall():
+                self._attend = self._attention(command)
+            case ForwardPass(token_ids, positions):
+                assert self._attend is not None
+                ids, places = (torch.from_numpy(_decoded(one)) for one in (token_ids, positions))
+                self._hidden = self._model.forward(Step(ids, places, self._attend))
+            case ComputeLogits(num_rows):
+                compute_logits(self._model, self._ranks, self._hidden, num_rows)
+            case ForgetSequences():
+                self.forget()
+            case _:
+                raise AssertionError(f"no command of a step on the CPU: {command}")
+
+    def _attention(self, call: AttentionCall) -> Attend:
+        counts = _decoded(call.counts)
+        return self._builder.attention(
+            _decoded(call.blocks),
+            _decoded(call.offsets),
+            _decoded(call.tables).reshape(len(counts), -1),
+            counts,
+            _decoded(call.lengths),
+            _decoded(call.owners),
+            call.num_decodes,
+        )
+
+
+def compute_logits(model: Model, ranks: RankGroup, last: Tensor, num_rows: int) -> None:
+    """Computes this rank's part of the logits of the last output, or of rows that the leader sends."""
+    if num_rows == LAST_OUTPUT:
+        model.logits(last)
+        return
+    hidden = last.new_empty(num_rows, last.shape[1])
+    ranks.copy_from_leader(hidden)
+    model.logits(hidden)
 
 
 class Follower:
     """Has a share of the model and of each KV block. It keeps no state of sequences."""
 
-    def __init__(self, model: Model, pool: KVPool, store: BlockStore | None, ranks: RankGroup) -> None:
+    def __init__(self, model: Model, pool: KVPool, store: BlockStore | None, steps: FollowerSteps) -> None:
         """store: host memory for blocks, None without --swap-space."""
-        self._model, self._pool, self._store, self._ranks = model, pool, store, ranks
-        self._builder = CpuMetadataBuilder(pool)
-        self._attend: Attend | None = None
-        self._hidden_size = model.embeddings()[0].shape[1]
+        self._model, self._pool, self._store, self._steps = model, pool, store, steps
         self._offloaded: OffloadedWeights | None = None
 
     def do(self, command: Command) -> None:
@@ -44,18 +115,6 @@ class Follower:
 
     def _do(self, command: Command) -> None:
         match command:
-            case AttentionCall():
-                self._attend = self._attention(command)
-            case ForwardPass(token_ids, positions):
-                assert self._attend is not None
-                ids, places = (torch.from_numpy(_decoded(one)) for one in (token_ids, positions))
-                self._hidden_size = self._model.forward(Step(ids, places, self._attend)).shape[1]
-            case ComputeLogits(num_rows):
-                hidden = torch.empty(num_rows, self._hidden_size, dtype=self._model.table.dtype)
-                self._ranks.copy_from_leader(hidden)
-                self._model.logits(hidden)
-            case ForgetSequences():
-                self._builder.clear()
             case CopyBlocks(pairs):
                 self._pool.copy(_decoded(pairs).reshape(2, -1))
             case ScrubBlocks(blocks):
@@ -71,24 +130,14 @@ class Follower:
             case ReclaimMemory(weights, kv):
                 self._reclaim(weights, kv)
             case _:
-                raise AssertionError(f"no command of a running follower: {command}")
-
-    def _attention(self, call: AttentionCall) -> Attend:
-        counts = _decoded(call.counts)
-        return self._builder.attention(
-            _decoded(call.blocks),
-            _decoded(call.offsets),
-            _decoded(call.tables).reshape(len(counts), -1),
-            counts,
-            _decoded(call.lengths),
-            _decoded(call.owners),
-            call.num_decodes,
-        )
+                self._steps.do(command)
 
     def _release(self, weights: bool) -> None:
+        self._steps.forget()
         if weights and self._offloaded is None:
             self._offloaded = OffloadedWeights(tensors_of(self._model))
         self._pool.drop()
+        self._model.table.link.free_cached()
 
     def _reclaim(self, weights: bool, kv: bool) -> None:
         if weights and self._offloaded is not None:
@@ -96,7 +145,7 @@ class Follower:
             self._offloaded = None
         if kv:
             self._pool.restore()
-            self._builder.clear()
+            self._steps.forget()
 
 
 def _decoded(numbers: bytes) -> Ints:

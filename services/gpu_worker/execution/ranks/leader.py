@@ -1,29 +1,42 @@
 """The parts of a leader's runner that tell followers what to compute before the leader computes it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import numpy as np
+import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.commands import (
+    LAST_OUTPUT,
     AttentionCall,
+    BeginGraph,
     ComputeLogits,
     CopyBlocks,
+    DeviceForward,
+    EndGraph,
     FetchBlocks,
     ForgetSequences,
     ForwardPass,
     ReclaimMemory,
     ReleaseMemory,
+    ReplayGraph,
     SaveBlocks,
+    ScatterWords,
     ScrubBlocks,
 )
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.team import SendCommand
-from blockyard.services.gpu_worker.step import Attend, Step
+from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 
 
@@ -33,6 +46,7 @@ class LeaderModel:
     def __init__(self, model: Model, ranks: RankGroup, send: SendCommand) -> None:
         self._model, self._ranks, self._send = model, ranks, send
         self.shape, self.table = model.shape, model.table
+        self._last: Tensor | None = None  # output of `forward`
 
     def prepare(self, max_model_len: int) -> list[str]:
         return self._model.prepare(max_model_len)
@@ -50,17 +64,86 @@ class LeaderModel:
         return self._model.computed()
 
     def forward(self, step: Step) -> Tensor:
-        """`step.attend` is of `LeaderMetadata`, which has told followers of it."""
-        assert step.vectors is None and step.logits_indices is None and step.token_types is None
-        self._send(ForwardPass(step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes()))
-        return self._model.forward(step)
+        """`step.attend` is of `LeaderMetadata`, which has told followers of it, or a `DeviceAttend`."""
+        assert step.vectors is None, "followers get no vectors"
+        assert step.token_types is None, "followers get no token types"
+        attend = step.attend
+        if isinstance(attend, DeviceAttend):
+            self._send_inputs(step, attend.metadata)
+            step = replace(step, attend=attend.attend)
+        else:
+            assert step.logits_indices is None, "steps on the CPU compute all rows"
+            self._send(ForwardPass(step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes()))
+        self._last = self._model.forward(step)
+        return self._last
+
+    def _send_inputs(self, step: Step, metadata: AttentionMetadata) -> None:
+        """Sends what is on the device from there: in a CUDA graph each replay sends it again."""
+        starts, needed = metadata.query_start_loc, step.logits_indices
+        words = [step.token_ids, step.positions, metadata.rows.slots]
+        words += [] if starts is None else [starts.long()]
+        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
+        self._send(
+            DeviceForward(
+                len(step.token_ids),
+                0 if starts is None else len(starts),
+                -1 if needed is None else len(needed.rows),
+                metadata.num_decodes,
+                metadata.max_seq_len,
+                metadata.prefill_max_seq_len,
+                metadata.max_context_len,
+            )
+        )
+        self._ranks.copy_from_leader(torch.cat(words))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Followers get the rows: all ranks have the same hidden states, and only the leader knows which it samples."""
-        self._send(ComputeLogits(len(hidden)))
-        hidden = hidden.contiguous()
-        self._ranks.copy_from_leader(hidden)
+        if hidden is self._last:
+            self._send(ComputeLogits(LAST_OUTPUT))
+        else:
+            self._send(ComputeLogits(len(hidden)))
+            hidden = hidden.contiguous()
+            self._ranks.copy_from_leader(hidden)
         return self._model.logits(hidden)
+
+
+class DeviceAttend:
+    """Implements `Attend` on a GPU, with what it was built from: followers build theirs of the same."""
+
+    def __init__(self, attend: Attend, metadata: AttentionMetadata) -> None:
+        self.attend, self.metadata = attend, metadata
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        return self.attend(layer, qkv, rotation, norm)
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        return self.attend.latent(layer, query, rotation, latent)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return self.attend.of_rows(indices)
+
+
+class DeviceMirror:
+    """Tells followers with GPUs of what a leader does to its slots and CUDA graphs."""
+
+    def __init__(self, send: SendCommand) -> None:
+        self._send, self._num_graphs = send, 0
+
+    def scatter(self, index: Words, values: Words) -> None:
+        self._send(ScatterWords(index.tobytes(), values.tobytes()))
+
+    @contextmanager
+    def capturing(self) -> Iterator[int]:
+        """What the model computes is captured. Returns the key of the graph."""
+        self._num_graphs += 1
+        self._send(BeginGraph(self._num_graphs))
+        try:
+            yield self._num_graphs
+        finally:
+            self._send(EndGraph())
+
+    def replay(self, key: int) -> None:
+        self._send(ReplayGraph(key))
 
 
 class LeaderMetadata:

@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP, GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, separate_experts, stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
+from blockyard.services.gpu_worker.loading.checkpoint import fill_dummy
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.parallel.shares import Shard
@@ -193,6 +194,24 @@ def test_experts(kind: str, config: dict[str, object] | None, size: int) -> None
     for expert in range(3):
         parts = torch.stack([of_one(one, expert, x) for one in ranks])
         torch.testing.assert_close(parts.sum(0), of_one(whole, expert, x))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_dummy_weights_are_shares_of_one_model_s(size: int) -> None:
+    shape = AttentionShape(num_heads=6, kv_heads=2, head_dim=4, rules=ScoreRules(scale=1.0))
+
+    def make(shard: Shard) -> tuple[Attention, GatedMLP]:
+        layers = LinearLayers(WeightTable(torch.float64, CPU, shard=shard), {})
+        options = AttentionOptions(qkv=JoinedQKV(name="qkv"), out_transposed=True)
+        made = Attention(layers, "a", 0, HIDDEN, shape, options), GatedMLP(layers, "m", HIDDEN, 12, joined="gate_up")
+        fill_dummy(layers.table, 3, lambda done: None)
+        return made
+
+    whole, *ranks = [make(shard) for shard in (Shard(), *(Shard(rank, size) for rank in range(size)))]
+    check_outputs(whole[0].qkv, [one.qkv for one, _ in ranks])
+    check_sum(whole[0].out, [one.out for one, _ in ranks])
+    check_outputs(whole[1].gate_up, [one.gate_up for _, one in ranks])
+    check_sum(whole[1].down, [one.down for _, one in ranks])
 
 
 def test_blocks_of_inputs_are_not_cut() -> None:

@@ -5,17 +5,22 @@ A follower that is killed, stopped or fails ends the leader.
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 from equality import BLOCK_BYTES, FEW, MAX_MODEL_LEN, noisy, requests, run
 from ties import Ties
 from tiny_models import BY_NAME, greedy_score, settings
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.execution.cuda import follower_steps
 from blockyard.services.gpu_worker.execution.ranks import follower
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.parallel.commands import Begin
@@ -23,6 +28,7 @@ from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
+from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
 ASKED = requests(18, 24)
 
@@ -131,6 +137,44 @@ def test_what_a_follower_refuses_is_the_leader_s_error(group: Group, folder: Pat
     assert isinstance(error, ConfigError) and str(error).startswith("rank 1: ") and "NoSuchModel" in str(error)
 
 
+def test_vectors_are_those_of_one_rank(folder: Path, tmp_path: Path) -> None:
+    """A decoder that pools, in two chunks."""
+
+    def vector(runner: Runner) -> np.ndarray:
+        runner.reset(1)
+        ids = np.arange(2, 32, dtype="<u4").tobytes()
+        start = SlotStart(0, ids, 30, 0, list(range(5)), Sampling(1), 0, has_text=False)
+        runner.execute(StepPlan(0, 1, [], [start], [], [SlotRun(0, 11)]))
+        [result] = runner.execute(StepPlan(0, 2, [], [], [], [SlotRun(0, 64)]))
+        return np.frombuffer(result.vector, "<f4")
+
+    expected = vector(engine.start(config(folder, 1, task="embed"), report))
+    made = Group(config(folder, task="embed"), tmp_path)
+    try:
+        np.testing.assert_allclose(vector(made.start()), expected, atol=1e-5)
+    finally:
+        made.team.close()
+
+
+def test_a_stopped_leader_is_ended_by_its_follower(folder: Path, tmp_path: Path) -> None:
+    """Its launcher sees an end sooner than a process that hangs."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    (tmp_path / "settings").write_bytes(msgspec.json.encode(config(folder)))
+    command = [sys.executable, "-P", "-m", "waiting_leader", str(tmp_path / "settings"), str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as leader:
+        try:
+            assert leader.stdout is not None
+            follower = int(leader.stdout.readline())
+            leader.send_signal(signal.SIGSTOP)
+            assert leader.wait(12) == -signal.SIGKILL
+        finally:
+            leader.kill()
+    deadline = time.monotonic() + 2
+    while Path(f"/proc/{follower}").exists():
+        assert time.monotonic() < deadline, "the follower outlives its leader"
+        time.sleep(0.05)
+
+
 def test_more_ranks_than_query_heads_are_refused_before_anything_is_loaded(folder: Path, tmp_path: Path) -> None:
     team = LeaderTeam(config(folder, 5), tmp_path, lambda error: None)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 5 is more than the 4 query heads"):
@@ -140,5 +184,6 @@ def test_more_ranks_than_query_heads_are_refused_before_anything_is_loaded(folde
 
 def test_a_follower_reads_no_clock() -> None:
     """Its steps follow from the stream alone."""
-    source = Path(follower.__file__).read_text("utf-8")
-    assert "import time" not in source and "random" not in source
+    for module in (follower, follower_steps):
+        source = Path(module.__file__).read_text("utf-8")
+        assert "import time" not in source and "random" not in source

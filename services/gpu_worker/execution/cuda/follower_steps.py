@@ -1,0 +1,96 @@
+"""The forward passes of a follower with a GPU. Inputs come from the leader's GPU, CUDA graphs are captured as it does.
+
+A follower keeps the block tables of slots, as the leader's host writes them. It samples nothing and advances no slot.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
+from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.device_slots import SLOTS
+from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.memory import blocks_of
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.parallel.commands import (
+    BeginGraph,
+    Command,
+    ComputeLogits,
+    DeviceForward,
+    EndGraph,
+    ReplayGraph,
+    ScatterWords,
+)
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.step import LogitsIndices, Step
+from blockyard.shared.messages import Geometry
+
+
+class DeviceFollowerSteps:
+    """Implements `FollowerSteps`."""
+
+    def __init__(self, model: Model, pool: KVPool, ranks: RankGroup, geometry: Geometry, ops: DeviceOps) -> None:
+        self._model, self._pool, self._ranks, self._ops = model, pool, ranks, ops
+        width = blocks_of(geometry.max_model_len, geometry.block_size)
+        self._state = SlotState.make(SLOTS * geometry.max_num_seqs, geometry.max_num_seqs, width, pool.device)
+        self._hidden = torch.empty(0, 0)  # output of the last forward pass
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graph_pool: Any = None
+        self._capture = ExitStack()  # of the graph that is captured
+
+    def forget(self) -> None:
+        self._graphs.clear()
+
+    def do(self, command: Command) -> None:
+        match command:
+            case ReplayGraph(key):
+                self._graphs[key].replay()
+            case DeviceForward():
+                self._hidden = self._forward(command)
+            case ComputeLogits(num_rows):
+                compute_logits(self._model, self._ranks, self._hidden, num_rows)
+            case ScatterWords(index, values):
+                places, words = (self._on_device(np.frombuffer(one, np.int32).copy()) for one in (index, values))
+                self._state.arena.index_copy_(0, places.long(), words)
+            case BeginGraph(key):
+                self._begin(key)
+            case EndGraph():
+                self._capture.close()
+            case _:
+                raise AssertionError(f"no command of a step on a GPU: {command}")
+
+    def _begin(self, key: int) -> None:
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(self._pool.device)
+        self._graphs[key] = graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local")
+        self._capture.enter_context(capture)
+
+    def _forward(self, command: DeviceForward) -> Tensor:
+        num_tokens, num_logits = command.num_tokens, max(command.num_logits, 0)
+        parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3
+        words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
+        self._ranks.copy_from_leader(words)
+        token_ids, positions, slots, starts, *needed = torch.split(words, parts)
+        metadata = AttentionMetadata(
+            PagedKVMetadata(slots, positions, self._state.tables),
+            query_start_loc=starts.int() if command.num_starts else None,
+            num_decodes=command.num_decodes,
+            max_seq_len=command.max_seq_len,
+            prefill_max_seq_len=command.prefill_max_seq_len,
+            max_context_len=command.max_context_len,
+        )
+        indices = None if command.num_logits < 0 else LogitsIndices(*needed)
+        attend = self._ops.attend(self._pool, metadata)
+        return self._model.forward(Step(token_ids, positions, attend, indices))
+
+    def _on_device(self, words: np.ndarray) -> Tensor:
+        return torch.from_numpy(words).to(self._pool.device)

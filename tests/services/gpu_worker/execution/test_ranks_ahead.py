@@ -1,0 +1,116 @@
+"""The steps of a GPU on two ranks, with its operations in plain torch: the follower is a thread.
+
+Prefills and decodes ahead of the host, chunks, preemption, log-probabilities: the tokens are those of one rank.
+"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+import torch
+from equality import noisy
+from plan_driver import Driver, Stream
+from rank_logits import CPU, load
+from reference_ops import ReferenceOps, run_ahead
+from ties import Ties
+from tiny_models import BY_NAME, VOCAB, greedy_score, start
+
+from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.ranks.follower import Follower
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
+from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward
+from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
+from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.messages import Geometry, Sampling
+
+CAPACITY = 16
+NAMES = ("llama", "gemma4-moe", "deepseek-v3")
+
+
+class TwoRanks:
+    """A leader's runner, and a follower in a thread that does what comes."""
+
+    def __init__(self, folder: Path, group: Path, geometry: Geometry) -> None:
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._folder, self._group, self._geometry = folder, group, geometry
+        self.problem: Exception | None = None
+        self.forwards: list[DeviceForward] = []
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        ranks = connect_cpus(Shard(0, 2), group)
+        model, send = load(folder, ranks), self._commands.put
+        pool = self._pool(model)
+        pool.mirror = LeaderPool(send)
+        self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
+        run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+
+    def _pool(self, model: Model) -> KVPool:
+        return KVPool(model.shape, self._geometry.num_blocks, self._geometry.block_size, torch.float32, CPU)
+
+    def _follow(self) -> None:
+        try:
+            ranks = connect_cpus(Shard(1, 2), self._group)
+            model = load(self._folder, ranks)
+            pool = self._pool(model)
+            steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())
+            follower = Follower(model, pool, None, steps)
+            while (command := self._commands.get()) is not None:
+                if isinstance(command, DeviceForward):
+                    self.forwards.append(command)
+                follower.do(command)
+        except Exception as e:
+            self.problem = e
+            raise
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._thread.join(10)
+        assert self.problem is None
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def streams(driver: Driver) -> list[Stream]:
+    rng = np.random.default_rng(3)
+    made = []
+    for i, length in enumerate((1, 3, 17, 40, 64)):
+        sampling = Sampling(12, 0.8 * (i % 2), seed=i, ignore_eos=True, num_logprobs=2, presence_penalty=0.3 * (i == 1))
+        made.append(driver.add(rng.integers(2, VOCAB, length).tolist(), sampling, preempt_at=(5,) if i == 3 else ()))
+    driver.run()
+    return made
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_one_rank(name: str, tmp_path: Path, threads: None) -> None:
+    folder, group = tmp_path / "model", tmp_path / "group"
+    group.mkdir()
+    score = greedy_score(BY_NAME[name].save(folder))
+    alone = start(folder, max_num_seqs=CAPACITY)
+    expected = streams(Driver(alone, num_slots=CAPACITY))
+    ranks, ties = TwoRanks(folder, group, alone.geometry), Ties()
+    try:
+        for options in ({"depth": 3}, {"depth": 2, "chunk": 9}):
+            for i, (one, own) in enumerate(
+                zip(expected, streams(Driver(ranks.runner, num_slots=CAPACITY, **options)), strict=True)
+            ):
+                if i != 1:  # the judge knows no penalties
+                    judge = noisy(score, one.sampling, 0)
+                    ties.compare(f"{options} {i}", one.prompt, one.output, own.output, judge)
+                else:
+                    assert own.output == one.output
+    finally:
+        ranks.close()
+    assert any(one.num_starts for one in ranks.forwards)
+    assert any(one.num_starts == 0 and one.num_logits < 0 for one in ranks.forwards)
