@@ -30,10 +30,15 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/abort_requests": (AbortRequests,),
     "/invocations": tuple(APIS[name].schema for name in ("chat", "completions")),
 }
-QUERIES = {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}
+QUERIES: dict[str, tuple[str, ...]] = {
+    "/v1/responses/{response_id}": ("stream", "starting_after", "include"),
+    "/v1/responses/{response_id}/input_items": ("after", "limit", "order", "include"),
+}
+QUERIES |= {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}
 SUMMARIES = {
     "/v1/messages": "Answers a conversation in the form of the Messages API.",
     "/v1/messages/count_tokens": "The number of tokens of such a conversation.",
+    "/v1/responses/input_tokens": "The number of tokens of such a request.",
     "/invocations": "SageMaker's route: a conversation or a prompt, by the body's fields.",
 }
 PAGES = ("/", "/page/{name}")  # are not part of the API

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.responses.fields import InputItem, ResponsesRequest
+from blockyard.services.api_gateway.apis.responses.fields import InputItem, ResponsesRequest, placed
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.ring_client.request_fields.tools import (
@@ -57,7 +57,7 @@ class OfferedTool:
     key: ToolKey
     tool: Tool  # under the name that the model knows
     shown: dict[str, Any]  # as chat templates show it
-    loaded_by: int | None  # the item of the input that brought it; None: the request's field
+    loaded_by: int | None  # the item of the conversation that brought it; None: the request's field
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class ResponseTools:
     given: list[Any]  # the entries of the request's field that count
     ignored: list[str]  # types of tools and items that were left out
     names: dict[ToolKey, str]  # that the model knows
-    brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the input, as templates show tools
+    brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the conversation, as templates show tools
 
     def shown_name(self, namespace: str | None, name: str) -> str:
         """The name of an earlier call in the prompt, also of a tool that is not offered any more."""
@@ -100,28 +100,30 @@ class _Entry(NamedTuple):
     loaded_by: int | None
 
 
-def read_response_tools(request: ResponsesRequest, defaults: ToolDefaults, strict: bool) -> ResponseTools:
-    """Raises RequestError. `strict`: a tool that would be left out is an error."""
+def read_response_tools(
+    request: ResponsesRequest, history: Sequence[InputItem], defaults: ToolDefaults, strict: bool
+) -> ResponseTools:
+    """Raises RequestError. `history`: items before the input. `strict`: a tool that would be left out is an error."""
     reader = _ToolReader(strict)
     if len(request.tools or ()) > MAX_TOOLS:
         raise RequestError(f"tools has at most {MAX_TOOLS} entries, got {len(request.tools or ())}", "tools")
     for i, value in enumerate(request.tools or ()):
         if reader.read(value, f"tools[{i}]", None):
             reader.given.append(value)
-    for i, item in enumerate(request.input if isinstance(request.input, list) else ()):
+    for i, (where, item) in enumerate(placed(history, request.input)):
         if item.type in LOADED:
-            _read_loaded(reader, item, i)
+            _read_loaded(reader, item, where, i)
     found, brought = reader.found()
     offered = [one for one in found if one.loaded_by is not None or not reader.is_hidden(one.key)]
     names = {one.key: one.tool.name for one in found}
     return ResponseTools(_use(request, offered, defaults), offered, reader.given, reader.ignored, names, brought)
 
 
-def _read_loaded(reader: "_ToolReader", item: InputItem, place: int) -> None:
+def _read_loaded(reader: "_ToolReader", item: InputItem, where: str, place: int) -> None:
     if item.type == "tool_search_output" and item.execution == "server":
         return
     for j, value in enumerate(item.tools or ()):
-        reader.read(value, f"input[{place}].tools[{j}]", place)
+        reader.read(value, f"{where}.tools[{j}]", place)
 
 
 class _ToolReader:
