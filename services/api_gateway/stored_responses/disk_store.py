@@ -37,17 +37,19 @@ class DiskStore:
     def __init__(self, folder: Path, limits: StoreLimits, gateway: int, clock: Callable[[], float] = time.time) -> None:
         """Raises ConfigError if the folder cannot be used."""
         self._folder, self._limits, self._gateway, self._clock = folder, limits, f"{gateway:016x}", clock
+        self._locks = folder / "gateways"
         try:
-            self._locks = folder / "gateways"
             self._locks.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._own_lock = (self._locks / self._gateway).open("ab")
+        except OSError as e:
+            raise ConfigError(f"--response-store {folder}: {e}") from e
+        try:
             fcntl.flock(self._own_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._db = sqlite3.connect(folder / "responses.sqlite", timeout=BUSY_S, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.execute(SCHEMA)
-            self._db.execute(INDEX)
+            for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", SCHEMA, INDEX):
+                self._db.execute(statement)
         except (OSError, sqlite3.Error) as e:
+            self._own_lock.close()
             raise ConfigError(f"--response-store {folder}: {e}") from e
 
     def put(self, response: StoredResponse, events: bytes = b"") -> None:

@@ -1,8 +1,6 @@
 """The official client, unmodified, with stored responses: read, continued, listed, deleted, and of several keys."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
@@ -25,12 +23,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
 END = {"stop": "<end>"}
 
 
-@asynccontextmanager
-async def client(r: Any, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{r.url}/v1", api_key=key, max_retries=0) as made:
-        yield made
-
-
 def answers(ring: Any, *texts: str) -> None:
     """Answers the requests with these texts, in order of their arrival."""
     given: dict[str, str] = {}
@@ -46,7 +38,7 @@ def prompts(ring: Any) -> list[Any]:
     return [json.loads(frame.messages) for frame in ring.frames(Tokenize)]
 
 
-async def test_a_response_is_stored_until_it_is_deleted(rig) -> None:
+async def test_a_response_is_stored_until_it_is_deleted(rig, client) -> None:
     async with rig() as r, client(r) as c:
         made = await c.responses.create(model="tiny", input="hi", max_output_tokens=3, metadata={"a": "b"})
         found = await c.responses.retrieve(made.id)
@@ -65,7 +57,7 @@ async def test_a_response_is_stored_until_it_is_deleted(rig) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_turns_with_tools_go_on_by_the_id_alone(rig, stream: bool) -> None:
+async def test_turns_with_tools_go_on_by_the_id_alone(rig, client, stream: bool) -> None:
     async with rig(tools=PARSERS, max_model_len=20_000) as r, client(r) as c:
         answers(r.ring, f"<think>So.</think>{CALL}", "It is x.", "Bye.")
         fields: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "extra_body": END}
@@ -100,7 +92,7 @@ async def test_turns_with_tools_go_on_by_the_id_alone(rig, stream: bool) -> None
     assert [item.to_dict() for item in own.data] == [listed[0].to_dict()] and own.has_more is False
 
 
-async def test_pages_of_input_items(rig) -> None:
+async def test_pages_of_input_items(rig, client) -> None:
     async with rig() as r, client(r) as c:
         items = [{"role": "user", "content": str(i), "id": f"m{i}", "type": "message"} for i in range(5)]
         made = await c.responses.create(model="tiny", input=items, max_output_tokens=1)
@@ -126,7 +118,7 @@ async def test_pages_of_input_items(rig) -> None:
             assert caught.value.param == field
 
 
-async def test_a_response_belongs_to_its_key(rig) -> None:
+async def test_a_response_belongs_to_its_key(rig, client) -> None:
     async with rig(api_keys=["one", "two"]) as r, client(r, "one") as mine, client(r, "two") as other:
         made = await mine.responses.create(model="tiny", input="hi", max_output_tokens=1)
         for use in (other.responses.retrieve, other.responses.delete, other.responses.cancel):
@@ -140,7 +132,7 @@ async def test_a_response_belongs_to_its_key(rig) -> None:
         assert (await mine.responses.retrieve(made.id)).id == made.id
 
 
-async def test_the_least_recently_used_is_dropped(rig) -> None:
+async def test_the_least_recently_used_is_dropped(rig, client) -> None:
     async with rig(max_stored_responses=3) as r, client(r) as c:
         ids = [(await c.responses.create(model="tiny", input="hi", max_output_tokens=1)).id for _ in range(3)]
         await c.responses.retrieve(ids[0])
@@ -150,7 +142,7 @@ async def test_the_least_recently_used_is_dropped(rig) -> None:
         assert [(await c.responses.retrieve(ids[i])).id for i in (0, 2)] == [ids[0], ids[2]]
 
 
-async def test_bad_continuations(rig) -> None:
+async def test_bad_continuations(rig, client) -> None:
     async with rig(max_model_len=2000) as r, client(r) as c:
 
         async def fails(status: int, field: str, code: str | None = None, **fields: Any) -> None:
@@ -183,7 +175,7 @@ async def test_bad_continuations(rig) -> None:
         assert len((await c.responses.input_items.list(b.id)).data) == 3
 
 
-async def test_the_number_of_input_tokens(rig) -> None:
+async def test_the_number_of_input_tokens(rig, client) -> None:
     async with rig(max_model_len=2000) as r, client(r) as c:
         first = await c.responses.create(model="tiny", input="hi", max_output_tokens=3)
         for previous in (None, first.id):
@@ -194,7 +186,7 @@ async def test_the_number_of_input_tokens(rig) -> None:
         assert counted.object == "response.input_tokens"
 
 
-async def test_without_stored_responses(rig) -> None:
+async def test_without_stored_responses(rig, client) -> None:
     async with rig(max_stored_responses=0) as r, client(r) as c:
         made = await c.responses.create(model="tiny", input="hi", max_output_tokens=1)
         assert made.to_dict()["store"] is False

@@ -1,0 +1,80 @@
+"""kill -9 of gateways that keep responses, in memory and on the disk."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from rig import Server, serve
+
+MOCK = ("--model", "demo", "--worker-cls", "mock", "--mock-step-ms", "10", "--max-num-seqs", "16")
+BODY: dict[str, Any] = {"model": "demo", "input": "Hello", "extra_body": {"ignore_eos": True}}
+LIMIT_S = 20.0
+
+
+def kill_gateway(ring: Server) -> None:
+    """Ends one with its program, and waits for its successor."""
+    before = {pid for title, pid in ring.children().items() if "api_gateway" in title}
+    os.kill(min(before), signal.SIGKILL)
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        now = {pid for title, pid in ring.children().items() if "blockyard: api_gateway" in title}
+        if len(now) == len(before) and now != before:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the gateway was not started again")
+
+
+def retrieve(ring: Server, response_id: str) -> Any:
+    """The response, from any gateway: each call has a connection of its own."""
+    end = time.monotonic() + LIMIT_S
+    while True:
+        with openai.OpenAI(base_url=f"{ring.url}/v1", api_key="none", max_retries=0) as client:
+            try:
+                return client.responses.retrieve(response_id)
+            except openai.APIConnectionError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.02)
+
+
+def test_a_folder_keeps_responses_over_a_kill(tmp_path: Path) -> None:
+    with serve(*MOCK, "--response-store", str(tmp_path)) as ring:
+        client = openai.OpenAI(base_url=f"{ring.url}/v1", api_key="none", max_retries=5)
+        first = client.responses.create(**BODY, max_output_tokens=8)
+        stream = client.responses.create(**BODY, max_output_tokens=2000, background=True, stream=True)
+        begun = next(iter(stream))
+        kill_gateway(ring)
+        assert retrieve(ring, first.id).to_dict() == first.to_dict()
+        failed = retrieve(ring, begun.response.id)  # type: ignore[union-attr]
+        assert failed.status == "failed" and "ended before it" in failed.error.message
+        again = client.responses.retrieve(failed.id, stream=True, starting_after=5)
+        assert [event.type for event in again] == ["response.failed"]
+        more = client.responses.create(**BODY, max_output_tokens=8, previous_response_id=first.id)
+        assert more.usage is not None and first.usage is not None
+        assert more.usage.input_tokens > first.usage.input_tokens
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**BODY, previous_response_id=failed.id)
+
+
+def test_responses_in_memory_end_with_their_gateway(tmp_path: Path) -> None:
+    with serve(*MOCK, "--api-gateways", "2") as ring:
+        ids: dict[str, str] = {}  # by gateway
+        while len(ids) < 2:
+            with openai.OpenAI(base_url=f"{ring.url}/v1", api_key="none", max_retries=0) as client:
+                made = client.responses.create(**BODY, max_output_tokens=2000, background=True)
+            ids[made.id[:22]] = made.id
+        for _ in range(6):  # each gateway is asked for both
+            for response_id in ids.values():
+                assert retrieve(ring, response_id).status in ("queued", "in_progress")
+        kill_gateway(ring)
+        lost = []
+        for response_id in ids.values():
+            try:
+                assert retrieve(ring, response_id).status in ("in_progress", "incomplete")
+            except openai.NotFoundError as e:
+                lost.append(e)
+        assert len(lost) == 1 and "was lost with the gateway process" in lost[0].message
