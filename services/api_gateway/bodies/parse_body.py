@@ -46,8 +46,8 @@ class ParseContext(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Of the conversation before the body."""
-        return 0 if self.stored is None else len(self.stored.history)
+        """Of stored items that belong to the body's conversation."""
+        return 0 if self.stored is None else len(self.stored.history) + len(self.stored.referenced)
 
 
 class ParsedGeneration(msgspec.Struct, frozen=True, tag=True):

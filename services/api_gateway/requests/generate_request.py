@@ -26,6 +26,7 @@ class StoredTurn:
 
     name: str  # the unique part of its id; it begins with the gateway that keeps the response
     history: bytes = b""  # the items of the conversation before its input: a JSON list; empty: there are none
+    referenced: bytes = b""  # the items that the references of its input mean, in their order: a JSON list
 
 
 @dataclass(frozen=True, slots=True)

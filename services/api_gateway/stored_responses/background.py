@@ -113,7 +113,7 @@ class BackgroundResponse:
         try:
             writer.start(cast(asyncio.WriteTransport, self._transport), False, now())
             await generation.wait_finished()
-            if self._is_cancelled and generation.error is CANCELLED:
+            if generation.error is CANCELLED:
                 self._transport.write(self._events.cancelled())
             else:
                 self._transport.write(generation.ending())

@@ -7,8 +7,9 @@ response in progress whose gateway is gone has failed.
 import fcntl
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -67,12 +68,12 @@ class DiskStore:
         row = self._execute(f"SELECT {COLUMNS}, gateway, used_at FROM responses WHERE id = ?", response_id).fetchone()
         if row is None:
             return None
-        *fields, background, streams, ended, gateway, used_at = row
-        if ended and now - used_at > self._limits.ttl_s:
+        *fields, gateway, used_at = row
+        response = _response(fields)
+        if response.ended and now - used_at > self._limits.ttl_s:
             self.delete(response_id)
             return None
-        response = StoredResponse(*fields, bool(background), bool(streams), bool(ended))
-        if not ended and self._is_dead(gateway):
+        if not response.ended and self._is_dead(gateway):
             return self._failed(response)
         if now - used_at > RENEW_S:
             self._execute("UPDATE responses SET used_at = ? WHERE id = ?", now, response_id)
@@ -92,8 +93,8 @@ class DiskStore:
         dead = [gateway for (gateway,) in gateways if self._is_dead(gateway)]
         for gateway in dead:
             query = f"SELECT {COLUMNS} FROM responses WHERE NOT ended AND gateway = ?"
-            for *fields, background, streams, _ in self._execute(query, gateway).fetchall():
-                self._failed(StoredResponse(*fields, bool(background), bool(streams), False))
+            for row in self._execute(query, gateway).fetchall():
+                self._failed(_response(row))
         for lock in self._locks.iterdir():
             if self._is_dead(lock.name):
                 lock.unlink(missing_ok=True)
@@ -144,3 +145,10 @@ class DiskStore:
         except sqlite3.Error as e:
             said = f"The server cannot keep responses in --response-store: {e}"
             raise RequestError(said, status=507, retry_after_s=60.0) from e
+
+
+def _response(row: Sequence[Any]) -> StoredResponse:
+    """Of the values of `COLUMNS`."""
+    response_id, tenant, previous, data, input_items, background, streams, ended = row
+    flags = bool(background), bool(streams), bool(ended)
+    return StoredResponse(response_id, tenant, previous, data, input_items, *flags)

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -62,10 +62,10 @@ class LocalResponses:
             self._tasks = None
             self._store.close()
 
-    def spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine that raises nothing, until `run` is cancelled."""
         if self._tasks is None:
-            work.close()  # type: ignore[union-attr]
+            work.close()
             raise RequestError("The server is shutting down.", status=503, retry_after_s=1.0)
         self._tasks.create_task(work)
 

@@ -1,6 +1,7 @@
 """Stored responses of all gateways by their ids, and the conversations that they are turns of."""
 
 import codecs
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,7 +9,14 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.responses.stored_items import gateway_of, new_name, output_of, status_of
+from blockyard.services.api_gateway.apis.responses.stored_items import (
+    REFERENCE,
+    gateway_of,
+    new_name,
+    output_of,
+    response_of_item,
+    status_of,
+)
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, StoredTurn
 from blockyard.services.api_gateway.stored_responses.disk_store import DiskStore
@@ -33,6 +41,15 @@ class _Asked(msgspec.Struct):
 
     previous_response_id: Any = None
     conversation: msgspec.Raw = NULL
+    input: msgspec.Raw = NULL
+
+
+class _AskedItem(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+
+
+_decode_item = msgspec.json.Decoder(_AskedItem).decode
 
 
 class StoredResponses:
@@ -62,12 +79,14 @@ class StoredResponses:
         name = new_name(self._links.me.incarnation)
         try:
             asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=_Asked)
+            references = _references(asked.input) if REFERENCE.encode() in body else {}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return StoredTurn(name)
+        referenced = await self._referenced(references, tenant) if references else b""
         previous = asked.previous_response_id
         if not isinstance(previous, str) or bytes(asked.conversation) != b"null":
-            return StoredTurn(name)
-        return StoredTurn(name, await self._history(previous, tenant))
+            return StoredTurn(name, b"", referenced)
+        return StoredTurn(name, await self._history(previous, tenant), referenced)
 
     def check_new(self, request: GenerateRequest) -> None:
         """Raises a 400 if there is a response of the id that the request asks for."""
@@ -170,11 +189,28 @@ class StoredResponses:
             raise RequestError(f"The response {previous[:200]!r} has not ended: wait for its end.", PREVIOUS)
         if status == "failed":
             raise RequestError(f"The response {previous[:200]!r} failed: continue the one before it.", PREVIOUS)
-        history = b"[%b]" % b",".join(item for one in chain for item in _items(one))
-        if len(history) > self._max_bytes:
-            said = f"The conversation has more than the {self._max_bytes} bytes of --max-body-bytes."
-            raise RequestError(said, PREVIOUS, status=413)
-        return history
+        return self._joined([item for one in chain for item in _items(one)], PREVIOUS)
+
+    def _joined(self, items: list[msgspec.Raw], field: str) -> bytes:
+        """A JSON list. Raises a 413 if it is larger than a body may be."""
+        if sum(len(item) for item in items) > self._max_bytes:
+            said = f"The stored items have more than the {self._max_bytes} bytes of --max-body-bytes."
+            raise RequestError(said, field, status=413)
+        return b"[%b]" % b",".join(items)
+
+    async def _referenced(self, references: dict[int, str], tenant: str) -> bytes:
+        """The items of these ids as a JSON list; each id is in this place of the input. Raises a 404."""
+        found: dict[str, msgspec.Raw] = {}
+        for place, item_id in references.items():
+            response_id = response_of_item(item_id)
+            if item_id not in found and response_id:
+                with contextlib.suppress(RequestError):
+                    one = await self.get(response_id, tenant)
+                    found |= {_decode_item(item).id: item for item in _items(one)}
+            if item_id not in found:
+                said = f"There is no stored item {item_id[:200]!r}."
+                raise RequestError(said, f"input[{place}].id", status=404, code="item_not_found")
+        return self._joined([found[item_id] for item_id in references.values()], "input")
 
     async def _chain(self, response_id: str, tenant: str, is_whole: bool) -> list[StoredResponse]:
         """A response behind those before it. `is_whole`: one of them that is gone is an error."""
@@ -200,6 +236,14 @@ class StoredResponses:
 def _items(response: StoredResponse) -> list[msgspec.Raw]:
     """The input and the answer of a response."""
     return _raw_list(response.input_items) + output_of(response.data)
+
+
+def _references(given: msgspec.Raw) -> dict[int, str]:
+    """The ids of the references to stored items, by their places in the input."""
+    if not bytes(given).startswith(b"["):
+        return {}
+    items = msgspec.json.decode(given, type=list[_AskedItem])
+    return {i: item.id for i, item in enumerate(items) if item.type == REFERENCE and isinstance(item.id, str)}
 
 
 def _raw_list(items: bytes) -> list[msgspec.Raw]:

@@ -81,7 +81,7 @@ class _InputReader:
         if kind is None:
             raise RequestError("an item needs its type", f"{where}.type")
         if kind == "item_reference" or kind in NOT_BUILT:
-            said = f"an item of the type {kind} needs stored items, which are not built yet: send the items themselves"
+            said = f"an item of the type {kind} needs state that this server does not have: send the items themselves"
             raise RequestError(said, f"{where}.type", code="unsupported_parameter")
         if item.id:
             if item.id in self._ids:

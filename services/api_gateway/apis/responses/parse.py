@@ -20,6 +20,7 @@ from blockyard.services.api_gateway.apis.responses.stored_items import (
     RESPONSE_ID,
     read_history,
     stored_input,
+    with_items,
 )
 from blockyard.services.api_gateway.apis.responses.tools import SEARCH, ResponseTools, ToolKey, read_response_tools
 from blockyard.services.api_gateway.requests.generate_request import (
@@ -75,6 +76,8 @@ def _parse(
     turn: StoredTurn | None,
 ) -> GenerateRequest:
     check_fields(request, turn is not None)
+    if turn is not None and turn.referenced and isinstance(request.input, list):
+        request = msgspec.structs.replace(request, input=with_items(request.input, turn.referenced))
     settings, strict = card.settings, config.strict_fields
     history = read_history(turn.history) if turn is not None and turn.history else []
     asked = limits.max_tokens("max_output_tokens", request.max_output_tokens, None)

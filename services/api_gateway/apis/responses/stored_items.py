@@ -28,6 +28,7 @@ PREFIXES = {
     "tool_search_call": "tsc",
     "tool_search_output": "tso",
 }
+REFERENCE = "item_reference"  # an item of the input that means a stored one
 CALLS = ("function_call", "custom_tool_call", "tool_search_call")
 encode = msgspec.json.Encoder().encode
 
@@ -46,6 +47,12 @@ class _Answer(msgspec.Struct):
 
 def response_name(response_id: str) -> str:
     return response_id.removeprefix(RESPONSE_ID)
+
+
+def response_of_item(item_id: str) -> str:
+    """The id of the response that the item is in; empty if the id does not name one."""
+    name, mark, number = item_id.partition("_")[2].rpartition("_")
+    return RESPONSE_ID + name if name and mark and number[:1] in ("i", "o") else ""
 
 
 def new_name(gateway: int) -> str:
@@ -113,6 +120,12 @@ def output_of(answer: bytes) -> list[msgspec.Raw]:
 
 def _is_cut_call(item: _Output) -> bool:
     return item.type in CALLS and item.status == "incomplete"
+
+
+def with_items(given: list[InputItem], referenced: bytes) -> list[InputItem]:
+    """The input with stored items in place of the references to them. Raises RequestError."""
+    stored = iter(read_history(referenced))
+    return [next(stored) if item.type == REFERENCE and item.id is not None else item for item in given]
 
 
 def read_history(history: bytes) -> list[InputItem]:

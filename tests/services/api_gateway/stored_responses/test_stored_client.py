@@ -175,6 +175,30 @@ async def test_bad_continuations(rig, client) -> None:
         assert len((await c.responses.input_items.list(b.id)).data) == 3
 
 
+async def test_references_to_stored_items(rig, client) -> None:
+    """Clients may send the ids of the items of earlier turns in place of the items."""
+    async with rig(tools=PARSERS, max_model_len=20_000) as r, client(r) as c:
+        answers(r.ring, CALL, "It is x.")
+        fields: dict[str, Any] = {"model": "tiny", "tools": [TOOL], "extra_body": END}
+        first = await c.responses.create(input="What is a?", **fields)
+        [asked] = (await c.responses.input_items.list(first.id)).data
+        call = first.output[-1]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "x"}  # type: ignore[union-attr]
+        given = [{"type": "item_reference", "id": one.id} for one in (asked, call)] + [output]
+        second = await c.responses.create(input=given, **fields)
+        one, two = prompts(r.ring)
+        assert two[: len(one)] == one and [message["role"] for message in two] == ["user", "assistant", "tool"]
+        kinds = [item.type for item in (await c.responses.input_items.list(second.id, order="asc")).data]
+        assert kinds == ["message", "function_call", "function_call_output"]
+        unknown = [f"msg_{first.id.removeprefix('resp_')}_o09", "msg_1", f"fc_{'s' + 'f' * 40}_o00", "", "\u00e9_o1"]
+        for wrong in unknown:
+            with pytest.raises(openai.NotFoundError) as caught:
+                await c.responses.create(input=[output, {"type": "item_reference", "id": wrong}], **fields)
+            assert caught.value.param == "input[1].id"
+        with pytest.raises(openai.BadRequestError):
+            await c.responses.create(input=[{"type": "item_reference"}], **fields)
+
+
 async def test_the_number_of_input_tokens(rig, client) -> None:
     async with rig(max_model_len=2000) as r, client(r) as c:
         first = await c.responses.create(model="tiny", input="hi", max_output_tokens=3)
