@@ -36,7 +36,7 @@ REPLY_S = 5.0  # for another gateway's reply
 WAIT_S = 10.0  # a gateway waits so long for events that another gateway asks for
 
 
-class _Asked(msgspec.Struct):
+class _AskedTurn(msgspec.Struct):
     """The fields of a body by which its conversation is found. The parser says what is wrong with them."""
 
     previous_response_id: Any = None
@@ -78,7 +78,7 @@ class StoredResponses:
             return None
         name = new_name(self._links.me.incarnation)
         try:
-            asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=_Asked)
+            asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=_AskedTurn)
             references = _references(asked.input) if REFERENCE.encode() in body else {}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return StoredTurn(name)

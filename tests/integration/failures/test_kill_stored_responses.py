@@ -84,5 +84,7 @@ def test_responses_in_memory_end_with_their_gateway() -> None:
         kill_gateway(ring)
         answers = [ask(f"{url}/{response_id}") for response_id in ids.values()]
         assert sorted(status for status, _ in answers) == [200, 404]
+        for response_id in ids.values():  # the server waits for what runs
+            ask(f"{url}/{response_id}/cancel", {})
         [lost] = [body["error"] for status, body in answers if status == 404]
         assert lost["code"] == "response_lost" and "was lost with the gateway process" in lost["message"]

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response, ResponseItem
@@ -162,7 +163,7 @@ async def test_bad_continuations(rig, client) -> None:
         await fails(404, "previous_response_id", "previous_response_not_found", previous_response_id="resp_1")
         await fails(400, "previous_response_id", extra_body={"previous_response_id": 1})
         await fails(400, "background", background=True, store=False)
-        # a cycle: an id is free again once its response is deleted
+        # an id is free again once its response is deleted
         a = await c.responses.create(model="tiny", input="hi", extra_body={"request_id": "a"}, max_output_tokens=1)
         await fails(400, "request_id", extra_body={"request_id": "a"})
         b = await c.responses.create(model="tiny", input="hi", previous_response_id=a.id, max_output_tokens=1)
@@ -173,6 +174,11 @@ async def test_bad_continuations(rig, client) -> None:
         again = await c.responses.create(model="tiny", input="hi", extra_body=a2, max_output_tokens=1)
         assert again.id == a.id
         assert len((await c.responses.input_items.list(b.id)).data) == 3
+        store = r.gateway.stored.local._store
+        store.put(msgspec.structs.replace(store.get(a.id), previous=b.id))  # as two requests at a time might
+        await fails(400, "previous_response_id", previous_response_id=b.id)
+        with pytest.raises(openai.BadRequestError, match="comes before itself"):
+            await c.responses.input_items.list(a.id)
 
 
 async def test_references_to_stored_items(rig, client) -> None:
