@@ -77,9 +77,12 @@ class StoredResponses:
         if not self.is_on:
             return None
         name = new_name(self._links.me.incarnation)
+        names_items = REFERENCE.encode() in body
+        if not names_items and PREVIOUS.encode() not in body:  # nearly every one, and some bodies are large
+            return StoredTurn(name)
         try:
             asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=_AskedTurn)
-            references = _references(asked.input) if REFERENCE.encode() in body else {}
+            references = _references(asked.input) if names_items else {}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return StoredTurn(name)
         referenced = await self._referenced(references, tenant) if references else b""
@@ -216,7 +219,7 @@ class StoredResponses:
         """A response behind those before it. `is_whole`: one of them that is gone is an error."""
         found: list[StoredResponse] = []
         seen = set()
-        while response_id:
+        while response_id or not found:
             if response_id in seen:
                 said = f"the response {response_id[:200]!r} comes before itself in its conversation"
                 raise RequestError(said, PREVIOUS)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from blockyard.services.api_gateway.requests.generate_request import StoredTurn
 from blockyard.services.api_gateway.requests.schemas import GenerationFields, ReasoningEffort, TruncationSide, Verbosity
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
@@ -212,9 +213,9 @@ def placed(history: Sequence[InputItem], given: str | list[InputItem] | None) ->
         yield f"input[{i}]", item
 
 
-def check_fields(request: ResponsesRequest, can_store: bool) -> None:
+def check_fields(request: ResponsesRequest, turn: StoredTurn | None) -> None:
     """Raises RequestError for fields that are wrong whatever the conversation is."""
-    _check_stored(request, can_store)
+    _check_stored(request, turn)
     for name, instead in REFUSED.items():
         if bytes(getattr(request, name)) not in (b"null", b"false"):
             raise not_built(name, instead)
@@ -229,7 +230,7 @@ def check_fields(request: ResponsesRequest, can_store: bool) -> None:
     _check_metadata(request.metadata or {})
 
 
-def _check_stored(request: ResponsesRequest, can_store: bool) -> None:
+def _check_stored(request: ResponsesRequest, turn: StoredTurn | None) -> None:
     if request.previous_response_id is not None and bytes(request.conversation) != b"null":
         raise RequestError(
             "previous_response_id and conversation exclude each other",
@@ -238,9 +239,11 @@ def _check_stored(request: ResponsesRequest, can_store: bool) -> None:
         )
     needs = "previous_response_id" if request.previous_response_id is not None else ""
     needs = "background" if request.background else needs
-    if needs and not can_store:
+    if needs and turn is None:
         said = f"{needs} needs stored responses: --max-stored-responses is 0, or this is a line of a batch"
         raise RequestError(said, needs, code="unsupported_parameter")
+    if request.previous_response_id is not None and turn is not None and not turn.history:
+        raise RequestError("the key previous_response_id is written as it is, without escapes", "previous_response_id")
     if request.background and request.store is False:
         raise RequestError("a background response is stored: store may not be false", "background")
 

@@ -75,7 +75,7 @@ def _parse(
     name: str,
     turn: StoredTurn | None,
 ) -> GenerateRequest:
-    check_fields(request, turn is not None)
+    check_fields(request, turn)
     if turn is not None and turn.referenced and isinstance(request.input, list):
         request = msgspec.structs.replace(request, input=with_items(request.input, turn.referenced))
     settings, strict = card.settings, config.strict_fields

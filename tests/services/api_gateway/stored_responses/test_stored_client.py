@@ -161,8 +161,12 @@ async def test_bad_continuations(rig, client) -> None:
         both = {"conversation": "conv_1", "previous_response_id": first.id}
         await fails(400, "previous_response_id", "mutually_exclusive_parameters", **both)
         await fails(404, "previous_response_id", "previous_response_not_found", previous_response_id="resp_1")
+        await fails(404, "previous_response_id", "previous_response_not_found", previous_response_id="")
         await fails(400, "previous_response_id", extra_body={"previous_response_id": 1})
         await fails(400, "background", background=True, store=False)
+        escaped = b'{"input": "hi", "previous_response_i\\u0064": "%b"}' % first.id.encode()
+        status, answer = await r.post("/v1/responses", escaped)
+        assert (status, answer["error"]["param"]) == (400, "previous_response_id")
         # an id is free again once its response is deleted
         a = await c.responses.create(model="tiny", input="hi", extra_body={"request_id": "a"}, max_output_tokens=1)
         await fails(400, "request_id", extra_body={"request_id": "a"})
