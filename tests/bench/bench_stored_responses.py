@@ -13,8 +13,8 @@ from pathlib import Path
 
 import aiohttp
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from rig import Row, rss_mib, serve, table
+sys.path.insert(0, str(Path(__file__).parent))
+from rig import rss_mib, serve, table
 
 INPUT_BYTES, KEPT, AT_A_TIME = 20_000, 1000, 8
 
@@ -47,9 +47,9 @@ def main() -> None:
         asyncio.run(answer(ring.url, args.responses - KEPT, args.store == "true"))
         took_s, last = time.perf_counter() - began, rss_mib(pid)
     rows = [
-        Row("memory grown by the first 1,000 responses", f"{filled - begun:.0f} MiB", ""),
+        ("memory grown by the first 1,000 responses", f"{filled - begun:.0f} MiB", ""),
         Row(f"memory grown by the next {args.responses - KEPT:,}", f"{last - filled:.0f} MiB", "10 MiB"),
-        Row("requests/s", f"{(args.responses - KEPT) / took_s:.0f}", ""),
+        ("requests/s", f"{(args.responses - KEPT) / took_s:.0f}", ""),
     ]
     print(table(rows))
 
