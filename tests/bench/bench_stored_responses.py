@@ -48,7 +48,7 @@ def main() -> None:
         took_s, last = time.perf_counter() - began, rss_mib(pid)
     rows = [
         ("memory grown by the first 1,000 responses", f"{filled - begun:.0f} MiB", ""),
-        Row(f"memory grown by the next {args.responses - KEPT:,}", f"{last - filled:.0f} MiB", "10 MiB"),
+        (f"memory grown by the next {args.responses - KEPT:,}", f"{last - filled:.0f} MiB", "10 MiB"),
         ("requests/s", f"{(args.responses - KEPT) / took_s:.0f}", ""),
     ]
     print(table(rows))
