@@ -21,6 +21,7 @@ from blockyard.shared.messages import StoredResponse
 log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
+STOPPING = RequestError("The server is shutting down.", status=503, retry_after_s=1.0)
 
 
 class EventPage(NamedTuple):
@@ -66,7 +67,7 @@ class LocalResponses:
         """Runs a coroutine that raises nothing, until `run` is cancelled."""
         if self._tasks is None:
             work.close()
-            raise RequestError("The server is shutting down.", status=503, retry_after_s=1.0)
+            raise STOPPING
         self._tasks.create_task(work)
 
     def keep(self, request: GenerateRequest, tenant: str, answer: bytes) -> None:
@@ -78,6 +79,8 @@ class LocalResponses:
 
     def start(self, api: Api, request: GenerateRequest, tenant: str) -> BackgroundResponse:
         """Starts a background response. Raises RequestError: a 429 if as many run as may be stored."""
+        if self._tasks is None:
+            raise STOPPING
         if len(self._running) >= self._max_running:
             raise RequestError("As many background responses run as may be stored.", status=429, retry_after_s=1.0)
         response_id = request.options.answer_id
