@@ -88,11 +88,11 @@ class DiskStore:
 
     def sweep(self) -> None:
         """Drops what was not used for its time, and ends responses whose gateways are gone."""
-        self._execute("DELETE FROM responses WHERE ended AND used_at < ?", self._clock() - self._limits.ttl_s)
-        gateways = self._execute("SELECT DISTINCT gateway FROM responses WHERE NOT ended").fetchall()
+        self._execute("DELETE FROM responses WHERE ended = 1 AND used_at < ?", self._clock() - self._limits.ttl_s)
+        gateways = self._execute("SELECT DISTINCT gateway FROM responses WHERE ended = 0").fetchall()
         dead = [gateway for (gateway,) in gateways if self._is_dead(gateway)]
         for gateway in dead:
-            query = f"SELECT {COLUMNS} FROM responses WHERE NOT ended AND gateway = ?"
+            query = f"SELECT {COLUMNS} FROM responses WHERE ended = 0 AND gateway = ?"
             for row in self._execute(query, gateway).fetchall():
                 self._failed(_response(row))
         for lock in self._locks.iterdir():
@@ -133,7 +133,7 @@ class DiskStore:
         num, size = self._execute("SELECT COUNT(*), TOTAL(size) FROM responses").fetchone()
         limits = self._limits
         while num > limits.max_responses or size > limits.max_bytes:
-            oldest = self._execute("SELECT id, size FROM responses WHERE ended ORDER BY used_at LIMIT 1").fetchone()
+            oldest = self._execute("SELECT id, size FROM responses WHERE ended = 1 ORDER BY used_at LIMIT 1").fetchone()
             if oldest is None:
                 return
             self.delete(oldest[0])
