@@ -173,6 +173,8 @@ class StoredResponses:
         owner = gateway_of(response_id)
         if owner is None or owner == self._links.me.incarnation:
             raise not_found(response_id)
+        if not self._links.members:  # this gateway has just started, and the others may live
+            raise RequestError("The server is starting.", FIELD, status=503, retry_after_s=1.0)
         if not self.others.is_member(owner):
             raise not_found(response_id) if self._store.is_shared else lost(response_id)
         patience_s = REPLY_S + (WAIT_S if verb is ResponseVerb.EVENTS else 0.0)
