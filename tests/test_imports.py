@@ -69,6 +69,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "responses",
         "metrics",
         "request_pipeline",
+        "stored_responses",
         "service",
         "batches",
         "batch_api",
@@ -112,7 +113,7 @@ LAYERS["shared/grammars"] = (
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
 LAYERS["shared/messages"] = ("base", "grammars", "requests", "streams", "kv_transfer", "steps", "text", "controls")
-LAYERS["shared/messages"] += ("model_settings", "membership", "metrics")
+LAYERS["shared/messages"] += ("model_settings", "membership", "metrics", "stored_responses")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (

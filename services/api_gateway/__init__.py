@@ -5,6 +5,7 @@ Any number of gateways may run; each serves alone.
     server.py            listening sockets, TLS, the application's routes, draining
     service.py           the gateway's loop over its links
     request_pipeline.py  a checked request -> token ids -> requests to the schedulers
+    stored_responses/    responses that are kept for a later turn, and those that are generated without a connection
     endpoints/           handlers by route: generation, status, operations
     http/                what every HTTP request passes: connections, keys, CORS, bounded bodies
     requests/            decoded fields -> `GenerateRequest`
@@ -18,9 +19,9 @@ Any number of gateways may run; each serves alone.
     api_tables.py        the README's tables of routes and fields
     garbage.py           when Python's cyclic garbage is collected
 
-Imports point one way: server -> endpoints -> http -> batch_api -> batches -> service -> request_pipeline, metrics ->
-responses -> bodies -> apis -> requests. Tokenizing, dispatch, and the journal of open requests are in
-`shared/ring_client`, which offline inference uses too.
+Imports point one way: server -> endpoints -> http -> batch_api -> batches -> service -> stored_responses ->
+request_pipeline, metrics -> responses -> bodies -> apis -> requests. Tokenizing, dispatch, and the journal of open
+requests are in `shared/ring_client`, which offline inference uses too.
 
 To add an API: write one file in `apis/` that ends in its `Api` (paths, the Struct of its body, `parse` to a
 `GenerateRequest`, `events` of a streamed answer, the `whole` answer, the body of its errors), and add it to

@@ -11,6 +11,7 @@ from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
 from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
+from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.requests.schemas import NOT_BUILT
 from blockyard.shared.config.flags.documents import rewrite, with_section
@@ -19,7 +20,14 @@ from blockyard.shared.errors import ConfigError
 BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
 END = "<!-- end of routes and fields -->"
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
-ENDPOINTS = (GenerationEndpoints, FileEndpoints, BatchEndpoints, StatusEndpoints, OperatorEndpoints)
+ENDPOINTS = (
+    GenerationEndpoints,
+    StoredResponseEndpoints,
+    FileEndpoints,
+    BatchEndpoints,
+    StatusEndpoints,
+    OperatorEndpoints,
+)
 
 
 def main(args: Sequence[str]) -> int:

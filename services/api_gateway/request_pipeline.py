@@ -217,7 +217,8 @@ class RequestPipeline:
         if config.log_outputs:
             name = choice_name(generation, frame.request_id, index)
             outer = LoggedStream(outer, name, config.log_deltas, config.max_log_len)
-        return outer if config.stream_interval == 1 else PacedStream(outer, config.stream_interval)
+        paces = config.stream_interval > 1 and sink.merges
+        return PacedStream(outer, config.stream_interval) if paces else outer
 
     def _reader(self, generation: HttpGeneration, prompt: Tokenized) -> ChoiceReader | None:
         request, formats = generation.request, self._formats.of(generation.request.card)

@@ -16,9 +16,11 @@ from blockyard.services.api_gateway.batch_api.store import BatchStore
 from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
+from blockyard.services.api_gateway.endpoints.followed_responses import FollowedResponses
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
 from blockyard.services.api_gateway.endpoints.status import Pages, StatusEndpoints, installed_version
+from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
 from blockyard.services.api_gateway.http import connections, middleware
 from blockyard.services.api_gateway.http.access import Guard
 from blockyard.services.api_gateway.http.certificates import Certificates, tls_context
@@ -161,8 +163,10 @@ def build_app(
     app.on_response_prepare.append(_add_ignored_fields)
     uploads = Uploads(config.max_body_bytes, config.max_total_body_bytes, config.body_timeout_s)
     pages, version = Pages(), installed_version()
+    following = FollowedResponses(gateway.stored, config.keepalive_s, config.client_timeout_s)
     endpoints = (
-        GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads),
+        GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads, gateway.stored, following),
+        StoredResponseEndpoints(gateway.stored, following),
         FileEndpoints(store, config.max_file_bytes, config.body_timeout_s),
         BatchEndpoints(store, uploads),
         StatusEndpoints(gateway, pages, version),

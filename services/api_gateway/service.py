@@ -9,9 +9,10 @@ from blockyard.services.api_gateway.bodies.body_parser import BodyParser
 from blockyard.services.api_gateway.metrics.scrape import Metrics
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.responses.streamed_responses import StreamedResponses
-from blockyard.shared.bus.member_list import Event
+from blockyard.services.api_gateway.stored_responses.stored_responses import StoredResponses
+from blockyard.shared.bus.member_list import Event, Gone
 from blockyard.shared.config.services.gateway import GatewayConfig
-from blockyard.shared.messages import GatewayIn, Member, Role, Scrape, Scraped, Stats
+from blockyard.shared.messages import GatewayIn, Member, ResponseQuery, ResponseReply, Role, Scrape, Scraped, Stats
 from blockyard.shared.process.service_main import rss_bytes
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
@@ -67,6 +68,7 @@ class Gateway:
         self.pipeline = RequestPipeline(self.client, formats, config)
         self.body_parser = BodyParser(config, formats)
         self.stall_detector = StallDetector(config.stall_timeout_s / 2)
+        self.stored = StoredResponses(config, links, self.pipeline, self.counted)
         self._clock = clock
 
     async def run(self, events: AsyncIterable[tuple[int, Event | GatewayIn]]) -> None:
@@ -75,6 +77,7 @@ class Gateway:
             tasks.create_task(self.client.keep_time(self._count))
             tasks.create_task(self.streams.sweep())
             tasks.create_task(self.body_parser.run())
+            tasks.create_task(self.stored.local.run())
             async for peer, event in events:
                 self.handle(peer, event)
 
@@ -84,7 +87,13 @@ class Gateway:
                 self.metrics.scrape(peer, event)
             case Scraped():
                 self.metrics.scraped(peer, event)
+            case ResponseQuery():
+                self.stored.asked(peer, event)
+            case ResponseReply():
+                self.stored.others.replied(event)
             case _:
+                if isinstance(event, Gone):
+                    self.stored.others.gone(event.member)
                 self.client.handle(peer, event)
 
     @contextmanager

@@ -78,6 +78,7 @@ from blockyard.shared.messages.steps import (
     StepPlan,
     StepResult,
 )
+from blockyard.shared.messages.stored_responses import ResponseQuery, ResponseReply, ResponseVerb, StoredResponse
 from blockyard.shared.messages.streams import (
     NO_LOGPROBS,
     PathLost,
@@ -122,6 +123,8 @@ GatewayIn = (
     | Controlled
     | PathLost
     | StatsResponse
+    | ResponseQuery
+    | ResponseReply
 )
 TokenizerIn = Tokenize | Detokenize
 SchedulerIn = (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, ResponseOptions, StoredTurn
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, ModelCard, TextLogprobs
@@ -98,6 +98,9 @@ class AnswerEvents(Protocol):
         ...
 
 
+ParseStored = Callable[[Any, ModelCard, GatewayConfig, OutputFormats, str, StoredTurn], GenerateRequest]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api:
     """An API that clients speak: from its paths and the fields of its body to the bytes of its answers and errors."""
@@ -106,6 +109,8 @@ class Api:
     paths: tuple[str, ...]  # of POST requests
     schema: type[Any]  # the Struct of its body; it has the field `model`
     parse: Callable[[Any, ModelCard, GatewayConfig, OutputFormats, str], GenerateRequest]  # the name is the answer's id
+    # set: its answers can be stored, and this parses a request that may continue a stored one
+    parse_stored: ParseStored | None = None
     events: Callable[[ResponseOptions], AnswerEvents]
     whole: Callable[[ResponseOptions, Sequence[FinishedChoice], Usage], bytes]  # an answer that is not streamed
     count: Callable[[int], bytes] | None = None  # set: nothing is generated, and this answers the prompt's tokens

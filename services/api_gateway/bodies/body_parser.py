@@ -34,7 +34,7 @@ MODULE = "blockyard.services.api_gateway.bodies.body_process"
 
 @dataclass(order=True, slots=True)
 class _LargeBody:
-    size: int  # the queue's order: smallest first
+    size: int  # the queue's order: smallest first; with the conversation before the body
     number: int
     body: bytes = field(compare=False)
     context: ParseContext = field(compare=False)
@@ -55,15 +55,16 @@ class BodyParser:
 
     async def parse(self, body: bytes, context: ParseContext) -> ParsedBody:
         """Raises RequestError."""
-        if len(body) < LARGE_BYTES:
+        size = len(body) + context.num_bytes
+        if size < LARGE_BYTES:
             return parse_body(body, context, self._config, self._formats)
-        if self._num_bytes + len(body) > MAX_WAITING * self._config.max_body_bytes:
+        if self._num_bytes + size > MAX_WAITING * self._config.max_body_bytes:
             raise RequestError(
                 "The server has as many large bodies waiting as it takes.", status=503, retry_after_s=1.0
             )
         result: asyncio.Future[ParsedBody] = asyncio.get_running_loop().create_future()
-        self._num_bytes += len(body)
-        self._waiting.put_nowait(_LargeBody(len(body), next(self._numbers), body, context, result))
+        self._num_bytes += size
+        self._waiting.put_nowait(_LargeBody(size, next(self._numbers), body, context, result))
         return await result
 
     async def run(self) -> None:
@@ -115,7 +116,7 @@ class BodyParser:
         assert self._stream is not None
         reader, writer = self._stream
         head = encode(large.context)
-        writer.write(HEAD.pack(len(head), large.size) + head)
+        writer.write(HEAD.pack(len(head), len(large.body)) + head)
         writer.write(large.body)
         await writer.drain()
         num_bytes, _ = HEAD.unpack(await reader.readexactly(HEAD.size))

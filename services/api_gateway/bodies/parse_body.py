@@ -8,7 +8,7 @@ from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.completions import COMPLETIONS
 from blockyard.services.api_gateway.apis.interface import Api
 from blockyard.services.api_gateway.apis.registry import APIS
-from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
+from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, StoredTurn
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import (
     ChatRequest,
@@ -42,6 +42,12 @@ class ParseContext(msgspec.Struct, frozen=True):
     endpoint: str  # the name of an API, or one of the constants above
     request_id: str  # used where the body has none
     served: Served
+    stored: StoredTurn | None = None  # set: the answer may be stored
+
+    @property
+    def num_bytes(self) -> int:
+        """Of stored items that belong to the body's conversation."""
+        return 0 if self.stored is None else len(self.stored.history) + len(self.stored.referenced)
 
 
 class ParsedGeneration(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +78,10 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
     try:
-        request = api.parse(fields, card, config, formats.of(card), context.request_id)
+        if context.stored is None or api.parse_stored is None:
+            request = api.parse(fields, card, config, formats.of(card), context.request_id)
+        else:
+            request = api.parse_stored(fields, card, config, formats.of(card), context.request_id, context.stored)
     except RecursionError as e:  # a deep body may be decoded and not encoded
         raise RequestError("the body is nested too deeply") from e
     check_lengths(request)

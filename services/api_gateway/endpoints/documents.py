@@ -41,10 +41,15 @@ FORM: Json = {
 }
 # answers that are no JSON
 CONTENT_TYPES = {"/metrics": "text/plain", "/v1/files/{file_id}/content": "application/octet-stream"}
-QUERIES = {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}
+QUERIES: dict[str, tuple[str, ...]] = {
+    "/v1/responses/{response_id}": ("stream", "starting_after", "include"),
+    "/v1/responses/{response_id}/input_items": ("after", "limit", "order", "include"),
+}
+QUERIES |= {"/pause": ("mode", "clear_cache"), "/sleep": ("level",), "/wake_up": ("tags",)}
 SUMMARIES = {
     "/v1/messages": "Answers a conversation in the form of the Messages API.",
     "/v1/messages/count_tokens": "The number of tokens of such a conversation.",
+    "/v1/responses/input_tokens": "The number of tokens of such a request.",
     "/invocations": "SageMaker's route: a conversation or a prompt, by the body's fields.",
 }
 PAGES = ("/", "/page/{name}")  # are not part of the API

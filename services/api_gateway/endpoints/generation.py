@@ -9,6 +9,7 @@ from aiohttp import web
 
 from blockyard.services.api_gateway.apis.interface import Api
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.apis.responses.api import ResponsesEvents
 from blockyard.services.api_gateway.bodies.body_parser import BodyParser
 from blockyard.services.api_gateway.bodies.parse_body import (
     DETOKENIZE,
@@ -19,14 +20,18 @@ from blockyard.services.api_gateway.bodies.parse_body import (
     ParsedGeneration,
     ParsedText,
 )
+from blockyard.services.api_gateway.endpoints.followed_responses import FollowedResponses
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID, TENANT
 from blockyard.services.api_gateway.http.uploads import Uploads
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
+from blockyard.services.api_gateway.responses.http_generation import HttpGeneration
 from blockyard.services.api_gateway.responses.json_response import JSON, error_response, json_response
 from blockyard.services.api_gateway.responses.streamed_responses import HEADERS, StreamedResponses
+from blockyard.services.api_gateway.stored_responses.local_responses import store_options
+from blockyard.services.api_gateway.stored_responses.stored_responses import StoredResponses
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, Tokenize
 from blockyard.shared.token_ids import unpack
@@ -45,9 +50,16 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 class GenerationEndpoints:
     def __init__(
-        self, pipeline: RequestPipeline, streams: StreamedResponses, body_parser: BodyParser, uploads: Uploads
+        self,
+        pipeline: RequestPipeline,
+        streams: StreamedResponses,
+        body_parser: BodyParser,
+        uploads: Uploads,
+        stored: StoredResponses,
+        following: FollowedResponses,
     ) -> None:
         self._pipeline, self._streams, self._body_parser, self._uploads = pipeline, streams, body_parser, uploads
+        self._stored, self._following = stored, following
         self._ignored = IgnoredFields()
 
     def routes(self) -> Iterator[Route]:
@@ -80,6 +92,8 @@ class GenerationEndpoints:
         """Reads and parses the body. Unknown fields are reported in a response header."""
         context = ParseContext(endpoint, REQUEST_ID.get(), self._pipeline.schedulers.served())
         async with self._uploads.read(http_request) as body:
+            if endpoint in APIS and APIS[endpoint].parse_stored is not None:
+                context = msgspec.structs.replace(context, stored=await self._stored.turn(body, TENANT.get()))
             parsed = await self._body_parser.parse(body, context)
         if parsed.ignored:
             IGNORED.set(self._ignored.note(parsed.ignored))
@@ -88,11 +102,26 @@ class GenerationEndpoints:
     async def _generate(self, endpoint: str, http_request: web.Request) -> web.StreamResponse:
         parsed = await self._parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
-        api, request = APIS[parsed.api], parsed.request
+        api, request, tenant = APIS[parsed.api], parsed.request, TENANT.get()
+        store = store_options(request) if api.count is None else None
+        if store is not None:
+            self._stored.check_new(request)
+            if store.background:
+                return await self._background(http_request, api, request)
         if api.count is not None or not request.options.stream:
-            return web.Response(body=await self._pipeline.whole_answer(api, request, TENANT.get()), content_type=JSON)
+            data = await self._pipeline.whole_answer(api, request, tenant)
+            if store is not None:
+                self._stored.local.keep(request, tenant, data)
+            return web.Response(body=data, content_type=JSON)
         with self._pipeline.counted(request):
             return await self._stream(http_request, api, request)
+
+    async def _background(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
+        """Starts the response and answers with its beginning, or with its events for as long as the client reads."""
+        run = self._stored.local.start(api, request, TENANT.get())
+        if request.options.stream:
+            return await self._following.follow(http_request, request.options.answer_id, -1)
+        return web.Response(body=run.record().data, content_type=JSON)
 
     async def _stream(self, http_request: web.Request, api: Api, request: GenerateRequest) -> web.StreamResponse:
         writer = self._streams.writer()
@@ -104,10 +133,17 @@ class GenerationEndpoints:
             events = api.events(request.options)
             data = events.choice(0, None).opening(None) + events.failed(e)
             return web.Response(body=data, headers=HEADERS)
+        if store_options(request) is not None:
+            generation.on_ending = partial(self._keep_streamed, generation, TENANT.get())
         try:
             return await self._streams.run(http_request, generation, writer)
         finally:
             self._pipeline.close(generation)
+
+    def _keep_streamed(self, generation: HttpGeneration, tenant: str) -> None:
+        """Before the client learns that the answer has ended: it may go on with it at once."""
+        assert isinstance(generation.events, ResponsesEvents)
+        self._stored.local.keep(generation.request, tenant, generation.events.final)
 
 
 async def _refuse_websocket(http_request: web.Request) -> web.Response:

@@ -21,6 +21,24 @@ class MessagesOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTurn:
+    """What a response that may be stored depends on besides its body."""
+
+    name: str  # the unique part of its id; it begins with the gateway that keeps the response
+    history: bytes = b""  # the items of the conversation before its input: a JSON list; empty: there are none
+    referenced: bytes = b""  # the items that the references of its input mean, in their order: a JSON list
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How the answer of /v1/responses is stored."""
+
+    input_items: bytes  # a JSON list
+    previous: str = ""  # id of the response that it continues; empty: none
+    background: bool = False  # it is generated without a connection
+
+
+@dataclass(frozen=True, slots=True)
 class ResponsesOptions:
     """Further options of the answers of /v1/responses."""
 
@@ -28,6 +46,7 @@ class ResponsesOptions:
     tool_names: dict[str, tuple[str, str]]  # of tools in a namespace, by the model's name: the namespace and their own
     search_tool: str = ""  # the function by which the client searches for tools; empty: there is none
     seals_reasoning: bool = False  # reasoning also comes as `encrypted_content`
+    store: StoreOptions | None = None  # None: the answer is not stored
 
 
 @dataclass(frozen=True, slots=True)

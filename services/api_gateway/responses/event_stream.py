@@ -37,6 +37,8 @@ class EventStream:
         self._around_text, self._stamps, self._no_output = events.around_text, options.stamps, options.no_output
         # events that differ in more than text and stamp are built by `_data`
         self._plain = not (options.logprobs or options.continuous_usage or options.token_ids or options.echo)
+        # tokens belong to the parts that came with them: several deltas as one would have them all in its last part
+        self.merges = reader is None or not options.logprobs
         self._kept: list[Kept] = []
         self._num_unmerged = 0  # how many of the last kept deltas are not merged yet
         self._echo: Echo | None = None
@@ -100,16 +102,18 @@ class EventStream:
             self._writer.on_resume(self._write_kept)
         kept.append(one)
         self._num_unmerged += 1
-        if self._num_unmerged == MERGE:
+        if self._num_unmerged == MERGE and self.merges:
             kept[-MERGE:] = [merged(kept[-MERGE:])]
             self._num_unmerged = 0
         self._writer.keep(num_bytes)
 
     def _write_kept(self, now: float) -> None:
-        """Writes the kept deltas as one larger event, or one for each part."""
+        """Writes the kept deltas as one larger event, or one for each part; with log-probabilities each on its own."""
         kept, self._kept, self._num_unmerged = self._kept, [], 0
-        if kept:
+        if kept and self.merges:
             self._write(merged(kept), now)
+        elif data := b"".join([self._part_events(one) for one in kept]):
+            self._writer.write(self._writer.frame(data), now)
 
     def _write(self, one: "Kept", now: float) -> None:
         if data := self._text_event(one) if self._reader is None else self._part_events(one):

@@ -30,6 +30,7 @@ class HttpGeneration:
         self.entries: list[JournalEntry] = []
         self._reasoning_readers: list[ChoiceReader] = []  # they count its tokens of reasoning
         self.error: RequestError | None = None
+        self.on_ending: Callable[[], None] | None = None  # called before the end of a streamed answer is sent
         self._close = close
         self._num_unaccepted = self._num_unfinished = len(request.prompts)
         self._accepted = asyncio.Event()  # every prompt was accepted, or one failed
@@ -88,7 +89,10 @@ class HttpGeneration:
 
     def ending(self) -> bytes:
         """The end of a streamed answer."""
-        return self.events.ending(self.usage) if self.error is None else self.events.failed(self.error)
+        data = self.events.ending(self.usage) if self.error is None else self.events.failed(self.error)
+        if self.on_ending is not None:
+            self.on_ending()
+        return data
 
     def usage(self) -> Usage:
         options = self.request.options

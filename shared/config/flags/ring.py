@@ -117,6 +117,39 @@ RING = (
         ge=60,
     ),
     Flag(
+        "max-stored-responses",
+        FlagKind.INT,
+        1000,
+        "Responses of /v1/responses that one gateway keeps, with --response-store all gateways together; above it the "
+        "least recently used are dropped. 0: none, and previous_response_id and background are refused.",
+        ("gateway.max_stored_responses",),
+        ge=0,
+    ),
+    Flag(
+        "max-stored-response-bytes",
+        FlagKind.SIZE,
+        256 * 2**20,
+        "Bytes of all responses that --max-stored-responses counts; above it the least recently used are dropped.",
+        ("gateway.max_stored_response_bytes",),
+        ge=2**20,
+    ),
+    Flag(
+        "response-ttl",
+        FlagKind.FLOAT,
+        1800.0,
+        "Seconds after its last use after which a stored response is dropped.",
+        ("gateway.response_ttl_s",),
+        ge=0.1,
+    ),
+    Flag(
+        "response-store",
+        FlagKind.TEXT,
+        None,
+        "Folder that keeps stored responses over a restart, and which all gateways of this host share. Unset: they are "
+        "in the memory of the gateway that made them.",
+        ("gateway.response_store",),
+    ),
+    Flag(
         "body-timeout",
         FlagKind.FLOAT,
         30.0,

@@ -94,5 +94,9 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_file_bytes: int = 512 * 2**20  # of an uploaded file
     batch_retention_s: float = 30 * 86400.0  # files and ended batches are removed after it
     batch_lines: int = 256  # of a batch that are answered at a time
+    max_stored_responses: int = 1000  # of /v1/responses, that a gateway keeps; 0: none
+    max_stored_response_bytes: int = 256 * 2**20  # of all stored responses
+    response_ttl_s: float = 1800.0  # a stored response is dropped so long after its last use
+    response_store: str = ""  # folder of stored responses, of all gateways of this host; empty: in memory
     middleware: list[str] = []  # importable names, the first is the outermost
     batch: BatchConfig | None = None  # set: this gateway does not listen

@@ -85,6 +85,7 @@ async def _rig(join: bool = True, max_model_len: int = CARD.max_model_len, **fie
         answering.cancel()
         await asyncio.wait((answering,))
         loop.cancel()
+        await asyncio.wait((loop,))
 
 
 @pytest.fixture

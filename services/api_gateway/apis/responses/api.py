@@ -4,6 +4,7 @@ Each event has the next `sequence_number`, and one of text alone costs one join.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -27,8 +28,9 @@ from blockyard.services.api_gateway.apis.responses.output_items import (
     end_status,
     whole_items,
 )
-from blockyard.services.api_gateway.apis.responses.parse import parse_responses
+from blockyard.services.api_gateway.apis.responses.parse import parse_responses, parse_stored
 from blockyard.services.api_gateway.apis.responses.response_object import (
+    CANCELLED,
     STARTED,
     ResponseEnd,
     failed,
@@ -63,6 +65,7 @@ class ResponsesEvents:
         self._held: list[TextLogprobs] = []  # of tokens that wait for their text
         self._call_ended = False  # by the event before
         self._is_cut = False
+        self.final = b""  # the answer's object, from its end on
 
     def choice(self, index: int, prompt_ids: list[int] | None) -> "ResponsesEvents":
         assert index == 0  # a request has one answer
@@ -104,9 +107,18 @@ class ResponsesEvents:
         """The item that is open does not end: a client would run a call that has no end."""
         return self._last(failed(error))
 
+    def cancelled(self) -> bytes:
+        """The client does not want the rest. There is no event of that name."""
+        self.final = response_object(self._options, CANCELLED, self._items.done)
+        return self._event(b"response.incomplete", b'"response":' + self.final)
+
+    def so_far(self, end: ResponseEnd) -> bytes:
+        """The answer's object with the items that have ended."""
+        return response_object(self._options, end, self._items.done)
+
     def _last(self, end: ResponseEnd) -> bytes:
-        shown = b'"response":' + response_object(self._options, end, self._items.done)
-        return self._event(b"response." + end.status.encode(), shown)
+        self.final = self.so_far(end)
+        return self._event(b"response." + end.status.encode(), b'"response":' + self.final)
 
     def _part(self, part: Part) -> bytes:
         items, data = self._items, b""
@@ -178,6 +190,14 @@ class ResponsesEvents:
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (kind, kind, fields, number)
 
 
+def failed_event(answer: bytes, number: int) -> bytes:
+    """The last event of a failed answer whose other events are lost; `answer`: its object."""
+    return b'event: response.failed\ndata: {"type":"response.failed","response":%b,"sequence_number":%d}\n\n' % (
+        answer,
+        number,
+    )
+
+
 def _place(item: OpenItem) -> bytes:
     """The fields that say to what an event belongs."""
     place = b'"item_id":%b,"output_index":%d' % (encode(item.id), item.index)
@@ -191,14 +211,29 @@ def _whole(options: ResponseOptions, choices: Sequence[FinishedChoice], usage: U
     return response_object(options, finished(usage, cut), items)
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 RESPONSES = Api(
     name="responses",
     paths=("/v1/responses",),
     schema=ResponsesRequest,
     parse=parse_responses,
+    parse_stored=parse_stored,
     events=ResponsesEvents,
     whole=_whole,
     error_body=error_body,
     streamed_codes=("context_length_exceeded",),
     tries_websocket=True,
+)
+INPUT_TOKENS = replace(
+    RESPONSES,
+    name="input_tokens",
+    paths=("/v1/responses/input_tokens",),
+    count=lambda number: encode(InputTokens(number)),
+    tries_websocket=False,
 )

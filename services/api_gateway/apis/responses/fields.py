@@ -1,9 +1,11 @@
 """The JSON fields of /v1/responses. Items and tools are read by `input_items` and `tools`."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from blockyard.services.api_gateway.requests.generate_request import StoredTurn
 from blockyard.services.api_gateway.requests.schemas import GenerationFields, ReasoningEffort, TruncationSide, Verbosity
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
@@ -23,10 +25,8 @@ INCLUDABLE = (
 )
 # fields that need features that this server lacks -> the replacement that clients can send
 REFUSED = {
-    "background": "",
-    "conversation": "send the whole conversation as input",
+    "conversation": "send previous_response_id, or the whole conversation as input",
     "moderation": "",
-    "previous_response_id": "send the whole conversation as input",
     "prompt": "send its text as instructions and input",
 }
 # fields of chat completions -> their replacements; not to be ignored, since an answer would be another one
@@ -110,12 +110,15 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Answers a conversation of items, which may call tools; nothing is stored."""
+    """Answers a conversation of items, which may call tools. The answer is stored unless `store` is false."""
 
     model: str | None = None
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None
     tools: list[Any] | None = None
@@ -168,13 +171,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt_cache_options: msgspec.Raw = NULL
     prompt_cache_retention: msgspec.Raw = NULL
     service_tier: msgspec.Raw = NULL
-    store: msgspec.Raw = NULL
     stream_options: msgspec.Raw = NULL
+    personality: msgspec.Raw = NULL
     # refused by name
-    background: msgspec.Raw = NULL
     conversation: msgspec.Raw = NULL
     moderation: msgspec.Raw = NULL
-    previous_response_id: msgspec.Raw = NULL
     prompt: msgspec.Raw = NULL
     logprob_token_ids: msgspec.Raw = NULL
     repetition_detection: msgspec.Raw = NULL
@@ -204,8 +205,17 @@ def generation_fields(request: ResponsesRequest, **others: Any) -> GenerationFie
     return GenerationFields(**{name: getattr(request, name) for name in _SHARED} | others)
 
 
-def check_fields(request: ResponsesRequest) -> None:
-    """Raises RequestError for fields that need no others to be wrong."""
+def placed(history: Sequence[InputItem], given: str | list[InputItem] | None) -> Iterator[tuple[str, InputItem]]:
+    """The items of a conversation in order, each with its place for errors."""
+    for i, item in enumerate(history):
+        yield f"previous_response_id[{i}]", item
+    for i, item in enumerate(given if isinstance(given, list) else ()):
+        yield f"input[{i}]", item
+
+
+def check_fields(request: ResponsesRequest, turn: StoredTurn | None) -> None:
+    """Raises RequestError for fields that are wrong whatever the conversation is."""
+    _check_stored(request, turn)
     for name, instead in REFUSED.items():
         if bytes(getattr(request, name)) not in (b"null", b"false"):
             raise not_built(name, instead)
@@ -218,6 +228,24 @@ def check_fields(request: ResponsesRequest) -> None:
     if request.max_tool_calls is not None and request.max_tool_calls < 1:
         raise RequestError(f"max_tool_calls must be at least 1, got {request.max_tool_calls}", "max_tool_calls")
     _check_metadata(request.metadata or {})
+
+
+def _check_stored(request: ResponsesRequest, turn: StoredTurn | None) -> None:
+    if request.previous_response_id is not None and bytes(request.conversation) != b"null":
+        raise RequestError(
+            "previous_response_id and conversation exclude each other",
+            "previous_response_id",
+            code="mutually_exclusive_parameters",
+        )
+    needs = "previous_response_id" if request.previous_response_id is not None else ""
+    needs = "background" if request.background else needs
+    if needs and turn is None:
+        said = f"{needs} needs stored responses: --max-stored-responses is 0, or this is a line of a batch"
+        raise RequestError(said, needs, code="unsupported_parameter")
+    if request.previous_response_id is not None and turn is not None and not turn.history:
+        raise RequestError("the key previous_response_id is written as it is, without escapes", "previous_response_id")
+    if request.background and request.store is False:
+        raise RequestError("a background response is stored: store may not be false", "background")
 
 
 def _check_metadata(metadata: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from blockyard.services.api_gateway.apis.hidden_reasoning import read_hidden_reasoning
-from blockyard.services.api_gateway.apis.responses.fields import InputItem, ItemPart
+from blockyard.services.api_gateway.apis.responses.fields import InputItem, ItemPart, placed
 from blockyard.services.api_gateway.apis.responses.tools import SEARCH, SERVER_TOOLS, ResponseTools
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.chat_messages import (
@@ -41,21 +41,27 @@ def _given_reasoning(text: str, where: str) -> str | None:
 
 
 def read_input(
-    given: str | list[InputItem] | None, instructions: str | None, tools: ResponseTools, strict: bool
+    given: str | list[InputItem] | None,
+    history: Sequence[InputItem],
+    instructions: str | None,
+    tools: ResponseTools,
+    strict: bool,
 ) -> bytes:
-    """Returns the messages as JSON for Tokenize. Adds items left out to `tools.ignored`. Raises RequestError."""
+    """Returns the messages as JSON for Tokenize. `history`: items before the input.
+
+    Adds items left out to `tools.ignored`. Raises RequestError.
+    """
     if given is None or given == []:
         raise RequestError("`input` is missing" if given is None else "`input` is empty", "input")
     reader = _InputReader(tools, strict)
     if instructions:
         reader.messages.append(Message(role="system", content=instructions))
+    for i, (where, item) in enumerate(placed(history, given)):
+        reader.read(item, i, where)
     if isinstance(given, str):
         if not given:
             raise RequestError("`input` is empty", "input")
-        reader.messages.append(Message(role="user", content=given))
-    else:
-        for i, item in enumerate(given):
-            reader.read(item, i)
+        reader.say(given)
     return msgspec.json.encode(reader.finish())
 
 
@@ -69,14 +75,13 @@ class _InputReader:
         self._calls: dict[str, tuple[str, str]] = {}  # of each call's id, its type and its place
         self._open: dict[str, str] = {}  # calls without an output, with their places
 
-    def read(self, item: InputItem, index: int) -> None:
-        """Raises RequestError."""
-        where = f"input[{index}]"
+    def read(self, item: InputItem, index: int, where: str) -> None:
+        """Raises RequestError. `index`: among all items of the conversation; `where` names it."""
         kind = item.type or ("message" if item.role is not None else "item_reference" if item.id else None)
         if kind is None:
             raise RequestError("an item needs its type", f"{where}.type")
         if kind == "item_reference" or kind in NOT_BUILT:
-            said = f"an item of the type {kind} needs stored items, which are not built yet: send the items themselves"
+            said = f"an item of the type {kind} needs state that this server does not have: send the items themselves"
             raise RequestError(said, f"{where}.type", code="unsupported_parameter")
         if item.id:
             if item.id in self._ids:
@@ -98,9 +103,13 @@ class _InputReader:
             case _ if kind in CALLS:
                 self._call(item, kind, where)
             case _ if kind in OUTPUTS:
-                self._output(item, kind, index)
+                self._output(item, kind, index, where)
             case _:
                 raise RequestError(f"an item of the type {kind[:40]!r} is not known", f"{where}.type")
+
+    def say(self, text: str) -> None:
+        """The user's text, behind all items."""
+        self._say(Message(role="user", content=text))
 
     def finish(self) -> list[Message]:
         for call_id, where in self._open.items():
@@ -154,8 +163,7 @@ class _InputReader:
         turn = self._assistant(behind_text=True)
         turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(id=call_id, type="function", function=function)]
 
-    def _output(self, item: InputItem, kind: str, index: int) -> None:
-        where = f"input[{index}]"
+    def _output(self, item: InputItem, kind: str, index: int, where: str) -> None:
         call_id = _call_id(item, where)
         if call_id not in self._calls:
             raise RequestError(f"no call before this output has the id {call_id[:128]!r}", f"{where}.call_id")

@@ -9,6 +9,7 @@ import msgspec
 from blockyard.services.api_gateway.apis.hidden_reasoning import hide_reasoning
 from blockyard.services.api_gateway.apis.logprobs import ContentToken, chat_logprobs
 from blockyard.services.api_gateway.apis.openai_fields import encode
+from blockyard.services.api_gateway.apis.responses.stored_items import OUTPUT_MARK, response_name
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions, ResponsesOptions
 from blockyard.shared.messages import TextLogprobs
 from blockyard.shared.output_parsing.parts import Part, PartKind
@@ -126,7 +127,10 @@ class OutputItems:
     """At most one item is open: the parts of an answer follow each other."""
 
     def __init__(self, options: ResponseOptions) -> None:
+        own = options.responses
         self._options, self._name = options, secrets.token_hex(12)
+        if own is not None and own.store is not None:  # they name the response that they are in
+            self._name = response_name(options.answer_id) + OUTPUT_MARK
         self.open: OpenItem | None = None
         self.done: list[bytes] = []  # as JSON
 

@@ -15,12 +15,21 @@ from blockyard.services.api_gateway.apis.responses.fields import (
     generation_fields,
 )
 from blockyard.services.api_gateway.apis.responses.input_items import read_input
+from blockyard.services.api_gateway.apis.responses.stored_items import (
+    GATEWAY_CHARS,
+    RESPONSE_ID,
+    read_history,
+    stored_input,
+    with_items,
+)
 from blockyard.services.api_gateway.apis.responses.tools import SEARCH, ResponseTools, ToolKey, read_response_tools
 from blockyard.services.api_gateway.requests.generate_request import (
     MAX_ID_CHARS,
     GenerateRequest,
     ResponseOptions,
     ResponsesOptions,
+    StoredTurn,
+    StoreOptions,
 )
 from blockyard.services.api_gateway.requests.prompt_fields import messages_prompt, says_no_thinking, template_kwargs
 from blockyard.services.api_gateway.requests.schemas import GenerationFields
@@ -39,12 +48,41 @@ AUTO_SHARE = 8  # `truncation: auto` leaves this part of the context to an answe
 def parse_responses(
     request: ResponsesRequest, card: ModelCard, config: GatewayConfig, formats: OutputFormats, name: str
 ) -> GenerateRequest:
-    """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    check_fields(request)
-    settings = card.settings
+    """A response that is not stored. `name` is the unique part of its id, where the request has none.
+
+    Raises RequestError.
+    """
+    return _parse(request, card, config, formats, name, None)
+
+
+def parse_stored(
+    request: ResponsesRequest,
+    card: ModelCard,
+    config: GatewayConfig,
+    formats: OutputFormats,
+    name: str,
+    turn: StoredTurn,
+) -> GenerateRequest:
+    """A response that may be stored, and may continue another. Raises RequestError."""
+    return _parse(request, card, config, formats, name, turn)
+
+
+def _parse(
+    request: ResponsesRequest,
+    card: ModelCard,
+    config: GatewayConfig,
+    formats: OutputFormats,
+    name: str,
+    turn: StoredTurn | None,
+) -> GenerateRequest:
+    check_fields(request, turn)
+    if turn is not None and turn.referenced and isinstance(request.input, list):
+        request = msgspec.structs.replace(request, input=with_items(request.input, turn.referenced))
+    settings, strict = card.settings, config.strict_fields
+    history = read_history(turn.history) if turn is not None and turn.history else []
     asked = limits.max_tokens("max_output_tokens", request.max_output_tokens, None)
-    tools = read_response_tools(request, settings.tools, config.strict_fields)
-    messages = read_input(request.input, request.instructions, tools, config.strict_fields)
+    tools = read_response_tools(request, history, settings.tools, strict)
+    messages = read_input(request.input, history, request.instructions, tools, strict)
     kwargs = template_kwargs(card, _template_fields(request), request.chat_template_kwargs)
     prompt = msgspec.structs.replace(
         messages_prompt(card, messages, tools.use, kwargs),
@@ -54,7 +92,7 @@ def parse_responses(
     fields, drops_turns = generation_fields(request), request.truncation == "auto"
     if drops_turns:
         prompt = msgspec.structs.replace(prompt, max_tokens=_room(asked, card.max_model_len))
-    grammar, options = _grammar(request, fields, card), _options(request, card, config, tools, name)
+    grammar, options = _grammar(request, fields, card), _options(request, card, config, tools, name, turn)
     output, thinks = read_output_form(tools.use, formats), not says_no_thinking(kwargs)
     options = replace(
         options,
@@ -93,12 +131,23 @@ def _grammar(request: ResponsesRequest, fields: GenerationFields, card: ModelCar
 
 
 def _options(
-    request: ResponsesRequest, card: ModelCard, config: GatewayConfig, tools: ResponseTools, name: str
+    request: ResponsesRequest,
+    card: ModelCard,
+    config: GatewayConfig,
+    tools: ResponseTools,
+    name: str,
+    turn: StoredTurn | None,
 ) -> ResponseOptions:
     include, num_top = request.include or (), request.top_logprobs
+    own = limits.name("request_id", request.request_id, MAX_ID_CHARS)
+    store = None
+    if turn is not None and request.store is not False:
+        name, own = (f"{turn.name[:GATEWAY_CHARS]}_{own}" if own else turn.name), ""
+        items = stored_input(request.input or "", name)
+        store = StoreOptions(items, request.previous_response_id or "", bool(request.background))
     shown = limits.num_logprobs("top_logprobs", num_top, card.settings.max_logprobs, card.vocab_size)
     return ResponseOptions(
-        answer_id="resp_" + (limits.name("request_id", request.request_id, MAX_ID_CHARS) or name),
+        answer_id=RESPONSE_ID + (own or name),
         created=int(time.time()),
         model=card.names[0],
         role="assistant",
@@ -108,10 +157,11 @@ def _options(
         tokens_as_ids=config.return_tokens_as_token_ids,
         prompt_tokens_details=True,
         responses=ResponsesOptions(
-            _repeated(request, card, tools),
+            _repeated(request, card, tools, store is not None),
             {one.tool.name: one.key for one in tools.offered if one.key.namespace},
             SEARCH if ToolKey("", SEARCH) in tools.names and tools.searches else "",
             ENCRYPTED_REASONING in include,
+            store,
         ),
     )
 
@@ -135,13 +185,13 @@ class RepeatedFields(msgspec.Struct, frozen=True):
     user: str | None
     prompt_cache_key: str | None
     safety_identifier: str | None
-    background: bool = False
-    previous_response_id: None = None
+    background: bool
+    previous_response_id: str | None
+    store: bool
     service_tier: str = "default"
-    store: bool = False
 
 
-def _repeated(request: ResponsesRequest, card: ModelCard, tools: ResponseTools) -> bytes:
+def _repeated(request: ResponsesRequest, card: ModelCard, tools: ResponseTools, stores: bool) -> bytes:
     """JSON fields without the braces around them."""
     defaults, text, reasoning = card.settings.defaults, request.text, request.reasoning
     shown_format = (text.format if text is not None else None) or TextFormat(type="text")
@@ -166,5 +216,8 @@ def _repeated(request: ResponsesRequest, card: ModelCard, tools: ResponseTools) 
         request.user,
         request.prompt_cache_key,
         request.safety_identifier,
+        bool(request.background),
+        request.previous_response_id,
+        stores,
     )
     return msgspec.json.encode(fields)[1:-1]

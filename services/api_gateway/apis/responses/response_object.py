@@ -48,7 +48,7 @@ class ResponseEnd(msgspec.Struct, frozen=True):
     completed_at: int | None = None
 
 
-STARTED = ResponseEnd("in_progress")
+QUEUED, STARTED, CANCELLED = ResponseEnd("queued"), ResponseEnd("in_progress"), ResponseEnd("cancelled")
 
 
 def finished(usage: Usage, cut: bool) -> ResponseEnd:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.responses.fields import InputItem, ResponsesRequest
+from blockyard.services.api_gateway.apis.responses.fields import InputItem, ResponsesRequest, placed
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.ring_client.request_fields.tools import (
@@ -58,7 +58,7 @@ class OfferedTool:
     key: ToolKey
     tool: Tool  # under the name that the model knows
     shown: dict[str, Any]  # as chat templates show it
-    loaded_by: int | None  # the item of the input that brought it; None: the request's field
+    loaded_by: int | None  # the item of the conversation that brought it; None: the request's field
 
 
 @dataclass(slots=True)
@@ -68,8 +68,8 @@ class ResponseTools:
     given: list[Any]  # the entries of the request's field that count
     ignored: list[str]  # types of tools and items that were left out
     names: dict[ToolKey, str]  # that the model knows
-    brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the input, as templates show tools
-    leading: frozenset[int]  # items at the head of the input whose tools are shown with those of the field
+    brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the conversation, as templates show tools
+    leading: frozenset[int]  # items at its head whose tools are shown with those of the field
     searches: bool  # the client searches for tools
 
     def shown_name(self, namespace: str | None, name: str) -> str:
@@ -103,19 +103,21 @@ class _Entry(NamedTuple):
     loaded_by: int | None
 
 
-def read_response_tools(request: ResponsesRequest, defaults: ToolDefaults, strict: bool) -> ResponseTools:
-    """Raises RequestError. `strict`: a tool that would be left out is an error."""
+def read_response_tools(
+    request: ResponsesRequest, history: Sequence[InputItem], defaults: ToolDefaults, strict: bool
+) -> ResponseTools:
+    """Raises RequestError. `history`: items before the input. `strict`: a tool that would be left out is an error."""
     reader = _ToolReader(strict)
     if len(request.tools or ()) > MAX_TOOLS:
         raise RequestError(f"tools has at most {MAX_TOOLS} entries, got {len(request.tools or ())}", "tools")
     for i, value in enumerate(request.tools or ()):
         if reader.read(value, f"tools[{i}]", None):
             reader.given.append(value)
-    items = request.input if isinstance(request.input, list) else []
-    leading = frozenset(_leading(items))
-    for i, item in enumerate(items):
+    items = list(placed(history, request.input))
+    leading = frozenset(_leading([item for _where, item in items]))
+    for i, (where, item) in enumerate(items):
         if item.type in LOADED:
-            _read_loaded(reader, item, i, None if i in leading else i)
+            _read_loaded(reader, item, where, None if i in leading else i)
     found, brought = reader.found()
     offered = [one for one in found if one.loaded_by is not None or not reader.is_hidden(one.key)]
     names = {one.key: one.tool.name for one in found}
@@ -132,11 +134,11 @@ def _leading(items: Sequence[InputItem]) -> Iterator[int]:
             return
 
 
-def _read_loaded(reader: "_ToolReader", item: InputItem, place: int, loaded_by: int | None) -> None:
+def _read_loaded(reader: "_ToolReader", item: InputItem, where: str, loaded_by: int | None) -> None:
     if item.type == "tool_search_output" and item.execution == "server":
         return
     for j, value in enumerate(item.tools or ()):
-        reader.read(value, f"input[{place}].tools[{j}]", loaded_by)
+        reader.read(value, f"{where}.tools[{j}]", loaded_by)
 
 
 class _ToolReader:

@@ -7,6 +7,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from openai.types.responses.input_token_count_params import InputTokenCountParams
 
 from blockyard.services.api_gateway.apis.responses.fields import ResponsesRequest
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest
@@ -26,3 +27,8 @@ def test_every_field_is_declared(params: Any, request_type: type[msgspec.Struct]
     assert len(kinds) >= 3
     official = {name for kind in kinds for name in kind.__annotations__}
     assert "model" in official and official - declared == set()
+
+
+def test_every_field_of_a_count_of_input_tokens_is_declared() -> None:
+    official = set(InputTokenCountParams.__annotations__)
+    assert "previous_response_id" in official and official - set(ResponsesRequest.__struct_encode_fields__) == set()

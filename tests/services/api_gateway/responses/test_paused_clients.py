@@ -9,11 +9,12 @@ from recorded_answers import pieces_of
 
 from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.interface import Usage
-from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
+from blockyard.services.api_gateway.apis.responses.api import RESPONSES
+from blockyard.services.api_gateway.requests.generate_request import ResponseOptions, ResponsesOptions
 from blockyard.services.api_gateway.responses.event_stream import EventStream, Kept
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter, UnreadText
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import FinishReason, TextDelta, ToolDefaults
+from blockyard.shared.messages import FinishReason, TextDelta, TextLogprobs, ToolDefaults
 from blockyard.shared.output_parsing.parts import Part, PartKind
 from blockyard.shared.ring_client.choice_reader import joined, open_reader
 from blockyard.shared.ring_client.request_fields.output_format import (
@@ -92,3 +93,32 @@ def test_a_client_that_pauses_gets_the_same_parts(start_at: int) -> None:
     events = [msgspec.json.decode(e[6:])["choices"][0] for e in transport.data.split(b"\n\n")[:-1]]
     assert [i for event in events for i in event["token_ids"] or []] == [*range(len(TEXT) + 1)]
     assert not errors and of_choice.num_reasoning == 3 * 50 + len("</think>")
+
+
+@pytest.mark.parametrize("start_at", [0, 1, 150, 180, 10_000])
+def test_log_probabilities_stay_with_their_text_while_a_client_pauses(start_at: int) -> None:
+    transport = Transport()
+    writer = ResponseWriter(UnreadText(1 << 30))
+    own = ResponsesOptions(b'"a":1', {})
+    options = ResponseOptions("resp_1", 1, "tiny", logprobs=True, has_reader=True, responses=own)
+    of_choice = open_reader(OutputForm(CallForm.FAMILY, True), USE, FORMATS, None, True, lambda error: None)
+    events = RESPONSES.events(options)
+    stream = EventStream(options, events.choice(0, None), writer, lambda: Usage(0, 0), of_choice)
+    given = deltas(TEXT)
+    for i, delta in enumerate(given):
+        if i == start_at:
+            writer.start(transport, False, 0.0)  # type: ignore[arg-type]
+        logprobs = [TextLogprobs(i, delta.text.encode(), -float(i), 1, [], [], [])]
+        stream.push(msgspec.structs.replace(delta, logprobs=logprobs), 0.0, 0.0)
+    if start_at > len(given):
+        writer.start(transport, False, 0.0)  # type: ignore[arg-type]
+    shown = [msgspec.json.decode(one.partition(b"data: ")[2]) for one in transport.data.split(b"\n\n")[:-1]]
+    last = msgspec.json.decode(events.ending(lambda: Usage(0, 0)).partition(b"data: ")[2])["response"]
+    messages = [item["content"][0] for item in last["output"] if item["type"] == "message"]
+    assert [part["text"] for part in messages] == ["Now:", "end"]
+    for part in messages:
+        first = TEXT.index(part["text"])
+        expected = [(one, -float(first + i)) for i, one in enumerate(part["text"])]
+        assert [(one["token"], one["logprob"]) for one in part["logprobs"] if one["token"]] == expected
+    streamed = [one for event in shown if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+    assert streamed == [one for part in messages for one in part["logprobs"]]

@@ -145,3 +145,30 @@ async def test_handing_over_to_another_agent(rig) -> None:
             made.agent.handoffs = [other]
             result = await agents.Runner.run(made.agent, "b, please")
     assert result.final_output == "Here is b." and result.last_agent is other
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_turns_by_the_id_of_the_response_before(rig, streamed: bool) -> None:
+    """Each request brings only what is new; the server has the rest."""
+    async with rig(tools=PARSERS, max_model_len=20_000) as r:
+        answers(r.ring, "<think>So.</think>" + call("degrees", city="Rome"), "It has 21.", "No wind.")
+        made = Rig(r.url)
+
+        async def run(text: str, **fields: Any) -> Any:
+            if not streamed:
+                return await agents.Runner.run(made.agent, text, **fields)
+            result = agents.Runner.run_streamed(made.agent, text, **fields)
+            async for _ in result.stream_events():
+                pass
+            return result
+
+        async with made.client:
+            first = await run("How is Rome?", auto_previous_response_id=True)
+            second = await run("And the wind?", previous_response_id=first.last_response_id)
+        prompts = [json.loads(frame.messages) for frame in r.ring.frames(Tokenize)]
+    assert (first.final_output, second.final_output) == ("It has 21.", "No wind.")
+    roles = [[message["role"] for message in prompt] for prompt in prompts]
+    assert roles[1] == ["system", "user", "assistant", "tool"]
+    assert roles[2] == [*roles[1], "assistant", "user"]
+    assert prompts[1][:2] == prompts[0] and prompts[2][:4] == prompts[1]
+    assert prompts[2][2]["reasoning_content"] == "So."

@@ -97,7 +97,7 @@ async def test_text(rig) -> None:
     assert (answer.object, answer.model, answer.id[:5]) == ("response", "tiny", "resp_")
     assert (answer.status, answer.output_text) == ("incomplete", "w0 w1 w2 ")
     assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.metadata == {"a": "b"} and answer.max_output_tokens == 3 and answer.to_dict()["store"] is False
+    assert answer.metadata == {"a": "b"} and answer.max_output_tokens == 3 and answer.to_dict()["store"] is True
     usage = answer.usage
     assert usage is not None and usage.output_tokens == 3 and usage.input_tokens_details.cached_tokens == 3
     assert usage.total_tokens == usage.input_tokens + 3
