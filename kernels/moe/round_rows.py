@@ -12,11 +12,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div, next_power_of_2
-from blockyard.kernels.layers.rounding import divided
+from blockyard.kernels.layers.rounding import FLOOR, divided
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 from blockyard.kernels.quantized.packed_weights import ExpertRounding, RoundedTo
 
-FLOOR = 1e-12  # of scales
 _MOST_TILE = 8192
 
 
@@ -42,7 +41,7 @@ def _reference_of(x: Tensor, rounding: ExpertRounding) -> tuple[Tensor, Tensor]:
         largest = x.abs().amax(1, keepdim=True)
         largest = largest if rounding.most is None else largest.clamp(max=rounding.most)
         scales = divided(largest, 448.0 if rounding.kind is RoundedTo.E4M3 else 127.0)
-    scales = scales if rounding.high is not None and rounding.kind is RoundedTo.E4M3 else scales.clamp(min=FLOOR)
+    scales = scales.clamp(min=FLOOR)
     if rounding.kind is RoundedTo.E4M3:
         return (x / scales).clamp(-448, 448).to(torch.float8_e4m3fn).float(), scales
     return (x / scales).round().clamp(-128, 127), scales
@@ -59,7 +58,7 @@ def symmetric_scale(largest, most, high_ptr, ROUND: tl.constexpr, STATIC: tl.con
     """The scale of inputs with this largest absolute value; STATIC: the one in memory."""
     if STATIC:
         scale = tl.load(high_ptr).to(tl.float32)
-        return tl.zeros_like(largest) + (scale if ROUND == 1 else tl.maximum(scale, 1e-12))
+        return tl.zeros_like(largest) + tl.maximum(scale, 1e-12)
     else:  # noqa: RET505, only one branch is compiled
         if MOST:
             largest = tl.minimum(largest, most)

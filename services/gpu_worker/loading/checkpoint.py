@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.loading import dummy_routers, gguf_file, parallel_load
-from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader, TensorHeaders
+from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeader, TensorHeaders, naming
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.errors import LoadError
@@ -72,7 +72,8 @@ def _load_in_turn(files: list[Path], total: int, table: WeightTable, progress: P
         table.expect([name for file in files for name, _ in headers_of(file)])
     for file in files:
         for name, value in _read(file, table.wants):
-            table.put(name, value.to(table.device) if file.suffix == gguf_file.SUFFIX else value)
+            with naming(file):
+                table.put(name, value.to(table.device) if file.suffix == gguf_file.SUFFIX else value)
             done += value.nbytes
             progress(min(done / max(total, 1), 1.0))
 

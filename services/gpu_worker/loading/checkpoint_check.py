@@ -5,6 +5,7 @@ from pathlib import Path
 
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.loading.checkpoint import find_files, has_header, headers_of
+from blockyard.services.gpu_worker.loading.tensor_headers import naming
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.memory import GIB
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
@@ -25,8 +26,9 @@ def check_tensors(table: WeightTable, folder: Path, load_format: str, ignore_pat
     if all(has_header(file) for file in files):
         for file in files:
             for name, header in headers_of(file):
-                if table.wants(name):
-                    table.mark_loaded(name, header.shape, header.dtype)
+                with naming(file):
+                    if table.wants(name):
+                        table.mark_loaded(name, header.shape, header.dtype)
         table.check_complete()
         return
     stored = sum(file.stat().st_size for file in files)

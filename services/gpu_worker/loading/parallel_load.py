@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from blockyard.services.gpu_worker.loading.tensor_headers import naming
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.shared.errors import LoadError
 
@@ -112,7 +113,8 @@ class Reader:
         with torch.inference_mode(), self._stream.use():
             value = torch.empty(stored.shape, dtype=stored.dtype, device=self._device)
             self._fill(value.view(-1).view(torch.uint8), stored)
-            table.put(stored.name, value)
+            with naming(stored.file):
+                table.put(stored.name, value)
         return stored.size_bytes
 
     def wait(self) -> None:

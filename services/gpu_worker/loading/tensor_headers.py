@@ -1,16 +1,19 @@
-"""Shapes and dtypes of a checkpoint's tensors, known before the tensors are read.
+"""Shapes and dtypes of a checkpoint's tensors, known before the tensors are read, and the file that an error is about.
 
 A quantized weight is kept as its file has it: the dtype of scales, or the size of their blocks, may be written nowhere
 else.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
+from blockyard.shared.errors import LoadError
 
 
 class TensorHeader(NamedTuple):
@@ -32,3 +35,12 @@ class TensorHeaders:
     def find(self, name: str) -> TensorHeader | None:
         """None: the checkpoint has no such tensor, or its headers are not known, as those of dummy weights."""
         return self._headers.get(bare(name))
+
+
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Puts a file's name in front of what is wrong with its tensors."""
+    try:
+        yield
+    except LoadError as e:
+        raise LoadError(f"{file.name}: {e}") from e

@@ -10,6 +10,7 @@ from packed_experts import FORMS, draw, rounding_of
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.layers.rounding import InputRounding
 from blockyard.kernels.moe import quantized_grouped, quantized_skinny
 from blockyard.kernels.moe.experts_skinny import SkinnyTiling, down_skinny_reference, gate_up_skinny_reference
 from blockyard.kernels.moe.gates import Gate
@@ -26,6 +27,7 @@ from blockyard.kernels.quantized.packed_weights import (
     RoundedTo,
     dequantized,
 )
+from blockyard.kernels.quantized.quantize_rows import quantize_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16] if DEVICE == "cuda" else [torch.float32, torch.float16]  # each is compiled by itself
@@ -202,6 +204,19 @@ def test_rounded_rows(size: int, scaled_by: str, kind: RoundedTo, dtype: torch.d
     want, want_scales = round_rows_reference(x, rounding)
     torch.testing.assert_close(scales, want_scales)
     assert (codes.float() != want).float().mean() <= (1e-3 if DEVICE == "cuda" else 0)
+
+
+@pytest.mark.parametrize("given", [{}, {"most": 0.7}, {"group": 128}, {"scale": 0.02}, {"scale": 0.0}])
+@pytest.mark.parametrize("kind", [RoundedTo.E4M3, RoundedTo.INT8])
+def test_rows_have_the_bits_of_those_of_linear_layers(kind: RoundedTo, given: dict[str, float]) -> None:
+    given = dict(given)
+    scale = torch.tensor(given.pop("scale"), device=DEVICE) if "scale" in given else None
+    dtype = torch.float8_e4m3fn if kind is RoundedTo.E4M3 else torch.int8
+    x = torch.randn(4, 300, device=DEVICE) * torch.tensor([[1.0], [0.0], [1e-3], [100.0]], device=DEVICE)
+    codes, scales = round_rows(x, ExpertRounding(kind=kind, high=scale, **given))
+    want = quantize_rows(x, InputRounding(dtype, scale=scale, **given))
+    assert torch.equal(codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(scales, want.scales.reshape(scales.shape) if scale is None else want.scales[:, None])
 
 
 def test_keys_and_refusals() -> None:

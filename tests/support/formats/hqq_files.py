@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from quantized_checkpoint import Checkpoints, is_projection, write
 from torch import Tensor
 
@@ -15,9 +16,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """Row r is in bits of element r % step, the first rows in the upper bits; 3 bits in int32, else in uint8."""
     count = PACKED[bits]
     step = -(-len(codes) // count)
-    packed = torch.zeros(step, codes.shape[1], dtype=torch.int64)
-    for row, values in enumerate(codes):
-        packed[row % step] |= values << bits * (count - 1 - row // step)
+    parts = F.pad(codes, (0, 0, 0, count * step - len(codes))).view(count, step, -1)
+    packed = sum(one << bits * (count - 1 - i) for i, one in enumerate(parts))
     return packed.to(torch.int32 if bits == 3 else torch.uint8)
 
 

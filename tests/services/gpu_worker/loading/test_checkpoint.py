@@ -123,7 +123,7 @@ def test_missing_and_left_over_weights_are_named(whole: Path) -> None:
     change(whole, model__norm__weight=torch.ones(64), extra__weight=torch.ones(2))
     assert "does not: extra.weight" in refusal(whole)
     change(whole, extra__weight=None, model__norm__weight=torch.ones(63))
-    assert refusal(whole) == "model.norm.weight: the checkpoint has [63], config.json means [64]"
+    assert refusal(whole) == "model.safetensors: model.norm.weight: the checkpoint has [63], config.json means [64]"
 
 
 def test_unused_weights_are_skipped(sharded: Path, whole: Path) -> None:

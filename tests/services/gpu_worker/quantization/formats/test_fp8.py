@@ -275,7 +275,10 @@ def test_a_scale_of_kv_b_proj_that_lacks_is_named(tmp_path: Path) -> None:
             {"q_proj.weight_scale": torch.ones(3)},
             r"q_proj.weight_scale: the checkpoint has \[3\], config.json means \[\]",
         ),
-        ({"q_proj.weight_scale": torch.tensor(torch.nan)}, "layers.0.self_attn.q_proj.weight_scale: .* scale of nan"),
+        (
+            {"q_proj.weight_scale": torch.tensor(torch.nan)},
+            r"^model\.safetensors: \S+\.0\.self_attn\.q_proj\.weight_scale: .* scale of nan$",
+        ),
         ({"q_proj.weight_scale": torch.tensor(-1.0)}, r"layers.0.self_attn.q_proj.weight_scale: .* scale of -1\.0"),
     ],
 )
