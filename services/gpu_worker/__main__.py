@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderT
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
@@ -83,7 +83,10 @@ def serve(config: WorkerConfig) -> None:
 
 
 def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
-    """Starts the other ranks of this worker: they import torch while this process does. None: there are none."""
+    """Starts the other ranks of this worker: they import torch while this process does. None: there are none.
+
+    Raises ConfigError if there are fewer GPUs.
+    """
     size = config.tensor_parallel_size
     if size == 1 or config.worker_cls == "mock":
         return None
@@ -92,10 +95,14 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
         settings.report_error(config.process, error)
         settings.end(error.exit_code)
 
-    team, environments = LeaderTeam(config, Path(sys.argv[1]).absolute().parent, end), dict[int, dict[str, str]]()
+    environments = dict[int, dict[str, str]]()
     if config.device != "cpu" and gpu.exists():
         visible, first = os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu or 0
+        num = len(list(gpu.parent.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
+        if first + size > num:
+            raise ConfigError(f"--tensor-parallel-size {size}: each rank needs its own GPU, and there are {num} here")
         environments = {rank: {"CUDA_VISIBLE_DEVICES": own_gpu(visible, first + rank)} for rank in range(size)}
+    team = LeaderTeam(config, Path(sys.argv[1]).absolute().parent, end)
     team.start(environments)
     os.environ.update({**ENVIRONMENT, **environments.get(0, {})})
     return team

@@ -141,9 +141,12 @@ def load(
     share = check(build, settings, dtype, config, backend, shard)
     ranks = None if team is None else team.connect(backend.connect_ranks)
     table = WeightTable(dtype, backend.device, share, shard)
-    table.link, table.ranks = backend.link, ranks
+    table.link, table.ranks, table.spreads_experts = backend.link, ranks, config.expert_parallel
     table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
     model = build(settings, table)
+    if config.expert_parallel and not (ranks is not None and model.experts()):
+        what = "there is one rank" if ranks is None else "this model has none"
+        report.note(f"--enable-expert-parallel spreads no experts: {what}")
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     progress = Throttle(lambda done: report.phase("loading weights", done))
@@ -312,7 +315,9 @@ def check(
 ) -> HostShare:
     """Checks tensor names, shapes and memory before weights are allocated. Returns the share of the layers' weights
     that stays in host memory."""
-    model = build(settings, WeightTable(dtype, torch.device("meta"), shard=shard))
+    declared = WeightTable(dtype, torch.device("meta"), shard=shard)
+    declared.spreads_experts = config.expert_parallel
+    model = build(settings, declared)
     own_products = getattr(model, "own_products", None)  # of a class of transformers
     if config.batch_invariant and own_products:
         raise ConfigError(

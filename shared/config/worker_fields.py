@@ -154,6 +154,14 @@ def kv_on_gpu(values: Values) -> bool:
 def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     """Raises ConfigError for ranks of a worker that cannot be. config: of config.json."""
     size = values.get("tensor-parallel-size", int)
+    if values["enable-expert-parallel"] and values.get("data-parallel-size", int) > 1:
+        raise ConfigError(
+            f"{values.where('enable-expert-parallel')}: not built yet with --data-parallel-size above 1: experts are "
+            "spread over the ranks of one worker"
+        )
+    if size > 1 and values["distributed-executor-backend"] == "uni":
+        backend = values.where("distributed-executor-backend")
+        raise ConfigError(f"{backend} uni is for one rank; {values.where('tensor-parallel-size')} {size} needs mp")
     if size == 1 or values["worker-cls"] == "mock":
         return
     where = f"{values.where('tensor-parallel-size')} {size}"

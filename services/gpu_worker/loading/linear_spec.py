@@ -161,3 +161,8 @@ class ExpertSpec:
     matrix: LinearSpec  # of one expert; its names have "{}" in the place of a number, if they are not stacked
     stacked: bool = False  # the checkpoint has one tensor [experts, out, in] for all experts
     suffixes: tuple[str, str] = SUFFIXES  # of names
+    own: range | None = None  # experts that this rank has whole; None: it has a share of each
+
+    @property
+    def num_own(self) -> int:
+        return self.num_experts if self.own is None else len(self.own)

@@ -91,6 +91,7 @@ class WeightTable:
         self.ranks: RankGroup | None = (
             None  # that add their partial sums; None: one rank, or the model is only declared
         )
+        self.spreads_experts = False  # a rank has some experts whole, and not a share of each
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
         self.matrix_bytes = self.expert_bytes = 0  # of the layers' matrices and of their experts, on device and host
@@ -103,6 +104,7 @@ class WeightTable:
         self.scalars: dict[str, Tensor] = {}  # by name; a checkpoint may lack them
         self.size_bytes = 0
         self._ignored: set[str] = set()
+        self._elsewhere: set[str] = set()  # names of weights that other ranks have
         self._aliases: dict[str, str] = {}
         self._tied: dict[str, TiedWeight] = {}  # by name
         self._untied: list[str] = []  # names of tied weights that the checkpoint stores by themselves
@@ -303,6 +305,10 @@ class WeightTable:
         """The checkpoint may have a weight `name`, which the model does not use."""
         self._ignored.add(name)
 
+    def leave_to_others(self, name: str) -> None:
+        """The checkpoint has a weight `name`, which another rank has whole."""
+        self._elsewhere.add(name)
+
     def ignore_suffix(self, suffix: str) -> None:
         """Names that end so are of weights that the model does not use."""
         self._unused_last[suffix] = set()
@@ -336,6 +342,8 @@ class WeightTable:
         if known in self._tied and known not in self.places:
             source = self.places[self._tied[known].source]
             self.places[known] = replace(source, target=self.empty(*source.target.shape, dtype=source.target.dtype))
+        if known in self._elsewhere:
+            return False
         if self._has(known):
             return True
         if name.replace(TEXT_PART, "") in self._ignored:
@@ -398,7 +406,7 @@ class WeightTable:
         return name
 
     def _has(self, name: str) -> bool:
-        return any(name in named for named in (self.places, self.scalars, self._tied, self._wholes))
+        return any(name in named for named in (self.places, self.scalars, self._tied, self._wholes, self._elsewhere))
 
     def check_complete(self) -> None:
         by_other_name = {tied.source for name, tied in self._tied.items() if name in self._loaded}

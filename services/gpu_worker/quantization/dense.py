@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.loading.linear_spec import SUFFIXES, Arrange, ExpertSpec, LinearSpec, MatrixPart
+from blockyard.services.gpu_worker.loading.linear_spec import SUFFIXES, Arrange, Cut, ExpertSpec, LinearSpec, MatrixPart
 from blockyard.services.gpu_worker.loading.weights import FLOATS, Fill, WeightTable, after
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion, LinearMethod
 
@@ -148,7 +148,7 @@ class UnquantizedFormat:
 
     def experts(self, table: WeightTable, spec: ExpertSpec) -> ExpertMethod:
         made = allocate_experts(table, spec)
-        place_weights(table, spec.matrix, made.weight, spec.suffixes[0], is_stacked=spec.stacked)
+        place_weights(table, spec.matrix, made.weight, spec.suffixes[0], is_stacked=spec.stacked, experts=spec)
         return made
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
@@ -160,11 +160,11 @@ class UnquantizedFormat:
 def allocate_experts(table: WeightTable, spec: ExpertSpec) -> UnquantizedExperts:
     """Memory of a product of all experts of a layer, and places of the biases, which no format quantizes."""
     outputs, inputs = spec.matrix.num_outputs(table.shard), spec.matrix.num_inputs(table.shard)
-    [weight] = table.expert_memory(((spec.num_experts, outputs, inputs), table.dtype))
+    [weight] = table.expert_memory(((spec.num_own, outputs, inputs), table.dtype))
     if not spec.matrix.bias:
         return UnquantizedExperts(weight)
-    bias = table.empty(spec.num_experts, outputs)
-    place_rows(table, spec.matrix, bias, spec.suffixes[1], is_stacked=spec.stacked)
+    bias = table.empty(spec.num_own, outputs)
+    place_rows(table, spec.matrix, bias, spec.suffixes[1], is_stacked=spec.stacked, experts=spec)
     return UnquantizedExperts(weight, bias)
 
 
@@ -177,17 +177,19 @@ def place_weights(
     is_stacked: bool = True,
     stored: frozenset[torch.dtype] = FLOATS,
     fill: Fill | None = None,
+    experts: ExpertSpec | None = None,
 ) -> None:
     """Gives the checkpoint's matrices places in weight [out, in], or [experts, out, in], of this rank.
 
-    is_stacked: see `ExpertSpec`. stored, fill: see `WeightTable.place`.
+    is_stacked: see `ExpertSpec`. stored, fill: see `WeightTable.place`. experts: those that the rank has.
     """
     for one, target, arrange in targets(table, spec, weight, -2):
         shape, cut = (one.stored_rows or one.size, spec.in_features), spec.cut(one, table.shard)
         how = after(_transpose, arrange) if spec.transposed else arrange
         shape = shape[::-1] if spec.transposed else shape
-        for name, own, lead in _tensors(one.name, target, weight.shape[:-2], is_stacked):
-            table.place(f"{name}{suffix}", own, (*lead, *shape), how, stored, cut=cut, fill=fill)
+        whole = _cut_experts(experts, is_stacked)
+        for name, own, lead in _tensors(table, one.name, suffix, target, weight.shape[:-2], is_stacked, experts):
+            table.place(name, own, (*lead, *shape), how, stored, cut=whole or cut, fill=fill)
 
 
 def place_rows(
@@ -200,6 +202,7 @@ def place_rows(
     is_stacked: bool = True,
     stored: frozenset[torch.dtype] = FLOATS,
     fill: Fill | None = None,
+    experts: ExpertSpec | None = None,
 ) -> None:
     """Places one number for each row, [out] or [experts, out], as `place_weights` places weights.
 
@@ -207,9 +210,10 @@ def place_rows(
     """
     for one, target, arrange in targets(table, spec, rows, -1):
         cut = spec.bias_cut(one, table.shard) if is_added else spec.row_cut(one, table.shard)
-        for name, own, lead in _tensors(one.name, target, rows.shape[:-1], is_stacked):
+        whole = _cut_experts(experts, is_stacked)
+        for name, own, lead in _tensors(table, one.name, suffix, target, rows.shape[:-1], is_stacked, experts):
             shape = (*lead, one.stored_rows or one.size)
-            table.place(f"{name}{suffix}", own, shape, arrange, stored, cut=cut, fill=fill)
+            table.place(name, own, shape, arrange, stored, cut=whole or cut, fill=fill)
 
 
 def targets(
@@ -231,13 +235,29 @@ def targets(
         start += count
 
 
+def _cut_experts(experts: ExpertSpec | None, is_stacked: bool) -> Cut | None:
+    """Takes the experts of a rank from a stack of all. None: it has all."""
+    return None if experts is None or experts.own is None or not is_stacked else Cut(0, (experts.own,))
+
+
 def _tensors(
-    name: str, target: Tensor, lead: tuple[int, ...], is_stacked: bool
+    table: WeightTable,
+    name: str,
+    suffix: str,
+    target: Tensor,
+    lead: tuple[int, ...],
+    is_stacked: bool,
+    experts: ExpertSpec | None,
 ) -> list[tuple[str, Tensor, tuple[int, ...]]]:
     """The checkpoint's tensors and their first dimensions: one, or with a number in the place of "{}" each expert's."""
+    own = None if experts is None else experts.own
     if is_stacked:
-        return [(name, target, lead)]
-    return [(name.format(expert), own, ()) for expert, own in enumerate(target)]
+        return [(f"{name}{suffix}", target, lead if own is None or experts is None else (experts.num_experts,))]
+    if experts is not None and own is not None:
+        for expert in set(range(experts.num_experts)).difference(own):
+            table.leave_to_others(f"{name.format(expert)}{suffix}")
+    first = 0 if own is None else own.start
+    return [(f"{name.format(first + i)}{suffix}", part, ()) for i, part in enumerate(target)]
 
 
 def _split_runs(runs: int, dim: int, stored: Tensor) -> Tensor:

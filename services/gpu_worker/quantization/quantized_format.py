@@ -100,6 +100,10 @@ class QuantizedFormat:
         known = [one for one in flat if one is not None]
         if not known:
             return self._others.experts(table, spec)
+        if spec.own is not None:
+            raise ConfigError(
+                f"--enable-expert-parallel: quantized experts ({name.partition('.{}')[0]}) are not spread"
+            )
         form = known[0].form
         if len(known) < len(flat) or any(one.form != form for one in known):
             raise ConfigError(f"quantization_config: experts {name.partition('.{}')[0]} are not quantized alike")

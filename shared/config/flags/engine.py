@@ -33,16 +33,21 @@ PARALLEL = (
         ge=1,
         le=1024,
     ),
-    Flag("enable-expert-parallel", FlagKind.BOOL, False, "Spread experts.", refused=not_built("expert parallelism")),
+    Flag(
+        "enable-expert-parallel",
+        FlagKind.BOOL,
+        False,
+        "Give each rank of --tensor-parallel-size some experts whole, and not a share of each.",
+        ("worker.expert_parallel",),
+    ),
     Flag(
         "distributed-executor-backend",
         FlagKind.TEXT,
         "mp",
         "How workers are started.",
-        choices=("mp",),
+        choices=("mp", "uni"),
         refused_values={
             "ray": _RAY,
-            "uni": "a worker is a process of its own; use mp",
             "external_launcher": not_built("torchrun; `blockyard run gpu-worker` starts a worker by hand"),
         },
     ),
@@ -54,7 +59,7 @@ PARALLEL = (
         FlagKind.BOOL,
         False,
         "Use NCCL's all-reduce.",
-        mapped="a worker group is one device, nothing is reduced",
+        mapped="sums of ranks on GPUs are NCCL's already",
     ),
     Flag(
         "worker-cls",

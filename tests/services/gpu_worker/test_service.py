@@ -3,16 +3,19 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_links import FakeLinks
 
 from blockyard.services.gpu_worker import counters
-from blockyard.services.gpu_worker.__main__ import own_gpu
+from blockyard.services.gpu_worker.__main__ import own_gpu, start_ranks
 from blockyard.services.gpu_worker.interfaces import CompletedPlan
 from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, Worker
 from blockyard.shared.bus.member_list import Gone, Joined
-from blockyard.shared.errors import DeviceError
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import ConfigError, DeviceError
 from blockyard.shared.messages import (
     Attach,
     Attached,
@@ -294,6 +297,19 @@ def test_plans_in_flight_are_answered_before_it_ends() -> None:
 def test_each_replica_uses_its_own_visible_gpu() -> None:
     assert [own_gpu(None, i) for i in (0, 3)] == ["0", "3"]
     assert [own_gpu("4, 6", i) for i in (0, 1)] == ["4", "6"]
+
+
+def test_more_ranks_than_gpus_are_refused_before_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidiactl", "nvidia0", "nvidia1"):
+        (tmp_path / name).touch()
+    process = ProcessConfig(name="worker", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
+    config = WorkerConfig(process=process, model_path="", tensor_parallel_size=3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(ConfigError, match="size 3: each rank needs its own GPU, and there are 2 here"):
+        start_ranks(config, tmp_path / "nvidiactl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    with pytest.raises(ConfigError, match="there are 1 here"):
+        start_ranks(config, tmp_path / "nvidiactl")
 
 
 def test_chores_run_while_idle_without_waiting_for_the_links(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,19 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         deploy("--device", "cpu", "-tp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}')
 
 
+def test_experts_are_spread_over_the_ranks_of_a_worker() -> None:
+    [spread] = deploy("--device", "cpu", "-tp", "2", "--enable-expert-parallel").workers
+    assert spread.expert_parallel
+    with pytest.raises(ConfigError, match="not built yet with --data-parallel-size above 1"):
+        deploy("--device", "cpu", "-tp", "2", "-dp", "2", "--enable-expert-parallel")
+
+
+def test_uni_is_one_rank() -> None:
+    assert deploy("--device", "cpu", "--distributed-executor-backend", "uni").workers[0].tensor_parallel_size == 1
+    with pytest.raises(ConfigError, match="--distributed-executor-backend uni is for one rank; -tp 2 needs mp"):
+        deploy("--device", "cpu", "-tp", "2", "--distributed-executor-backend", "uni")
+
+
 def test_each_replica_takes_its_own_host_memory() -> None:
     flags = ["--preemption-mode", "swap", "--swap-space", "3", "--data-parallel-size", "2"]
     line, _ = parsed_flags.from_command_line(flags)

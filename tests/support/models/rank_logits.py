@@ -1,6 +1,8 @@
 """One rank of a group: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits RANK SIZE GROUP-FOLDER CHECKPOINT...
+python -m rank_logits RANK SIZE GROUP-FOLDER [--spread] CHECKPOINT...
+
+--spread: ranks have some experts whole.
 """
 
 import os
@@ -32,12 +34,12 @@ def prompt() -> list[int]:
     return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
 
 
-def load(folder: Path, ranks: RankGroup | None, load_format: str = "auto") -> Model:
+def load(folder: Path, ranks: RankGroup | None, *, spread: bool = False) -> Model:
     settings = read_config(folder, {}, lambda note: None)
     table = WeightTable(torch.float32, CPU, shard=Shard() if ranks is None else ranks.shard)
-    table.ranks = ranks
+    table.ranks, table.spreads_experts = ranks, spread
     model = find_family(settings)(settings, table)
-    checkpoint.load(table, folder, load_format, [], 0, lambda done: None)
+    checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     return model
 
@@ -48,10 +50,10 @@ def logits(model: Model) -> torch.Tensor:
     return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
 
 
-def run(size: int, group: Path, folders: Sequence[Path]) -> None:
+def run(size: int, group: Path, folders: Sequence[Path], *flags: str) -> None:
     """Runs all ranks as processes. Raises CalledProcessError if one fails."""
     group.mkdir()
-    arguments = [str(size), str(group), *map(str, folders)]
+    arguments = [str(size), str(group), *flags, *map(str, folders)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-P", "-m", "rank_logits"]
     ranks = [subprocess.Popen([*command, str(rank), *arguments], env=env) for rank in range(size)]
@@ -69,8 +71,9 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, size, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     ranks = connect_cpus(Shard(rank, size), group)
-    for folder in map(Path, sys.argv[4:]):
-        found = logits(load(folder, ranks))
+    spread = sys.argv[4] == "--spread"
+    for folder in map(Path, sys.argv[4 + spread :]):
+        found = logits(load(folder, ranks, spread=spread))
         if ranks.is_leader:
             torch.save(found, folder / OUTPUT)
 

@@ -1,17 +1,20 @@
 """The weights of a layer's experts, where checkpoints have them, and what is computed with them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.moe.routing import Routing
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, make_spec
 from blockyard.services.gpu_worker.loading.expert_loads import LayerLoad
 from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, MatrixPart, Rows, Split, part
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.shares import share
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod
+from blockyard.shared.errors import ConfigError
 
 STACK_SUFFIXES = ("", "_bias")  # transformers' own
 
@@ -26,6 +29,11 @@ class ExpertWeights:
     load: LayerLoad | None = None  # counts how often each expert is chosen
     is_partial: bool = False  # the sum of a row's experts is still to be added to those of other ranks
     ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
+
+    own: range | None = None  # experts that this rank has whole; None: it has a share of each
+
+    def num_own(self, routing: Routing) -> int:
+        return routing.num_experts if self.own is None else len(self.own)
 
     def tensors(self) -> list[Tensor]:
         return [*self.gate_up.tensors().values(), *self.down.tensors().values()]
@@ -112,11 +120,20 @@ def stacked_experts(
 
 
 def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> ExpertWeights:
+    table, own = layers.table, None
+    if table.spreads_experts and table.shard.size > 1:
+        if gate_up.num_experts < table.shard.size:
+            raise ConfigError(
+                f"--enable-expert-parallel: {gate_up.num_experts} experts cannot be on {table.shard.size} ranks"
+            )
+        own = share(gate_up.num_experts, table.shard)
+        gate_up, down = (replace(one, own=own, matrix=replace(one.matrix, split=Split.NONE)) for one in (gate_up, down))
     return ExpertWeights(
         gate_up=layers.experts(gate_up),
         down=layers.experts(down),
         device=layers.table.device,
-        load=layers.table.expert_load(gate_up.num_experts),
+        load=layers.table.expert_load(gate_up.num_experts) if own is None else None,
         is_partial=layers.table.shard.size > 1,
         ranks=layers.table.ranks,
+        own=own,
     )

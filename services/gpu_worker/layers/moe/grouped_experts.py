@@ -40,7 +40,8 @@ class GroupedExperts:
         self.is_on_device = all(one.device.type == self.device.type for one in both)  # not in host memory
         takes_prefill = self.is_on_device and all(one.takes_prefill for one in both)  # TMA cannot read host memory
         form = " ".join(dict.fromkeys(one.form for one in both))
-        self.shape = ExpertShape(routing.num_experts, routing.top_k, hidden, inner, takes_prefill, form)
+        self._own, self._num_own = weights.own, weights.num_own(routing)
+        self.shape = ExpertShape(self._num_own, routing.top_k, hidden, inner, takes_prefill, form)
         self._measured: Mapping[int, ExpertConfig] = {}
         self._invariant = expert_configs.batch_invariant(self.shape)
 
@@ -74,6 +75,8 @@ class GroupedExperts:
         norm: RMSNorm | None = None,
     ) -> Tensor | None:
         config = self._invariant if batch_invariant else self._config(len(x))
+        if self._own is not None:
+            experts, weights = of_rank(experts, weights, self._own)
         return self._forward(config, x, experts, weights, shared, self._load, residual, norm)
 
     def forward_with(
@@ -125,7 +128,7 @@ class GroupedExperts:
         self, config: ExpertConfig, x: Tensor, experts: Tensor, weights: Tensor, load: Tensor | None
     ) -> Tensor:
         """Returns the products of all pairs, [pairs, hidden]."""
-        num_pairs, num_experts = experts.numel(), self._routing.num_experts
+        num_pairs, num_experts = experts.numel(), self._num_own
         if config.kernel == "prefill":
             mapped = map_experts(experts, num_experts, config.tile, load)
             return self._multiply_many(config, x, mapped, num_pairs, weights)
@@ -177,3 +180,11 @@ class GroupedExperts:
     def _scales(self, weights: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The routing weights, for the product that they multiply: the first or the last one."""
         return (weights, None) if self._scales_input else (None, weights)
+
+
+def of_rank(experts: Tensor, weights: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """Numbers and weights of a rank's experts. Others become its first one, with weight 0: sizes do not depend on the
+    choice."""
+    local = experts - own.start
+    is_elsewhere = (local < 0) | (local >= len(own))
+    return local.masked_fill_(is_elsewhere, 0), weights.masked_fill(is_elsewhere, 0)

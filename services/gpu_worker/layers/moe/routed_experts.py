@@ -131,8 +131,9 @@ class HostExperts:
 
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
-        self._gate_up = _each_linear(weights.gate_up, routing.num_experts)
-        self._down = _each_linear(weights.down, routing.num_experts)
+        self._num_own, self._first = weights.num_own(routing), 0 if weights.own is None else weights.own.start
+        self._gate_up = _each_linear(weights.gate_up, self._num_own)
+        self._down = _each_linear(weights.down, self._num_own)
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
 
     def linears(self) -> list[Linear]:
@@ -159,10 +160,13 @@ class HostExperts:
     ) -> Tensor:
         """batch_invariant: not read, because `linears` then are batch-invariant themselves; nor are the last two."""
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
+        if self._num_own < self._routing.num_experts:  # those of other ranks come last, and none computes them
+            flat = flat - self._first
+            flat = flat.masked_fill_((flat < 0) | (flat >= self._num_own), self._num_own)
         order = flat.argsort(stable=True)
         rows = order // self._routing.top_k
-        pairs = x.new_empty(len(flat), x.shape[1])
-        start, counts = 0, flat.bincount(minlength=self._routing.num_experts)
+        pairs = x.new_zeros(len(flat), x.shape[1])
+        start, counts = 0, flat.bincount(minlength=self._num_own)[: self._num_own]
         if self._load is not None:
             self._load.copy_(counts)
         for expert, count in enumerate(counts.tolist()):

@@ -52,6 +52,8 @@ class Mxfp4Format:
             return self._others.experts(table, spec)
         if self._kept is not None:
             return self._kept.experts(table, spec)
+        if spec.own is not None:
+            raise ConfigError("--enable-expert-parallel: experts in mxfp4 cannot be spread")
         made = allocate_experts(table, spec)
         place_blocks(table, spec.matrix, made.weight)
         return made

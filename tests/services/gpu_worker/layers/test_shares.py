@@ -25,6 +25,7 @@ from blockyard.services.gpu_worker.layers.attention import (
 from blockyard.services.gpu_worker.layers.latent.latent_attention import LatentAttention, LatentSizes
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import MLP, GatedMLP
+from blockyard.services.gpu_worker.layers.moe import grouped_experts
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertWeights, separate_experts, stacked_experts
 from blockyard.services.gpu_worker.layers.moe.routed_experts import HostExperts, RoutedExperts
 from blockyard.services.gpu_worker.loading.checkpoint import fill_dummy
@@ -212,6 +213,25 @@ def test_dummy_weights_are_shares_of_one_model_s(size: int) -> None:
     check_sum(whole[0].out, [one.out for one, _ in ranks])
     check_outputs(whole[1].gate_up, [one.gate_up for _, one in ranks])
     check_sum(whole[1].down, [one.down for _, one in ranks])
+
+
+def test_experts_of_other_ranks_weigh_nothing() -> None:
+    """Where all pairs are computed at once, whatever is chosen."""
+    chosen, weights = torch.tensor([[0, 3], [2, 5]]), torch.tensor([[0.9, 0.1], [0.7, 0.3]])
+    local, own = grouped_experts.of_rank(chosen, weights, range(2, 4))
+    assert local.tolist() == [[0, 1], [0, 0]]
+    assert own.tolist() == torch.tensor([[0.0, 0.1], [0.7, 0.0]]).tolist()
+    assert chosen.tolist() == [[0, 3], [2, 5]]
+
+
+def test_spread_experts_that_cannot_be_are_refused() -> None:
+    table = WeightTable(torch.float64, CPU, shard=Shard(0, 4))
+    table.spreads_experts = True
+    with pytest.raises(ConfigError, match="3 experts cannot be on 4 ranks"):
+        EXPERTS["separate"](LinearLayers(table, {}), 6, 12)
+    table.shard = Shard(0, 2)
+    with pytest.raises(ConfigError, match="mxfp4 cannot be spread"):
+        EXPERTS["in pairs"](LinearLayers(table, MXFP4), 32, 128)
 
 
 def test_blocks_of_inputs_are_not_cut() -> None:

@@ -8,19 +8,20 @@ import rank_logits
 import torch
 from tiny_models import BY_NAME, MODELS
 
+MIXTURES = ("mixtral", "gpt-oss", "llama4", "gemma4-moe", "deepseek-v3")
 UNEVEN = ("llama-odd", "gpt-oss", "deepseek-v3", "cohere", "olmo2")  # on 3 and on 4 ranks
 
 Compare = Callable[[str], float]
 
 
-def compared(size: int, names: list[str], root: Path) -> Compare:
+def compared(size: int, names: list[str], root: Path, *flags: str) -> Compare:
     """Runs all checkpoints on one group of ranks. Returns the largest difference of logits by name."""
     expected: dict[str, torch.Tensor] = {}
     for name in names:
         theirs = BY_NAME[name].save(root / name)
         with torch.no_grad():
             expected[name] = theirs(torch.tensor([rank_logits.prompt()])).logits[0]
-    rank_logits.run(size, root / "group", [root / name for name in names])
+    rank_logits.run(size, root / "group", [root / name for name in names], *flags)
 
     def difference(name: str) -> float:
         got = torch.load(root / name / rank_logits.OUTPUT)
@@ -43,3 +44,9 @@ def test_two_ranks(name: str, two_ranks: Compare) -> None:
 def test_uneven_shares(size: int, tmp_path: Path) -> None:
     difference = compared(size, list(UNEVEN), tmp_path)
     assert max(map(difference, UNEVEN)) <= 1e-4
+
+
+def test_experts_that_are_whole(tmp_path: Path) -> None:
+    """Stacked and one by one, transposed, in pairs, with biases, weights of the input, shared experts."""
+    difference = compared(3, list(MIXTURES), tmp_path, "--spread")
+    assert max(map(difference, MIXTURES)) <= 1e-4
