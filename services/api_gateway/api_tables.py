@@ -9,7 +9,9 @@ from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
+from blockyard.services.api_gateway.endpoints.info import InfoEndpoints, TokenizerInfoEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.scale_out import ScaleOutEndpoints
 from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.requests.schemas import NOT_BUILT
@@ -19,7 +21,16 @@ from blockyard.shared.errors import ConfigError
 BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
 END = "<!-- end of routes and fields -->"
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
-ENDPOINTS = (GenerationEndpoints, FileEndpoints, BatchEndpoints, StatusEndpoints, OperatorEndpoints)
+ENDPOINTS = (
+    GenerationEndpoints,
+    ScaleOutEndpoints,
+    FileEndpoints,
+    BatchEndpoints,
+    StatusEndpoints,
+    InfoEndpoints,
+    TokenizerInfoEndpoints,
+    OperatorEndpoints,
+)
 
 
 def main(args: Sequence[str]) -> int:

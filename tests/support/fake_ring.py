@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from fake_links import FakeLinks
 
+from blockyard.services.tokenizer_pool.token_spans import packed_offsets
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     DEFAULT_SETTINGS,
@@ -18,6 +19,7 @@ from blockyard.shared.messages import (
     Cancel,
     Control,
     Controlled,
+    DescribeTokenizer,
     Detokenize,
     Detokenized,
     FinishReason,
@@ -38,6 +40,7 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenize,
     Tokenized,
+    TokenizerDescription,
 )
 from blockyard.shared.token_ids import pack, unpack
 
@@ -92,6 +95,7 @@ class FakeRing(FakeLinks):
         self.step_s = 0.0
         self.script = words
         self.fail_at: int | None = None  # token at which a choice fails
+        self.finish_at: tuple[int, FinishReason, str | None] | None = None  # token at which a choice ends so
         self.stamp_s = 0.0
         self.detokenizer = DETOKENIZER  # named in Accepted
         self._stepping = False
@@ -125,6 +129,9 @@ class FakeRing(FakeLinks):
                 self.receive(
                     to, Detokenized(frame.request_id, bytes(unpack(frame.token_ids)).decode("utf-8", "replace"))
                 )
+            case DescribeTokenizer():
+                settings = b'{"tokenizer_class":"Bytes","chat_template":"{{ messages }}"}'
+                self.receive(to, TokenizerDescription(frame.request_id, settings))
             case Generate():
                 self._admit(to, frame)
             case Control():
@@ -178,6 +185,8 @@ class FakeRing(FakeLinks):
             finish, text = FinishReason.STOP, ""
         if self.fail_at == index:
             finish, detail, text = FinishReason.FAILED, "the worker stumbled", ""
+        elif finish is None and self.finish_at is not None and self.finish_at[0] == index:
+            _, finish, reason = self.finish_at
         elif finish is None and any(stop in text for stop in frame.text.stop):
             reason = next(stop for stop in frame.text.stop if stop in text)
             finish, text = FinishReason.STOP, text.partition(reason)[0]
@@ -217,6 +226,7 @@ def tokenized(frame: Tokenize) -> Tokenized | TextRejected:
             return TextRejected(frame.request_id, field, said, code, len(text), frame.max_tokens)
         data = pack(list(text.encode()))
     pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []
+    spans = packed_offsets((i, i + 1) for i in range(len(text))) if frame.want_offsets and not frame.token_ids else b""
     bad = [list(word.encode()) for word in frame.bad_words]
     opened = next((marker == frame.reasoning_markers[0] for marker in frame.reasoning_markers if marker in text), None)
     return Tokenized(
@@ -227,7 +237,20 @@ def tokenized(frame: Tokenize) -> Tokenized | TextRejected:
         text if frame.want_text else "",
         pieces,
         reasoning_opened=opened,
+        grammar=frame.grammar,
+        begin_after=list(frame.reasoning_end.encode()),
+        inner_end=298 if frame.inner_end else None,
+        offsets=spans,
+        assistant_mask=own_tokens(text) if frame.want_assistant_mask else b"",
     )
+
+
+def own_tokens(text: str) -> bytes:
+    """1 for the content of an assistant's last message, as it is in JSON."""
+    _, found, content = text.rpartition('"role":"assistant","content":"')
+    length = content.find('"') if found else 0
+    at = len(text) - len(content)
+    return bytes(int(at <= i < at + length) for i in range(len(text)))
 
 
 def logprobs(token: int, num: int) -> TextLogprobs:

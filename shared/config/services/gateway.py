@@ -95,4 +95,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     batch_retention_s: float = 30 * 86400.0  # files and ended batches are removed after it
     batch_lines: int = 256  # of a batch that are answered at a time
     middleware: list[str] = []  # importable names, the first is the outermost
+    system_fingerprint: str = ""  # of answers; empty: they have none
+    scale_out: bool = False  # serves requests that are rendered, and token ids in and out
+    tokenizer_info: bool = False  # serves /tokenizer_info
+    server_info: str = "{}"  # JSON object: the flags, without secrets
     batch: BatchConfig | None = None  # set: this gateway does not listen

@@ -64,7 +64,7 @@ class ResponsesEvents:
         self._call_ended = False  # by the event before
         self._is_cut = False
 
-    def choice(self, index: int, prompt_ids: list[int] | None) -> "ResponsesEvents":
+    def choice(self, index: int, prompt_ids: list[int] | None, prompt_text: str | None = None) -> "ResponsesEvents":
         assert index == 0  # a request has one answer
         return self
 
