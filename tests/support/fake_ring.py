@@ -96,6 +96,7 @@ class FakeRing(FakeLinks):
         self.script = words
         self.fail_at: int | None = None  # token at which a choice fails
         self.finish_at: tuple[int, FinishReason, str | None] | None = None  # token at which a choice ends so
+        self.kv_transfer_params = b""  # of the connector, with the end of each choice
         self.stamp_s = 0.0
         self.detokenizer = DETOKENIZER  # named in Accepted
         self._stepping = False
@@ -197,6 +198,8 @@ class FakeRing(FakeLinks):
             del running.done[choice]
         token = 97 + index % 26
         shown = [] if sampling.num_logprobs is None else [logprobs(token, sampling.num_logprobs)]
+        if listed := sampling.logprob_token_ids:
+            shown = [with_candidates(one, listed) for one in shown]
         return TextDelta(
             frame.request_id,
             frame.attempt,
@@ -210,6 +213,7 @@ class FakeRing(FakeLinks):
             shown,
             cached_tokens=3,
             queued_s=None if index else 0.004,
+            kv_transfer_params=self.kv_transfer_params if finish is not None else b"",
         )
 
 
@@ -251,6 +255,12 @@ def own_tokens(text: str) -> bytes:
     length = content.find('"') if found else 0
     at = len(text) - len(content)
     return bytes(int(at <= i < at + length) for i in range(len(text)))
+
+
+def with_candidates(entry: TextLogprobs, listed: list[int]) -> TextLogprobs:
+    """The entry with these candidates, whose values tell their ids."""
+    texts, values = [bytes([i]) for i in listed], [-float(i) for i in listed]
+    return msgspec.structs.replace(entry, top_ids=listed, top_tokens=texts, top_logprobs=values)
 
 
 def logprobs(token: int, num: int) -> TextLogprobs:

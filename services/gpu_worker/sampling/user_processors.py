@@ -1,9 +1,9 @@
 """Logits processors of users: functions that change the logits of a slot before every other step.
 
 A processor is called with (output ids, logits) or (prompt ids, output ids, logits), lists of int and a float32 tensor
-[vocab], and returns the logits to use. One with a parameter `extra_args` also gets the request's `vllm_xargs`, or {}, and
-so does the constructor of a class. One that raises, returns something else or takes longer than LIMIT_S fails its request
-alone. Processors run in a thread: a step waits for them, but not for one that hangs.
+[vocab], and returns the logits to use. One with a parameter `extra_args` also gets the request's `vllm_xargs`, or {},
+and so does the constructor of a class. One that raises, returns something else or takes longer than LIMIT_S fails its
+request alone. Processors run in a thread: a step waits for them, but not for one that hangs.
 """
 
 import contextlib
