@@ -166,7 +166,6 @@ class TextStreams:
             if not token_ids and step.finish is None and not step.prompt_logprobs:
                 return None
         extras = step.logprobs or step.prompt_logprobs or step.cached_tokens or step.queued_s is not None
-        extras = extras or step.kv_transfer_params
         if step.finish is not None or extras:
             return self._full_step(stream, step, token_ids, known, outcome)
         return self._plain(stream, token_ids, outcome)

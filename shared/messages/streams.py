@@ -62,7 +62,7 @@ class TokenStep(FrameStruct, frozen=True):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queued_s: float | None = None  # with the first token: how long the request waited to be scheduled
     status: int = 500  # of HTTP, with FinishReason.FAILED: 4xx where the request is the cause, and not to be repeated
-    kv_transfer_params: bytes = b""  # JSON object that the connector of KV transfers gives the client
+    kv_transfer_params: bytes = b""  # with `finish`: JSON object that the connector of KV transfers gives the client
 
 
 class TokenRows(FrameStruct, frozen=True):

@@ -31,7 +31,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 class InfoEndpoints:
     """`settings`: JSON object of the flags without secrets, written at the start."""
 
-    def __init__(self, pipeline: RequestPipeline, version: str, settings: bytes) -> None:
+    def __init__(self, pipeline: RequestPipeline, version: str, settings: str) -> None:
         self._pipeline, self._version = pipeline, version
         self._settings: dict[str, Any] = msgspec.json.decode(settings)
 

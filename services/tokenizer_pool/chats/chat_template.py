@@ -138,7 +138,13 @@ class ChatTemplates:
     def _text(
         self, compiled: Compiled, context: dict[str, Any], messages: list[Message], max_chars: int | None = None
     ) -> str:
-        shown = {ASSISTANT_BEGIN: "", ASSISTANT_END: "", **self._special_tokens, "documents": None, "tools": None}
+        shown: dict[str, Any] = {
+            ASSISTANT_BEGIN: "",
+            ASSISTANT_END: "",
+            **self._special_tokens,
+            "documents": None,
+            "tools": None,
+        }
         shown |= {**context, "messages": messages}
         return _rendered(compiled.template, shown, max_chars)
 

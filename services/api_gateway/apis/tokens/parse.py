@@ -1,7 +1,7 @@
 """From the fields of /inference/v1/generate to a `GenerateRequest`: those of a completion, under other names."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -62,7 +62,7 @@ def _completion(request: TokensRequest) -> CompletionRequest:
     if xargs:
         fields["vllm_xargs"] = msgspec.Raw(msgspec.json.encode(xargs))
     return CompletionRequest(
-        prompt=request.token_ids,
+        prompt=cast(list[str | int | list[int]], request.token_ids),
         model=request.model,
         stream=request.stream,
         stream_options=request.stream_options,

@@ -29,7 +29,7 @@ from blockyard.shared.ring_client.metrics.meters import Meters
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 COMPLETION = "/v1/completions"
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "abort", "error", "repetition")
 ONE = frozenset({("model_name", "tiny"), ("engine", "0")})
 FIRST = (
     0.001,
