@@ -138,14 +138,8 @@ class ChatTemplates:
     def _text(
         self, compiled: Compiled, context: dict[str, Any], messages: list[Message], max_chars: int | None = None
     ) -> str:
-        shown: dict[str, Any] = {
-            ASSISTANT_BEGIN: "",
-            ASSISTANT_END: "",
-            **self._special_tokens,
-            "documents": None,
-            "tools": None,
-        }
-        shown |= {**context, "messages": messages}
+        shown: dict[str, Any] = {ASSISTANT_BEGIN: "", ASSISTANT_END: "", **self._special_tokens}
+        shown |= {"documents": None, "tools": None, **context, "messages": messages}
         return _rendered(compiled.template, shown, max_chars)
 
     def _turns(self, compiled: Compiled, style: ContentStyle) -> InstructionTurns:
