@@ -259,12 +259,12 @@ def _generate_request(
     grammar: FieldGrammar | None,
 ) -> GenerateRequest:
     choices, settings = read_choices(request, bool(request.stream)), card.settings
-    n = choices.returned
     if choices.beam is not None and num_prompt_logprobs is not None:
         raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
     if choices.computed * len(prompts) > limits.MAX_ANSWERS:
         raise RequestError(
-            f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
+            f"{len(prompts)} prompts with {choices.returned} choices each are more than {limits.MAX_ANSWERS} answers",
+            "n",
         )
     processors = read_logits_processors(
         read_raw(request.logits_processors, "logits_processors"),
