@@ -263,7 +263,7 @@ def _generate_request(
         raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
     if choices.computed * len(prompts) > limits.MAX_ANSWERS:
         raise RequestError(
-            f"{len(prompts)} prompts with {choices.returned} choices each are more than {limits.MAX_ANSWERS} answers",
+            f"{len(prompts)} prompts with {choices.returned} choices are more than {limits.MAX_ANSWERS} answers",
             "n",
         )
     processors = read_logits_processors(
