@@ -248,6 +248,17 @@ def _engine_fields(
     return found
 
 
+def _check_choices(choices: Choices, num_prompts: int, num_prompt_logprobs: int | None) -> None:
+    """Raises RequestError."""
+    if choices.beam is not None and num_prompt_logprobs is not None:
+        raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
+    if choices.computed * num_prompts > limits.MAX_ANSWERS:
+        raise RequestError(
+            f"{num_prompts} prompts with {choices.returned} choices are more than {limits.MAX_ANSWERS} answers",
+            "n",
+        )
+
+
 def _generate_request(
     request: GenerationFields,
     options: ResponseOptions,
@@ -259,13 +270,7 @@ def _generate_request(
     grammar: FieldGrammar | None,
 ) -> GenerateRequest:
     choices, settings = read_choices(request, bool(request.stream)), card.settings
-    if choices.beam is not None and num_prompt_logprobs is not None:
-        raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
-    if choices.computed * len(prompts) > limits.MAX_ANSWERS:
-        raise RequestError(
-            f"{len(prompts)} prompts with {choices.returned} choices are more than {limits.MAX_ANSWERS} answers",
-            "n",
-        )
+    _check_choices(choices, len(prompts), num_prompt_logprobs)
     processors = read_logits_processors(
         read_raw(request.logits_processors, "logits_processors"),
         settings.logits_processor_pattern,
