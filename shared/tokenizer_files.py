@@ -48,6 +48,18 @@ def load(path: str | Path) -> TokenizerFiles:
     return TokenizerFiles(tokenizer, texts, chat_templates(folder), _vocab_size(tokenizer))
 
 
+def settings(path: str | Path, chat_templates: dict[str, str]) -> bytes:
+    """The JSON object of tokenizer_config.json, with these chat templates and a class. Raises LoadError."""
+    folder = Path(path).parent if Path(path).is_file() else Path(path)
+    config = json_object(folder / "tokenizer_config.json")
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    if chat_templates:
+        only = len(chat_templates) == 1 and "default" in chat_templates
+        listed = [{"name": name, "template": text} for name, text in chat_templates.items()]
+        config["chat_template"] = chat_templates["default"] if only else listed
+    return msgspec.json.encode(config)
+
+
 def _from_json(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))

@@ -156,12 +156,13 @@ LAYERS["shared/ring_client"] += (
     "fanout",
     "client",
 )
-LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_codec", "text_worker")
-LAYERS["services/tokenizer_pool"] += ("grammar_worker", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "token_spans", "chats", "fill_in_middle", "text_codec")
+LAYERS["services/tokenizer_pool"] += ("text_worker", "grammar_worker", "grammar_checks", "service", "__main__")
 LAYERS["services/tokenizer_pool/chats"] = ("sandbox", "chat_messages", "instruction_turns", "chat_template")
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
 LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)
-LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")
+LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "repetition", "stream", "streams", "service")
+LAYERS["services/detokenizer"] += ("__main__",)
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
 LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "items", "command")

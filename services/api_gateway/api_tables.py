@@ -9,7 +9,9 @@ from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
+from blockyard.services.api_gateway.endpoints.info import InfoEndpoints, TokenizerInfoEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.scale_out import ScaleOutEndpoints
 from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
 from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
 from blockyard.services.api_gateway.http.access import Access, Route
@@ -22,10 +24,13 @@ END = "<!-- end of routes and fields -->"
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
 ENDPOINTS = (
     GenerationEndpoints,
+    ScaleOutEndpoints,
     StoredResponseEndpoints,
     FileEndpoints,
     BatchEndpoints,
     StatusEndpoints,
+    InfoEndpoints,
+    TokenizerInfoEndpoints,
     OperatorEndpoints,
 )
 

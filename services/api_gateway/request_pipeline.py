@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -20,7 +21,16 @@ from blockyard.services.api_gateway.responses.paced_stream import PacedStream
 from blockyard.services.api_gateway.responses.response_writer import ResponseWriter
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import DEFAULT_SAMPLING, Detokenize, Detokenized, Generate, Tokenized
+from blockyard.shared.messages import (
+    DEFAULT_SAMPLING,
+    DescribeTokenizer,
+    Detokenize,
+    Detokenized,
+    Generate,
+    Sampling,
+    Tokenized,
+    TokenizerDescription,
+)
 from blockyard.shared.ring_client.choice_reader import ChoiceReader, open_reader
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry, Sink
@@ -78,6 +88,24 @@ class RequestPipeline:
             finally:
                 self.close(generation)
 
+    async def render(self, request: GenerateRequest, tenant: str) -> list[tuple[Tokenized, Sampling]]:
+        """What `open` would send into the ring, and where tokens are in the text. Raises RequestError."""
+        prompts = [
+            msgspec.structs.replace(
+                prompt, want_offsets=request.wants_offsets, want_assistant_mask=request.wants_assistant_mask
+            )
+            for prompt in request.prompts
+        ]
+        request = replace(request, prompts=prompts, options=replace(request.options, prompt_text=True))
+        done = await self._tokenize(request, secrets.token_hex(8), tenant)
+        return [(prompt, request.finalize_sampling(prompt)) for prompt in done]
+
+    async def tokenizer_settings(self, model: str, tenant: str) -> bytes:
+        """JSON of the tokenizer's settings. Raises RequestError."""
+        answer = await self.tokenizer_client.submit(DescribeTokenizer(secrets.token_hex(8), model, tenant))
+        assert isinstance(answer, TokenizerDescription)
+        return answer.settings
+
     async def open(
         self,
         api: Api,
@@ -101,12 +129,14 @@ class RequestPipeline:
             await enter()
         samplings = [request.finalize_sampling(p) for p in prompts]
         echoes = await self._echoes(request, prompts, tenant) if request.options.echo else []
+        texts = _texts(request, prompts)
         num_tokens = sum(num_ids(p.token_ids) for p in prompts)
         self._check_room(request)  # others may have come meanwhile
         self._dispatch.check_hold(model, len(prompts) * computed, num_tokens * computed)
         generation = HttpGeneration(api, request, self._dispatch.close)
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-            sinks = [self._sink(generation, i * computed + k, writer, prompt) for k in range(computed)]
+            shown = texts[i] if request.options.prompt_text else None
+            sinks = [self._sink(generation, i * computed + k, writer, prompt, shown) for k in range(computed)]
             frame = Generate(
                 request_id=prompt.request_id,
                 attempt=0,
@@ -122,7 +152,10 @@ class RequestPipeline:
                 cache_salt=request.cache_salt,
                 beam=request.choices.beam,
                 batch_line=request.batch_line,
+                kv_transfer_params=request.kv_transfer_params,
             )
+            if shown is not None:
+                generation.add_prompt_text(prompt.request_id, shown)
             logs = [ChoiceLog(k, self._outer(generation, frame, k, sink)) for k, sink in enumerate(sinks)]
             entry = JournalEntry(
                 frame, logs, generation, arrived_s, request.choices.returned, request.options.no_output
@@ -155,12 +188,13 @@ class RequestPipeline:
         """Errors of messages name the API's own field."""
         if request.batch_line:
             tenant = f"{tenant}{BATCH_LINES}"  # tenants take turns: many lines do not delay one online prompt
-        asked, echo, grammar_field = request.prompts, request.options.echo, request.grammar_field
-        if self._logs_prompts:
+        asked, options, grammar_field = request.prompts, request.options, request.grammar_field
+        want_text = options.echo or options.prompt_text
+        if self._logs_prompts or options.prompt_text:
             asked = [msgspec.structs.replace(prompt, want_text=True) for prompt in asked]
         try:
             return await self.tokenizer_client.tokenize(
-                asked, name, request.truncate, echo, grammar_field, tenant, keeps_start=request.keeps_start
+                asked, name, request.truncate, want_text, grammar_field, tenant, keeps_start=request.keeps_start
             )
         except RequestError as e:
             if e.field == "messages":
@@ -201,12 +235,18 @@ class RequestPipeline:
         self._open.fail_all(error)
 
     def _sink(
-        self, generation: HttpGeneration, index: int, writer: ResponseWriter | None, prompt: Tokenized
+        self,
+        generation: HttpGeneration,
+        index: int,
+        writer: ResponseWriter | None,
+        prompt: Tokenized,
+        prompt_text: str | None,
     ) -> ChoiceSink:
         options, reader = generation.request.options, self._reader(generation, prompt)
         if writer is None:
             return CollectedChoice(options.no_output, reader)
-        events = generation.events.choice(index, unpack(prompt.token_ids) if options.token_ids else None)
+        prompt_ids = unpack(prompt.token_ids) if options.token_ids else None
+        events = generation.events.choice(index, prompt_ids, prompt_text)
         return EventStream(options, events, writer, generation.usage, reader)
 
     def _outer(self, generation: HttpGeneration, frame: Generate, index: int, sink: ChoiceSink) -> Sink:
@@ -232,7 +272,7 @@ class RequestPipeline:
 
     async def _echoes(self, request: GenerateRequest, prompts: list[Tokenized], tenant: str) -> list[tuple[str, str]]:
         """Each prompt's text and first token. No log-probability brings the first token's text, so it is asked for."""
-        texts = [p.text or asked.text or "" for asked, p in zip(request.prompts, prompts, strict=True)]
+        texts = _texts(request, prompts)
         if not request.options.logprobs:
             return [(text, "") for text in texts]
         first_ids = [p.token_ids[:4] for p in prompts]
@@ -244,6 +284,11 @@ class RequestPipeline:
             *(self.detokenize(Detokenize(n, model, i, tenant)) for n, i in zip(names, first_ids, strict=True))
         )
         return [(text, first.text) for text, first in zip(texts, firsts, strict=True)]
+
+
+def _texts(request: GenerateRequest, prompts: list[Tokenized]) -> list[str]:
+    """The texts of prompts that were asked for with `want_text`, or given."""
+    return [prompt.text or asked.text or "" for asked, prompt in zip(request.prompts, prompts, strict=True)]
 
 
 def _log(generation: HttpGeneration) -> None:

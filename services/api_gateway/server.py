@@ -18,7 +18,9 @@ from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.followed_responses import FollowedResponses
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
+from blockyard.services.api_gateway.endpoints.info import InfoEndpoints, TokenizerInfoEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.scale_out import ScaleOutEndpoints
 from blockyard.services.api_gateway.endpoints.status import Pages, StatusEndpoints, installed_version
 from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
 from blockyard.services.api_gateway.http import connections, middleware
@@ -164,9 +166,15 @@ def build_app(
     uploads = Uploads(config.max_body_bytes, config.max_total_body_bytes, config.body_timeout_s)
     pages, version = Pages(), installed_version()
     following = FollowedResponses(gateway.stored, config.keepalive_s, config.client_timeout_s)
+    generation = GenerationEndpoints(
+        gateway.pipeline, gateway.streams, gateway.body_parser, uploads, gateway.stored, following
+    )
     endpoints = (
-        GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads, gateway.stored, following),
+        generation,
         StoredResponseEndpoints(gateway.stored, following),
+        *((ScaleOutEndpoints(generation, gateway.pipeline),) if config.scale_out else ()),
+        InfoEndpoints(gateway.pipeline, version, config.server_info),
+        *((TokenizerInfoEndpoints(gateway.pipeline),) if config.tokenizer_info else ()),
         FileEndpoints(store, config.max_file_bytes, config.body_timeout_s),
         BatchEndpoints(store, uploads),
         StatusEndpoints(gateway, pages, version),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from blockyard.services.detokenizer.repetition import RepetitionFinder
 from blockyard.services.detokenizer.text_decoder import new_decoder
 from blockyard.services.detokenizer.token_table import TokenTable, UnknownToken
 from blockyard.shared.messages import StreamOpen
@@ -68,6 +69,7 @@ class DecodedText(NamedTuple):
     used: int
     stop: str | None = None  # the stop string that ended the stream
     error: str = ""  # cause, if the id after the used ones is unknown
+    repeats: bool = False  # the stream ended because its tokens repeat themselves
 
 
 class Stream:
@@ -89,6 +91,7 @@ class Stream:
             table, options.skip_special_tokens, options.spaces_between_special_tokens, options.shown_special
         )
         self._stops = StopFinder(options.stop, options.include_stop) if options.stop else None
+        self._repetition = None if options.repetition is None else RepetitionFinder(options.repetition)
         self._min_tokens = options.min_tokens
         self._uncut = opened.chars_sent  # characters that an earlier attempt delivered
 
@@ -102,12 +105,12 @@ class Stream:
         return self.take(unpack(opened.output_ids))
 
     def take(self, token_ids: Sequence[int]) -> DecodedText:
-        """Decodes output tokens in order. Ends early at a stop string or an unknown id; the caller then calls `end`."""
-        push = self._decoder.push
-        text = ""
-        used = 0
+        """Decodes output tokens in order. Ends early at a stop string, a repetition or an unknown id; the caller then
+        calls `end`."""
+        push, stops, repetition = self._decoder.push, self._stops, self._repetition
+        text, used, repeats = "", 0, False
         try:
-            if self._stops is None:
+            if stops is None and repetition is None:
                 for token_id in token_ids:
                     text += push(token_id)
                     used += 1
@@ -115,15 +118,19 @@ class Stream:
                 for token_id in token_ids:
                     new = push(token_id)
                     used += 1
-                    # as in vLLM, a stop string does not count within the first min_tokens tokens
-                    text += self._stops.push(new, self.count + used > self._min_tokens)
-                    if self._stops.found is not None:
+                    # as in vLLM, neither counts within the first min_tokens tokens
+                    counts = self.count + used > self._min_tokens
+                    text += new if stops is None else stops.push(new, counts)
+                    if stops is not None and stops.found is not None:
+                        break
+                    repeats = repetition is not None and repetition.push(token_id) and counts
+                    if repeats:
                         break
         except UnknownToken as e:
             self.count += used
             return DecodedText(self._cut(text), used, error=str(e))
         self.count += used
-        return DecodedText(self._cut(text), used, None if self._stops is None else self._stops.found)
+        return DecodedText(self._cut(text), used, None if stops is None else stops.found, repeats=repeats)
 
     def is_first_gap(self) -> bool:
         """Called when tokens are missing. Returns True the first time."""

@@ -49,6 +49,8 @@ def _id_name(token_id: int) -> bytes:
 
 log = logging.getLogger(__name__)
 
+REPETITION = "repetition_detected"  # reason of a stop
+
 
 @dataclass(slots=True)
 class BatchOutput:
@@ -116,7 +118,7 @@ class TextStreams:
         self.num_open += 1
         self.opened_total += 1
         taken = stream.replay(opened)._replace(used=0)  # an earlier attempt accounted for these ids
-        if taken.stop is not None or taken.error:
+        if taken.stop is not None or taken.error or taken.repeats:
             delta = self._final(stream, taken, [], outcome)
         elif taken.text:  # text of delivered ids that was held back
             delta = _delta(stream, [], taken.text)
@@ -144,7 +146,7 @@ class TextStreams:
     def _plain(self, stream: Stream, token_ids: list[int], outcome: BatchOutput) -> TextDelta:
         """Fast path of nearly every token: no finish, no log-probabilities."""
         taken = stream.take(token_ids)
-        if taken.stop is not None or taken.error:
+        if taken.stop is not None or taken.error or taken.repeats:
             return self._final(stream, taken, token_ids, outcome)
         self.tokens_total += taken.used
         first = stream.count - taken.used
@@ -181,7 +183,7 @@ class TextStreams:
             prompt_logprobs = with_tokens(step.prompt_logprobs, self._table, stream.as_ids)
         except UnknownToken as e:
             taken = taken._replace(error=taken.error or str(e))
-        if taken.stop is None and not taken.error and step.finish is None:
+        if taken.stop is None and not taken.error and not taken.repeats and step.finish is None:
             self.tokens_total += taken.used
             delta = _delta(stream, token_ids, taken.text)
         else:
@@ -197,8 +199,12 @@ class TextStreams:
         step: TokenStep | None = None,
         hidden: int = 0,
     ) -> TextDelta:
-        """Returns the final delta and removes the stream. Precedence: an error, a stop string, then `step`."""
-        ended_early = taken.stop is not None or bool(taken.error)
+        """Returns the final delta and removes the stream. Precedence: an error, a stop string, `step`, a repetition.
+
+        A repetition before the last tokens of `step` comes before it.
+        """
+        ended_early = taken.stop is not None or bool(taken.error) or taken.repeats
+        repeats = taken.repeats and (step is None or step.finish is None or taken.used < len(token_ids))
         last = stream.end(0 if ended_early else hidden)
         used = taken.used + last.used
         stop = taken.stop if taken.stop is not None else last.stop
@@ -206,6 +212,8 @@ class TextStreams:
         reason: int | str | None = None
         if stop is not None and not taken.error:
             finish, reason = FinishReason.STOP, stop
+        elif repeats:
+            finish, reason = FinishReason.REPETITION, REPETITION
         elif not taken.error and step is not None and step.finish is not None:
             finish, reason, detail = step.finish, step.stop_token, step.detail
         if step is None or step.finish is None:
@@ -254,6 +262,7 @@ def _with_extras(
         cached_tokens=step.cached_tokens,
         queued_s=step.queued_s,
         status=step.status,
+        kv_transfer_params=step.kv_transfer_params,
     )
 
 

@@ -12,7 +12,7 @@ from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.choices import best
 from blockyard.shared.token_ids import unpack
 
-REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.REPETITION: "repetition"}
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop", "length" or "repetition"
     stop_reason: int | str | None = None  # the stop id or string; None for end-of-sequence
     # as --tool-call-parser and --reasoning-parser read the text of a chat's answer, which stays whole in `text`
     content: str | None = None  # without a parser all text

@@ -12,6 +12,7 @@ from blockyard.shared.bus.member_list import Changed, Event, Joined
 from blockyard.shared.messages import (
     BUSY,
     TAKES_LONG,
+    DescribeTokenizer,
     Detokenize,
     Frame,
     Grammar,
@@ -81,7 +82,7 @@ class TokenizerPool:
         match event:
             case Tokenize(grammar=Grammar()):
                 self._checks.submit(peer, event)
-            case Tokenize() | Detokenize():
+            case Tokenize() | Detokenize() | DescribeTokenizer():
                 self._worker.submit(peer, event)
             case Joined() | Changed():
                 self._learn(event.member)

@@ -8,11 +8,26 @@ from tokenizers import Tokenizer
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
+from blockyard.services.tokenizer_pool.token_spans import (
+    NO_MARKS,
+    Marks,
+    assistant_mask,
+    packed_offsets,
+    without_marks,
+)
 from blockyard.services.tokenizer_pool.workers.job_limits import Phases, Unlimited
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import RequestError, TooLong
-from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import (
+    DescribeTokenizer,
+    Detokenize,
+    Detokenized,
+    TextRejected,
+    Tokenize,
+    Tokenized,
+    TokenizerDescription,
+)
 from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
 
 T = TypeVar("T")
@@ -33,12 +48,15 @@ class TextCodec:
         templates: ChatTemplates,
         config: TokenizerConfig,
         token_chars: TokenChars | None = None,
+        settings: bytes = b"{}",
     ) -> None:
+        """`settings`: of the tokenizer, for a `TokenizerDescription`."""
         self._tokenizer = tokenizer
         self._own_vocab_size = self.vocab_size = vocab_size
         self._templates = templates
         self._config = config
         self._token_chars = token_chars
+        self._settings = settings
         self._fill_in_middle = FillInMiddle(tokenizer, config.fim_template)
         self._phases: Phases = Unlimited()
 
@@ -50,7 +68,11 @@ class TextCodec:
         """Sets which token ids are valid; 0: the model's size is not known, the tokenizer's own counts."""
         self.vocab_size = model_vocab_size or self._own_vocab_size
 
-    def answer(self, work: Tokenize | Detokenize) -> Tokenized | Detokenized | TextRejected:
+    def answer(
+        self, work: Tokenize | Detokenize | DescribeTokenizer
+    ) -> Tokenized | Detokenized | TokenizerDescription | TextRejected:
+        if isinstance(work, DescribeTokenizer):
+            return TokenizerDescription(work.request_id, self._settings)
         return self.tokenize(work) if isinstance(work, Tokenize) else self.detokenize(work)
 
     def tokenize(self, request: Tokenize) -> Tokenized | TextRejected:
@@ -72,23 +94,41 @@ class TextCodec:
         if sum(given is not None for given in (request.text, request.messages, request.token_ids)) != 1:
             raise RequestError("one of text, messages and token ids is needed", "prompt")
         text, field = request.text, "prompt"
+        spans: list[tuple[int, int]] = []
         if request.messages is not None:
             field = "messages"
+            marks = Marks.new() if request.want_assistant_mask else NO_MARKS
             with self._phases.rendering(field):
-                text = self._rendered(request, request.messages)
+                text = self._rendered(request, request.messages, marks)
+            if request.want_assistant_mask:
+                text, spans = without_marks(text, marks)
         with self._phases.encoding(field):
-            return self._encoded(request, text, field)
+            done = self._encoded(request, text, field)
+            if text is not None and request.suffix is None and (request.want_offsets or spans):
+                return self._with_spans(done, request, text, spans)
+            return done
 
-    def _rendered(self, request: Tokenize, messages: bytes) -> str:
+    def _with_spans(self, done: Tokenized, request: Tokenize, text: str, spans: list[tuple[int, int]]) -> Tokenized:
+        """Encodes a second time: only requests that are rendered ask for it."""
+        offsets = self._tokenizer.encode(text, add_special_tokens=_adds_special(request)).offsets
+        return msgspec.structs.replace(
+            done,
+            offsets=packed_offsets(offsets) if request.want_offsets else b"",
+            assistant_mask=assistant_mask(offsets, spans) if spans else b"",
+        )
+
+    def _rendered(self, request: Tokenize, messages: bytes, marks: Marks) -> str:
         try:
-            return self._templates.render(self._chat(request, messages), self._most_chars(request))
+            # marks are no part of the prompt: with them its length is checked when they are out
+            most = None if marks.begin else self._most_chars(request)
+            return self._templates.render(self._chat(request, messages, marks), most)
         except RequestError as e:
             if e.code == "context_length_exceeded":
                 e.too_long = TooLong(request.max_tokens + 1, request.max_tokens)
             raise
 
     def _encoded(self, request: Tokenize, text: str | None, field: str) -> Tokenized:
-        special = request.messages is None if request.add_special_tokens is None else request.add_special_tokens
+        special = _adds_special(request)
         if text is not None and request.suffix is not None:
             data = pack(self._around_hole(text, request.suffix, request.max_tokens, special))
         elif text is not None:
@@ -171,7 +211,7 @@ class TextCodec:
             fewest = self._token_chars.fewest_tokens(text)
             raise _too_long(fewest, f"{len(text)} characters in the {field}", max_tokens, field)
 
-    def _chat(self, request: Tokenize, messages: bytes) -> Chat:
+    def _chat(self, request: Tokenize, messages: bytes, marks: Marks) -> Chat:
         if request.chat_template is not None and not self._config.trust_request_chat_template:
             raise RequestError(
                 "chat templates of requests are taken with --trust-request-chat-template alone", "chat_template"
@@ -185,6 +225,7 @@ class TextCodec:
             request.add_generation_prompt,
             request.continue_final_message,
             request.content_format or self._config.chat_template_content_format,
+            marks,
         )
 
     def _encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
@@ -221,6 +262,10 @@ class TextCodec:
             if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 banned.append(spaced)
         return banned
+
+
+def _adds_special(request: Tokenize) -> bool:
+    return request.messages is None if request.add_special_tokens is None else request.add_special_tokens
 
 
 def _too_long(num_tokens: int, what: str, max_tokens: int, field: str) -> RequestError:

@@ -50,7 +50,8 @@ def load_texts(config: TokenizerConfig) -> tuple[TextCodec, list[str]]:
         if config.chat_template is not None:
             raise ConfigError(f"--chat-template: {e}") from e
         log.warning("chats will be refused: %s", e)
-    texts = TextCodec(files.tokenizer, files.vocab_size, chats, config, max_token_chars(files.tokenizer))
+    settings = tokenizer_files.settings(config.tokenizer_path, templates)
+    texts = TextCodec(files.tokenizer, files.vocab_size, chats, config, max_token_chars(files.tokenizer), settings)
     return texts, [f"vocabulary {files.vocab_size}", f"chat template {'yes' if templates else 'no'}"]
 
 

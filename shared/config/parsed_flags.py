@@ -197,6 +197,10 @@ class Values:
     def maybe(self, name: str, kind: type[T]) -> T | None:
         return None if self[name] is None else self.get(name, kind)
 
+    def all(self) -> dict[str, object]:
+        """Returns the value of every flag, without counting it as read."""
+        return {name: self._given[name].value if name in self._given else flag.default for name, flag in FLAGS.items()}
+
     def is_given(self, name: str) -> bool:
         return name in self._given
 

@@ -29,7 +29,7 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.server import access_keys, http_server, log_settings
+from blockyard.shared.config.server import access_keys, http_server, log_settings, server_info
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.config.services.process import BusConfig, LogLevel, ProcessConfig
@@ -148,6 +148,7 @@ def gateway(values: Values, process: ProcessConfig, index: int = 0) -> GatewayCo
             "admin_key_file": access_keys.key_file(values, "admin-key-file"),
             "served_model_names": served_names(values),
             "parser_plugins": msgspec.to_builtins(output_parsers.plugins(values)),
+            **server_info.fields(values),
         },
     )
 

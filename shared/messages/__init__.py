@@ -7,7 +7,16 @@ ordered. Each socket accepts one union of frames, defined here (`GatewayIn`, `Sc
 conversations to `base`, never back.
 """
 
-from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
+from blockyard.shared.messages.base import (
+    FAULTS,
+    NO_TOKEN,
+    PROTOCOL_VERSION,
+    FinishReason,
+    Frame,
+    FrameStruct,
+    Hello,
+    Role,
+)
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
 from blockyard.shared.messages.grammars import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind, OutputConstraint
 from blockyard.shared.messages.kv_transfer import (
@@ -57,6 +66,7 @@ from blockyard.shared.messages.requests import (
     QueueCapacity,
     QueueCapacityChanged,
     Refused,
+    RepetitionDetection,
     Sampling,
     TextOptions,
 )
@@ -101,17 +111,20 @@ from blockyard.shared.messages.text import (
     BUSY,
     TAKES_LONG,
     UNAVAILABLE,
+    DescribeTokenizer,
     Detokenize,
     Detokenized,
     TextRejected,
     Tokenize,
     Tokenized,
+    TokenizerDescription,
 )
 
 RegistryIn = Announce | Leave | LinkLost | MembersRequest
 GatewayIn = (
     Tokenized
     | Detokenized
+    | TokenizerDescription
     | TextRejected
     | Accepted
     | Refused
@@ -126,7 +139,7 @@ GatewayIn = (
     | ResponseQuery
     | ResponseReply
 )
-TokenizerIn = Tokenize | Detokenize
+TokenizerIn = Tokenize | Detokenize | DescribeTokenizer
 SchedulerIn = (
     Generate
     | Cancel

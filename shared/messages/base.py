@@ -24,6 +24,10 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     CANCELLED = 2  # the client cancelled; never used for our own faults
     FAILED = 3  # our fault or the input's: the gateway answers with an error
+    REPETITION = 4  # the output repeats itself, as the request's `RepetitionDetection` says
+
+
+FAULTS = (FinishReason.CANCELLED, FinishReason.FAILED)  # the choice has no answer
 
 
 class FrameStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):

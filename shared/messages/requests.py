@@ -48,9 +48,19 @@ class Sampling(FrameStruct, frozen=True):
     num_prompt_logprobs: int | None = None
     constraint: OutputConstraint | None = None  # structured output; None: every token is free
     logits_processors: list[LogitsProcessor] = []  # applied in order, before everything else
+    extra_args: bytes = b""  # JSON object, for logits processors that ask for it
+    logprob_token_ids: list[int] = []  # candidates in place of the `num_logprobs` likeliest
 
 
 DEFAULT_SAMPLING = Sampling(max_tokens=16)
+
+
+class RepetitionDetection(FrameStruct, frozen=True):
+    """Ends a choice whose output ends with `min_count` copies of the same tokens, of one of these numbers."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
 
 
 class TextOptions(FrameStruct, frozen=True):
@@ -61,8 +71,9 @@ class TextOptions(FrameStruct, frozen=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     tokens_as_ids: bool = False  # show logprob tokens as `token_id:N`
-    min_tokens: int = 0  # ignore stop strings in the text of this many output tokens
+    min_tokens: int = 0  # ignore stop strings and repetitions in this many output tokens
     shown_special: list[str] = []  # special tokens that are decoded although special tokens are skipped
+    repetition: RepetitionDetection | None = None
 
 
 class ChoiceState(FrameStruct, frozen=True):
@@ -121,6 +132,7 @@ class Generate(Frame, frozen=True):
         list[ExtraKey], msgspec.Meta(max_length=MAX_EXTRA_KEYS)
     ] = []  # `block_hashes` contain them, and hashes of generated blocks will
     batch_line: bool = False  # of a batch file: it waits behind every online request, and gives way to them
+    kv_transfer_params: bytes = b""  # JSON object, for the connector of KV transfers
 
 
 class Cancel(Frame, frozen=True):

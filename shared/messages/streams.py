@@ -62,6 +62,7 @@ class TokenStep(FrameStruct, frozen=True):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queued_s: float | None = None  # with the first token: how long the request waited to be scheduled
     status: int = 500  # of HTTP, with FinishReason.FAILED: 4xx where the request is the cause, and not to be repeated
+    kv_transfer_params: bytes = b""  # with `finish`: JSON object that the connector of KV transfers gives the client
 
 
 class TokenRows(FrameStruct, frozen=True):
@@ -141,6 +142,7 @@ class TextDelta(FrameStruct, frozen=True):
     cached_tokens: int = 0
     queued_s: float | None = None  # as in `TokenStep`
     status: int = 500  # as in `TokenStep`
+    kv_transfer_params: bytes = b""  # as in `TokenStep`
 
 
 class VectorResult(FrameStruct, frozen=True):

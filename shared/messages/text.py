@@ -1,4 +1,4 @@
-"""API gateway <-> tokenizer pool: text to token ids and back."""
+"""API gateway <-> tokenizer pool: text to token ids and back, and what the tokenizer is."""
 
 from blockyard.shared.messages.base import Frame
 from blockyard.shared.messages.grammars import Grammar
@@ -37,6 +37,8 @@ class Tokenize(Frame, frozen=True):
     quick: bool = False  # is expected to take little time: runs before long jobs, with a small limit of CPU time
     inner_end: str = ""  # the special token that ends reasoning within the grammar; empty: there is none in it
     suffix: str | None = None  # the text behind the hole that follows `text`; both are cut to `max_tokens`
+    want_offsets: bool = False  # return where each token is in the text
+    want_assistant_mask: bool = False  # of messages: return which tokens the template marks as the assistant's
 
 
 class Tokenized(Frame, frozen=True):
@@ -52,6 +54,8 @@ class Tokenized(Frame, frozen=True):
     only_behind: list[int] = []  # ids of `reasoning_start`; empty too if the prompt ends with it
     inner_end: int | None = None  # id of `inner_end`; None too if it is no token
     stop_token_ids: list[int] = []  # end an answer that fills a hole
+    offsets: bytes = b""  # uint32: the first character of each token and the one behind it; empty: not known
+    assistant_mask: bytes = b""  # of each token, 1 for the assistant's; empty: the template marks none
 
 
 class Detokenize(Frame, frozen=True):
@@ -65,6 +69,20 @@ class Detokenize(Frame, frozen=True):
 class Detokenized(Frame, frozen=True):
     request_id: str
     text: str
+
+
+class DescribeTokenizer(Frame, frozen=True):
+    """Asks for the settings of a model's tokenizer."""
+
+    request_id: str
+    model: str
+    tenant: str = ""  # as in Tokenize
+    quick: bool = False
+
+
+class TokenizerDescription(Frame, frozen=True):
+    request_id: str
+    settings: bytes  # JSON object, as in tokenizer_config.json
 
 
 class TextRejected(Frame, frozen=True):

@@ -20,6 +20,7 @@ from blockyard.shared.messages import (
     TextBatch,
     TextRejected,
     Tokenized,
+    TokenizerDescription,
     VectorBatch,
 )
 from blockyard.shared.ring_client.controls import ControlClient
@@ -71,7 +72,7 @@ class RingClient:
                 self._fanout.text(event, self.clock())
             case VectorBatch():
                 self._fanout.vectors(event, self.clock())
-            case Tokenized() | Detokenized() | TextRejected():
+            case Tokenized() | Detokenized() | TokenizerDescription() | TextRejected():
                 self.tokenizer_client.answered(peer, event)
             case Accepted():
                 self._recovery.accepted(peer, event, self.clock())

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta, VectorBatch
+from blockyard.shared.messages import FAULTS, Cancel, FinishReason, Role, TextBatch, TextDelta, VectorBatch
 from blockyard.shared.ring_client.journal import ChoiceLog, Journal, JournalEntry, TokensMissing
 from blockyard.shared.ring_client.metrics.meters import Meters
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
@@ -47,7 +47,7 @@ class Fanout:
             if delta.finish is None:
                 choice.sink.push(delta, now, stamp_s)
             else:
-                if delta.finish <= FinishReason.LENGTH:
+                if delta.finish not in FAULTS:
                     choice.sink.push(delta, now, stamp_s)
                 self._ended(entry, delta, choice, now)
         meters.add_output_tokens(num_tokens)
@@ -63,7 +63,7 @@ class Fanout:
             entry = self._journal.entries.get(vector.request_id)
             if entry is None or not entry.take_vector(vector):
                 continue  # its scheduler has nothing left of it to cancel
-            if vector.finish > FinishReason.LENGTH:
+            if vector.finish in FAULTS:
                 self._meters.ended_early(1, vector.finish)
                 self._dispatch.fail(entry, RequestError(vector.detail, status=vector.status))
                 continue
@@ -83,7 +83,7 @@ class Fanout:
 
     def _ended(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         assert delta.finish is not None
-        if delta.finish > FinishReason.LENGTH:
+        if delta.finish in FAULTS:
             self._meters.ended_early(1, delta.finish)
             message = delta.detail or "the ring gave this request up"
             self._dispatch.fail(entry, RequestError(message, status=delta.status))

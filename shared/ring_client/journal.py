@@ -111,6 +111,7 @@ class JournalEntry:
         self.gaps = 0
         self.cached_tokens = 0
         self.prompt_logprobs: list[TextLogprobs] = []  # from prompt position 1: position 0 has none
+        self.kv_transfer_params = b""  # JSON object of the connector, with the end of a choice
         self.vector = b""  # float32: the result of a request without text, before its owner's `finished`
 
     @property
@@ -185,6 +186,7 @@ class JournalEntry:
                 self.cached_tokens = delta.cached_tokens
         if delta.finish is not None:
             self.num_open -= 1
+            self.kv_transfer_params = delta.kv_transfer_params or self.kv_transfer_params
         return choice
 
     def take_vector(self, vector: VectorResult) -> bool:

@@ -11,6 +11,7 @@ from blockyard.shared.messages import (
     BUSY,
     TAKES_LONG,
     UNAVAILABLE,
+    DescribeTokenizer,
     Detokenize,
     Detokenized,
     Member,
@@ -18,13 +19,15 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenize,
     Tokenized,
+    TokenizerDescription,
 )
 from blockyard.shared.ring_client.grammar_verdicts import TAKEN, GrammarVerdicts
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, MAX_WAITING, JobKind, JobPool
+from blockyard.shared.token_ids import num_ids
 
-Answer = Tokenized | Detokenized
-Work = Tokenize | Detokenize
+Answer = Tokenized | Detokenized | TokenizerDescription
+Work = Tokenize | Detokenize | DescribeTokenizer
 
 QUICK_BYTES = 64 << 10  # of a prompt, about 20 ms
 QUICK_GRAMMAR_BYTES = 8 << 10
@@ -115,7 +118,8 @@ class TokenizerClient:
         if truncate is None:
             return done
         cut = [cut_prompt(p, d, truncate, want_text, keeps_start) for p, d in zip(named, done, strict=True)]
-        return await self._all(cut, grammar_field)
+        kept = await self._all(cut, grammar_field)
+        return [_with_spans(k, d, keeps_start) for k, d in zip(kept, done, strict=True)]
 
     def answered(self, peer: int, frame: Answer | TextRejected) -> None:
         asked = self._waiting.get(frame.request_id)
@@ -216,6 +220,8 @@ class TokenizerClient:
 
 def _is_quick(work: Work, is_check: bool) -> bool:
     """Whether a job should take little time: short texts, the model's own template, small grammars."""
+    if isinstance(work, DescribeTokenizer):
+        return True
     if isinstance(work, Detokenize):
         return len(work.token_ids) <= QUICK_BYTES
     if is_check and work.grammar is not None and len(work.grammar.source) > QUICK_GRAMMAR_BYTES:
@@ -250,6 +256,15 @@ def _is_done(work: Tokenize) -> bool:
         return False
     asks_of_end = work.reasoning_end or work.reasoning_markers
     return not (work.want_text or work.want_pieces or work.bad_words or work.grammar or asks_of_end)
+
+
+def _with_spans(cut: Tokenized, whole: Tokenized, keeps_start: bool) -> Tokenized:
+    """Where the tokens that are left of a prompt are in its whole text."""
+    if not whole.offsets and not whole.assistant_mask:
+        return cut
+    num = num_ids(cut.token_ids)
+    kept, pairs = (slice(num), slice(8 * num)) if keeps_start else (slice(-num, None), slice(-8 * num, None))
+    return msgspec.structs.replace(cut, offsets=whole.offsets[pairs], assistant_mask=whole.assistant_mask[kept])
 
 
 def cut_prompt(

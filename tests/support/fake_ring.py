@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from fake_links import FakeLinks
 
+from blockyard.services.tokenizer_pool.token_spans import packed_offsets
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     DEFAULT_SETTINGS,
@@ -18,6 +19,7 @@ from blockyard.shared.messages import (
     Cancel,
     Control,
     Controlled,
+    DescribeTokenizer,
     Detokenize,
     Detokenized,
     FinishReason,
@@ -38,6 +40,7 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenize,
     Tokenized,
+    TokenizerDescription,
 )
 from blockyard.shared.token_ids import pack, unpack
 
@@ -93,6 +96,8 @@ class FakeRing(FakeLinks):
         self.step_s = 0.0
         self.script = words
         self.fail_at: int | None = None  # token at which a choice fails
+        self.finish_at: tuple[int, FinishReason, str | None] | None = None  # token at which a choice ends so
+        self.kv_transfer_params = b""  # of the connector, with the end of each choice
         self.stamp_s = 0.0
         self.detokenizer = DETOKENIZER  # named in Accepted
         self.rejected = REJECTED
@@ -127,6 +132,9 @@ class FakeRing(FakeLinks):
                 self.receive(
                     to, Detokenized(frame.request_id, bytes(unpack(frame.token_ids)).decode("utf-8", "replace"))
                 )
+            case DescribeTokenizer():
+                settings = b'{"tokenizer_class":"Bytes","chat_template":"{{ messages }}"}'
+                self.receive(to, TokenizerDescription(frame.request_id, settings))
             case Generate():
                 self._admit(to, frame)
             case Control():
@@ -180,6 +188,8 @@ class FakeRing(FakeLinks):
             finish, text = FinishReason.STOP, ""
         if self.fail_at == index:
             finish, detail, text = FinishReason.FAILED, "the worker stumbled", ""
+        elif finish is None and self.finish_at is not None and self.finish_at[0] == index:
+            _, finish, reason = self.finish_at
         elif finish is None and any(stop in text for stop in frame.text.stop):
             reason = next(stop for stop in frame.text.stop if stop in text)
             finish, text = FinishReason.STOP, text.partition(reason)[0]
@@ -190,6 +200,8 @@ class FakeRing(FakeLinks):
             del running.done[choice]
         token = 97 + index % 26
         shown = [] if sampling.num_logprobs is None else [logprobs(token, sampling.num_logprobs)]
+        if listed := sampling.logprob_token_ids:
+            shown = [with_candidates(one, listed) for one in shown]
         return TextDelta(
             frame.request_id,
             frame.attempt,
@@ -203,6 +215,7 @@ class FakeRing(FakeLinks):
             shown,
             cached_tokens=3,
             queued_s=None if index else 0.004,
+            kv_transfer_params=self.kv_transfer_params if finish is not None else b"",
         )
 
 
@@ -220,6 +233,7 @@ def tokenized(frame: Tokenize, rejected: str = REJECTED) -> Tokenized | TextReje
             return TextRejected(frame.request_id, field, said, code, len(text), frame.max_tokens)
         data = pack(list(text.encode()))
     pieces = [chr(t) for t in unpack(data)] if frame.want_pieces else []
+    spans = packed_offsets((i, i + 1) for i in range(len(text))) if frame.want_offsets and not frame.token_ids else b""
     bad = [list(word.encode()) for word in frame.bad_words]
     opened = next((marker == frame.reasoning_markers[0] for marker in frame.reasoning_markers if marker in text), None)
     return Tokenized(
@@ -230,7 +244,26 @@ def tokenized(frame: Tokenize, rejected: str = REJECTED) -> Tokenized | TextReje
         text if frame.want_text else "",
         pieces,
         reasoning_opened=opened,
+        grammar=frame.grammar,
+        begin_after=list(frame.reasoning_end.encode()),
+        inner_end=298 if frame.inner_end else None,
+        offsets=spans,
+        assistant_mask=own_tokens(text) if frame.want_assistant_mask else b"",
     )
+
+
+def own_tokens(text: str) -> bytes:
+    """1 for the content of an assistant's last message, as it is in JSON."""
+    _, found, content = text.rpartition('"role":"assistant","content":"')
+    length = content.find('"') if found else 0
+    at = len(text) - len(content)
+    return bytes(int(at <= i < at + length) for i in range(len(text)))
+
+
+def with_candidates(entry: TextLogprobs, listed: list[int]) -> TextLogprobs:
+    """The entry with these candidates, whose values tell their ids."""
+    texts, values = [bytes([i]) for i in listed], [-float(i) for i in listed]
+    return msgspec.structs.replace(entry, top_ids=listed, top_tokens=texts, top_logprobs=values)
 
 
 def logprobs(token: int, num: int) -> TextLogprobs:

@@ -15,6 +15,7 @@ from blockyard.services.api_gateway.apis.logprobs import ChatLogprobs, chat_logp
 from blockyard.services.api_gateway.apis.openai_fields import (
     FINISH_REASONS,
     NULL,
+    NULL_VALUE,
     OpenAIEvents,
     PromptLogprobs,
     UsageInfo,
@@ -22,6 +23,8 @@ from blockyard.services.api_gateway.apis.openai_fields import (
     encode,
     error_body,
     event_head,
+    raw_object,
+    server_fields,
     shown_prompt_logprobs,
     usage_field,
     usage_info,
@@ -87,16 +90,19 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     usage: UsageInfo
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    service_tier: None = None
-    system_fingerprint: None = None
-    kv_transfer_params: None = None
+    prompt_text: str | None
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    kv_transfer_params: msgspec.Raw = NULL_VALUE
 
 
 class ChatEvents:
     """The events of one choice. A call begins with an event of its name; its arguments follow as they come."""
 
-    def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
-        self._options, self._index, self._prompt_ids = options, index, prompt_ids
+    def __init__(
+        self, options: ResponseOptions, index: int, prompt_ids: list[int] | None, prompt_text: str | None
+    ) -> None:
+        self._options, self._index, self._prompt_ids, self._prompt_text = options, index, prompt_ids, prompt_text
         self._num_calls = 0
         self._is_open = False  # the call that was begun last has not ended
         self._call_head = self._call_tail = b""  # around arguments of the call that was begun last, in a delta
@@ -113,11 +119,18 @@ class ChatEvents:
         return self._text_head, self._text_tail + close_event(stamp_s)
 
     def opening(self, usage: Usage | None) -> bytes:
-        """The role. That of choice 0 also has the answer's prompt ids."""
+        """The role, and a message that is repeated. The event of choice 0 also has the prompt's ids and text."""
         content = NULL if self._options.has_reader else b'""'
         delta = b'{"role":%b,"content":%b}' % (encode(self._options.role), content)
-        prompt_ids = self._prompt_ids if self._index == 0 else None
-        return self._head + delta + self._tail_of(EventFields(usage=usage), prompt_ids) + close_event(None)
+        prompt = NULL
+        if self._index == 0:
+            prompt = encode(self._prompt_ids)
+            if self._prompt_text is not None:
+                prompt += b',"prompt_text":' + encode(self._prompt_text)
+        event = self._head + delta + self._tail_of(EventFields(usage=usage), prompt) + close_event(None)
+        if not self._options.echo_message:
+            return event
+        return event + self._text_head + encode(self._options.echo_message) + self._around_text[1]
 
     def event(self, part: Part | None, fields: EventFields) -> bytes:
         if part is not None:
@@ -161,8 +174,8 @@ class ChatEvents:
         self._call_head, self._call_tail = head, tail
         self._arguments_head, self._arguments_tail = self._head + head, tail + self._plain_tail
 
-    def _tail_of(self, fields: EventFields, prompt_ids: list[int] | None = None) -> bytes:
-        """An event from the end of its delta to the place of the stamp."""
+    def _tail_of(self, fields: EventFields, prompt: bytes = NULL) -> bytes:
+        """An event from the end of its delta to the place of the stamp. prompt: JSON from its ids on."""
         options, logprobs, finish = self._options, NULL, NULL
         if fields.logprobs is not None:
             logprobs = encode(chat_logprobs(fields.logprobs, options.num_top))
@@ -179,7 +192,7 @@ class ChatEvents:
                 b',"token_ids":',
                 encode(fields.token_ids),
                 b'}],"prompt_token_ids":',  # as in vLLM: a field of the answer
-                encode(prompt_ids),
+                prompt,
                 usage_field(options, fields.usage),
             )
         )
@@ -201,6 +214,9 @@ def _whole(options: ResponseOptions, choices: Sequence[FinishedChoice], usage: U
             usage_info(usage),
             shown_prompt_logprobs(options, choices[0].prompt_logprobs),
             choices[0].prompt_ids,
+            choices[0].prompt_text,
+            **server_fields(options),
+            kv_transfer_params=raw_object(choices[0].kv_transfer_params),
         )
     )
 
@@ -222,6 +238,8 @@ def _message(options: ResponseOptions, parts: Sequence[Part]) -> AnswerMessage:
     content, reasoning = _text(parts, PartKind.CONTENT), _text(parts, PartKind.REASONING)
     if content is None and not options.has_reader:
         content = ""
+    if options.echo_message:
+        content = options.echo_message + (content or "")
     begun = _calls(parts)
     is_older = options.function_call and bool(begun)
     return AnswerMessage(

@@ -15,6 +15,7 @@ from blockyard.services.api_gateway.apis.logprobs import CompletionLogprobs, com
 from blockyard.services.api_gateway.apis.openai_fields import (
     FINISH_REASONS,
     NULL,
+    NULL_VALUE,
     OpenAIEvents,
     PromptLogprobs,
     UsageInfo,
@@ -22,6 +23,8 @@ from blockyard.services.api_gateway.apis.openai_fields import (
     encode,
     error_body,
     event_head,
+    raw_object,
+    server_fields,
     shown_prompt_logprobs,
     usage_field,
     usage_info,
@@ -44,6 +47,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: PromptLogprobs | None
     token_ids: list[int] | None
     prompt_token_ids: list[int] | None
+    prompt_text: str | None = None
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True):
@@ -53,21 +57,23 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: UsageInfo
-    service_tier: None = None
-    system_fingerprint: None = None
-    kv_transfer_params: None = None
+    service_tier: str | None = None
+    system_fingerprint: str | None = None
+    kv_transfer_params: msgspec.Raw = NULL_VALUE
 
 
 class CompletionEvents:
     """The events of one choice. The first one has the prompt's ids."""
 
-    __slots__ = ("_around_text", "_offsets", "_options", "_prompt_ids", "_text_head", "_text_tail")
+    __slots__ = ("_around_text", "_offsets", "_options", "_prompt_ids", "_prompt_text", "_text_head", "_text_tail")
 
-    def __init__(self, options: ResponseOptions, index: int, prompt_ids: list[int] | None) -> None:
-        self._options, self._prompt_ids = options, prompt_ids
+    def __init__(
+        self, options: ResponseOptions, index: int, prompt_ids: list[int] | None, prompt_text: str | None
+    ) -> None:
+        self._options, self._prompt_ids, self._prompt_text = options, prompt_ids, prompt_text
         self._offsets = TextOffsets(options.tokens_as_ids)
         self._text_head = b'%b,"choices":[{"index":%d,"text":' % (event_head(options, KIND), index)
-        self._text_tail = self._tail("", PLAIN, None)
+        self._text_tail = self._tail("", PLAIN, b"null")
         self._around_text = self._text_head, self._text_tail + close_event(None)
 
     def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes]:
@@ -82,11 +88,14 @@ class CompletionEvents:
         text = "" if part is None else part.text
         if fields.echo is not None:
             text = fields.echo.text + text
-        prompt_ids, self._prompt_ids = self._prompt_ids, None
-        return self._text_head + encode(text) + self._tail(text, fields, prompt_ids) + close_event(fields.stamp_s)
+        prompt = encode(self._prompt_ids)
+        if self._prompt_text is not None:
+            prompt += b',"prompt_text":' + encode(self._prompt_text)
+        self._prompt_ids = self._prompt_text = None
+        return self._text_head + encode(text) + self._tail(text, fields, prompt) + close_event(fields.stamp_s)
 
-    def _tail(self, text: str, fields: EventFields, prompt_ids: list[int] | None) -> bytes:
-        """An event from the end of its text to the place of the stamp."""
+    def _tail(self, text: str, fields: EventFields, prompt: bytes) -> bytes:
+        """An event from the end of its text to the place of the stamp. prompt: JSON from its ids on."""
         return b"".join(
             (
                 b',"logprobs":',
@@ -98,7 +107,7 @@ class CompletionEvents:
                 b',"token_ids":',
                 encode(fields.token_ids),
                 b',"prompt_token_ids":',
-                encode(prompt_ids),
+                prompt,
                 b"}]",
                 usage_field(self._options, fields.usage),
             )
@@ -117,7 +126,18 @@ def _events(options: ResponseOptions) -> OpenAIEvents:
 
 def _whole(options: ResponseOptions, choices: Sequence[FinishedChoice], usage: Usage) -> bytes:
     shown = [_choice(options, index, choice) for index, choice in enumerate(choices)]
-    return encode(CompletionAnswer(options.answer_id, KIND, options.created, options.model, shown, usage_info(usage)))
+    return encode(
+        CompletionAnswer(
+            options.answer_id,
+            KIND,
+            options.created,
+            options.model,
+            shown,
+            usage_info(usage),
+            **server_fields(options),
+            kv_transfer_params=raw_object(choices[0].kv_transfer_params),
+        )
+    )
 
 
 def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> CompletionChoice:
@@ -135,6 +155,7 @@ def _choice(options: ResponseOptions, index: int, choice: FinishedChoice) -> Com
         shown_prompt_logprobs(options, choice.prompt_logprobs),
         choice.output_ids,
         choice.prompt_ids,
+        choice.prompt_text,
     )
 
 

@@ -60,6 +60,8 @@ class FinishedChoice:
     prompt_ids: list[int] | None = None
     echo: Echo | None = None
     logprob_ends: Sequence[int] = ()  # for each part, how many of the `logprobs` had come with it
+    prompt_text: str | None = None  # None: not shown
+    kv_transfer_params: bytes = b""  # JSON object of the connector of KV transfers
 
 
 class ChoiceEvents(Protocol):
@@ -85,8 +87,8 @@ class ChoiceEvents(Protocol):
 class AnswerEvents(Protocol):
     """Writes one streamed answer. Holds the state that its choices and its end share (a counter, an open item)."""
 
-    def choice(self, index: int, prompt_ids: list[int] | None) -> ChoiceEvents:
-        """`prompt_ids` are shown in the stream; None: they are not."""
+    def choice(self, index: int, prompt_ids: list[int] | None, prompt_text: str | None = None) -> ChoiceEvents:
+        """`prompt_ids` and `prompt_text` are shown in the stream; None: they are not."""
         ...
 
     def ending(self, usage: Callable[[], Usage]) -> bytes:
@@ -118,4 +120,5 @@ class Api:
     error_statuses: Mapping[int, int] = field(default_factory=dict)  # HTTP statuses that it has in place of others
     keep_alive: bytes = b": keep-alive\n\n"  # sent while a stream has nothing to say
     streamed_codes: tuple[str, ...] = ()  # errors by which a request for a stream gets one: clients look there alone
+    scale_out: bool = False  # is served with --enable-scale-out alone
     tries_websocket: bool = False  # clients ask for one first, and go on with POST behind a 426

@@ -14,8 +14,10 @@ from blockyard.shared.messages import FinishReason, TextLogprobs
 encode = msgspec.json.Encoder().encode
 
 NULL = b"null"
+NULL_VALUE = msgspec.Raw(NULL)
 DONE = b"data: [DONE]\n\n"
-FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}  # other choices end with an error
+# other choices end with an error
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.REPETITION: "repetition"}
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ERROR_CODES = {
     401: "invalid_api_key",
@@ -57,7 +59,18 @@ def usage_info(usage: Usage) -> UsageInfo:
 def event_head(options: ResponseOptions, kind: str) -> bytes:
     """An event with the fields that all events of an answer have; its object is still open."""
     fields = {"id": options.answer_id, "object": kind, "created": options.created, "model": options.model}
+    fields |= {name: value for name, value in server_fields(options).items() if value is not None}
     return b"data: " + encode(fields)[:-1]
+
+
+def server_fields(options: ResponseOptions) -> dict[str, str | None]:
+    """Fields that say how this server is set up."""
+    return {"service_tier": options.service_tier, "system_fingerprint": options.system_fingerprint}
+
+
+def raw_object(json: bytes) -> msgspec.Raw:
+    """A JSON object as a field of an answer; empty: null."""
+    return msgspec.Raw(json) if json else NULL_VALUE
 
 
 def usage_field(options: ResponseOptions, usage: Usage | None) -> bytes:
@@ -97,11 +110,11 @@ class OpenAIEvents:
     """Writes a streamed answer: the events of its choices, its usage if asked for, and the mark of its end."""
 
     options: ResponseOptions
-    make_choice: Callable[[ResponseOptions, int, list[int] | None], ChoiceEvents]
+    make_choice: Callable[[ResponseOptions, int, list[int] | None, str | None], ChoiceEvents]
     usage_head: bytes  # the event with the usage, up to that
 
-    def choice(self, index: int, prompt_ids: list[int] | None) -> ChoiceEvents:
-        return self.make_choice(self.options, index, prompt_ids)
+    def choice(self, index: int, prompt_ids: list[int] | None, prompt_text: str | None = None) -> ChoiceEvents:
+        return self.make_choice(self.options, index, prompt_ids, prompt_text)
 
     def ending(self, usage: Callable[[], Usage]) -> bytes:
         if not self.options.include_usage:

@@ -64,17 +64,17 @@ class GenerationEndpoints:
 
     def routes(self) -> Iterator[Route]:
         for api in APIS.values():
-            for path in api.paths:
-                yield Route("POST", path, partial(self._generate, api.name), Access.KEY, api)
+            for path in () if api.scale_out else api.paths:
+                yield Route("POST", path, partial(self.generate, api.name), Access.KEY, api)
                 if api.tries_websocket:
                     yield Route("GET", path, _refuse_websocket, Access.KEY, api)
         # SageMaker's route: the body's fields tell chat from completions
-        yield Route("POST", "/invocations", partial(self._generate, INVOCATION), Access.KEY)
+        yield Route("POST", "/invocations", partial(self.generate, INVOCATION), Access.KEY)
         yield Route("POST", "/tokenize", self.tokenize, Access.KEY)
         yield Route("POST", "/detokenize", self.detokenize, Access.KEY)
 
     async def tokenize(self, http_request: web.Request) -> web.Response:
-        parsed = await self._parse(http_request, TOKENIZE)
+        parsed = await self.parse(http_request, TOKENIZE)
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Tokenize)
         client, name = self._pipeline.tokenizer_client, secrets.token_hex(8)
         (done,) = await client.tokenize([parsed.work], name, tenant=TENANT.get())
@@ -83,12 +83,12 @@ class GenerationEndpoints:
         return json_response(TokenizeAnswer(len(ids), parsed.card.max_model_len, ids, strs))
 
     async def detokenize(self, http_request: web.Request) -> web.Response:
-        parsed = await self._parse(http_request, DETOKENIZE)
+        parsed = await self.parse(http_request, DETOKENIZE)
         assert isinstance(parsed, ParsedText) and isinstance(parsed.work, Detokenize)
         work = msgspec.structs.replace(parsed.work, request_id=secrets.token_hex(8), tenant=TENANT.get())
         return json_response(DetokenizeAnswer((await self._pipeline.detokenize(work)).text))
 
-    async def _parse(self, http_request: web.Request, endpoint: str) -> ParsedBody:
+    async def parse(self, http_request: web.Request, endpoint: str) -> ParsedBody:
         """Reads and parses the body. Unknown fields are reported in a response header."""
         context = ParseContext(endpoint, REQUEST_ID.get(), self._pipeline.schedulers.served())
         async with self._uploads.read(http_request) as body:
@@ -99,8 +99,9 @@ class GenerationEndpoints:
             IGNORED.set(self._ignored.note(parsed.ignored))
         return parsed
 
-    async def _generate(self, endpoint: str, http_request: web.Request) -> web.StreamResponse:
-        parsed = await self._parse(http_request, endpoint)
+    async def generate(self, endpoint: str, http_request: web.Request) -> web.StreamResponse:
+        # without a docstring: the rows of its routes say what their Structs say
+        parsed = await self.parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
         api, request, tenant = APIS[parsed.api], parsed.request, TENANT.get()
         store = store_options(request) if api.count is None else None

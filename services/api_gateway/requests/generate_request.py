@@ -50,6 +50,14 @@ class ResponsesOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TokensOptions:
+    """Further options of the answers of /inference/v1/generate."""
+
+    shows_text: bool = False  # besides token ids
+    shows_prompt_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ResponseOptions:
     """How the HTTP answer looks; nothing here reaches a scheduler."""
 
@@ -63,6 +71,7 @@ class ResponseOptions:
     usage_at_start: bool = False  # a stream begins with the prompt's tokens
     logprobs: bool = False
     num_top: int = 0  # top candidates listed for each token
+    listed_logprobs: bool = False  # these are those of `logprob_token_ids`
     tokens_as_ids: bool = False  # log-probabilities show tokens as `token_id:N`
     prompt_logprobs: int | None = None  # top candidates listed for each prompt token; None: no prompt log-probabilities
     echo: bool = False
@@ -74,8 +83,13 @@ class ResponseOptions:
     has_reader: bool = False  # the text is read into parts: an answer may be without content
     custom_tools: tuple[str, ...] = ()  # names of tools that take a text in place of arguments
     function_call: bool = False  # a call is shown as OpenAI's older function_call
+    echo_message: str = ""  # of a chat: the answer begins with this text, of the message before it
+    prompt_text: bool = False
+    system_fingerprint: str | None = None
+    service_tier: str | None = None  # None: the request asks for none
     messages: MessagesOptions | None = None  # set for /v1/messages
     responses: ResponsesOptions | None = None  # set for /v1/responses
+    tokens: TokensOptions | None = None  # set for /inference/v1/generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,10 @@ class GenerateRequest:
     drops_turns: bool = False  # the oldest turns of a conversation that does not fit
     keeps_start: bool = False  # `truncate` keeps the prompt's first ids, not its last ones
     ignored: tuple[str, ...] = ()  # tools and items that this server leaves out, for a header of the answer
+    kv_transfer_params: bytes = b""  # JSON object, for the connector
+    calls_are_forced: bool = False  # by the grammar of a request that was rendered before
+    wants_offsets: bool = False  # if it is rendered
+    wants_assistant_mask: bool = False  # if it is rendered
     batch_line: bool = False  # of a batch file: it waits and runs behind every online request
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
@@ -115,5 +133,5 @@ class GenerateRequest:
             max_new_tokens=self.card.settings.defaults.max_new_tokens,
             prompt_field=self.prompt_field,
             thinking_budget=self.thinking_budget,
-            call_is_forced=self.tools is not None and self.tools.is_forced,
+            call_is_forced=self.calls_are_forced or (self.tools is not None and self.tools.is_forced),
         )

@@ -72,6 +72,18 @@ def chat_prompt(request: ChatRequest | TokenizeRequest, card: ModelCard, tools: 
     )
 
 
+def echoed_message(request: ChatRequest, role: str) -> str:
+    """The text of the last message, if its role is that of the answer, as in vLLM; else empty."""
+    last = request.messages[-1] if request.messages else None
+    if last is None or last.content is None:
+        return ""
+    if last.role != role and request.add_generation_prompt is not False and not request.continue_final_message:
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "\n".join(part.text for part in last.content if isinstance(part.text, str))
+
+
 def messages_prompt(card: ModelCard, messages: bytes, tools: ToolUse | None, kwargs: dict[str, Any]) -> Tokenize:
     """The frame of messages, encoded as `read_messages` does it, with the variables of the chat template."""
     return Tokenize(

@@ -11,6 +11,7 @@ import msgspec
 
 from blockyard.shared.errors import RequestError, not_built, shortened
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL, Message
+from blockyard.shared.ring_client.request_fields.engine_fields import RepetitionDetectionParams
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known, read_raw
 
 # field -> values that change nothing; null is always one
@@ -19,14 +20,9 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "audio": (),
     "web_search_options": (),
     "moderation": (),
-    "logprob_token_ids": (),
-    "repetition_detection": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": ([],),
-    "return_prompt_text": (False,),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
 }
 
 
@@ -38,6 +34,7 @@ MAX_KEY_BYTES = 300
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 TruncationSide = Literal["left", "right"]  # of the prompt, that is cut
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "standard_only"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,6 +80,9 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     return_stamps: bool | None = None
+    return_prompt_text: bool | None = None
+    return_token_offsets: bool | None = None  # of a request that is rendered
+    service_tier: ServiceTier | None = None  # there is one, which answers name
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -90,7 +90,6 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     # no effect on an answer
     metadata: msgspec.Raw = NULL
     store: msgspec.Raw = NULL
-    service_tier: msgspec.Raw = NULL
     safety_identifier: msgspec.Raw = NULL
     prompt_cache_key: msgspec.Raw = NULL
     prompt_cache_retention: msgspec.Raw = NULL
@@ -107,12 +106,13 @@ class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     guided_whitespace_pattern: msgspec.Raw = NULL
     guided_decoding_backend: msgspec.Raw = NULL
     thinking_token_budget: int | None = None
-    # refused by name
-    logprob_token_ids: msgspec.Raw = NULL
-    repetition_detection: msgspec.Raw = NULL
-    mm_processor_kwargs: msgspec.Raw = NULL
+    # for parts of the engine
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     kv_transfer_params: msgspec.Raw = NULL
     vllm_xargs: msgspec.Raw = NULL
+    # refused by name
+    mm_processor_kwargs: msgspec.Raw = NULL
 
 
 class CompletionRequest(GenerationFields):
@@ -139,6 +139,7 @@ class ChatRequest(GenerationFields):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     echo: bool | None = None
+    return_assistant_tokens_mask: bool | None = None  # of a request that is rendered
     suffix: str | None = None
     reasoning_effort: ReasoningEffort | None = None
     verbosity: Verbosity | None = None
@@ -157,7 +158,6 @@ class ChatRequest(GenerationFields):
     web_search_options: msgspec.Raw = NULL
     moderation: msgspec.Raw = NULL
     media_io_kwargs: msgspec.Raw = NULL
-    return_prompt_text: msgspec.Raw = NULL
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -9,15 +10,22 @@ from blockyard.services.api_gateway.requests.generate_request import MAX_ID_CHAR
 from blockyard.services.api_gateway.requests.prompt_fields import (
     chat_prompt,
     completion_prompts,
+    echoed_message,
     prompts_with_hole,
     thinking_is_off,
 )
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest, GenerationFields
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, Tokenize
+from blockyard.shared.messages import DEFAULT_SAMPLING, ModelCard, RepetitionDetection, Tokenize
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.choices import read_choices
+from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
+from blockyard.shared.ring_client.request_fields.engine_fields import (
+    read_kv_transfer_params,
+    read_logprob_ids,
+    read_repetition,
+    read_xargs,
+)
 from blockyard.shared.ring_client.request_fields.forced_calls import calls_grammar
 from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 from blockyard.shared.ring_client.request_fields.logits_processors import read_logits_processors
@@ -41,13 +49,13 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import Field
 from blockyard.shared.ring_client.request_fields.tools import ToolMode, ToolUse, read_tools
 from blockyard.shared.tool_parsers.tools import ToolKind
 
+SERVICE_TIER = "default"  # of all requests
+
 
 def parse_chat(
     request: ChatRequest, card: ModelCard, config: GatewayConfig, formats: OutputFormats, name: str
 ) -> GenerateRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    if request.echo:
-        raise RequestError("echo is for /v1/completions; a chat answer does not repeat its messages", "echo")
     if request.suffix:
         raise RequestError("suffix is for /v1/completions; a chat has no hole in its prompt", "suffix")
     if request.max_tokens is not None and request.max_completion_tokens is not None:
@@ -69,9 +77,12 @@ def parse_chat(
         custom_tools=_custom_tools(tools),
         function_call=tools is not None and tools.older,
     )
+    if request.echo:
+        options = replace(options, echo_message=echoed_message(request, options.role))
     prompt, grammar = chat_prompt(request, card, tools), read_grammar(request, card.settings.grammars)
     thinks = not thinking_is_off(request, card)
-    return conversation_request(request, options, card, prompt, asked, tools, output, formats, grammar, thinks)
+    parsed = conversation_request(request, options, card, prompt, asked, tools, output, formats, grammar, thinks)
+    return replace(parsed, wants_assistant_mask=bool(request.return_assistant_tokens_mask))
 
 
 def conversation_request(
@@ -133,6 +144,18 @@ def parse_completion(
     request: CompletionRequest, card: ModelCard, config: GatewayConfig, _formats: OutputFormats, name: str
 ) -> GenerateRequest:
     """Parses a completion. No reader splits its text into parts: see `parse_chat`."""
+    return completion_request(request, card, config, name, read_grammar(request, card.settings.grammars))
+
+
+def completion_request(
+    request: CompletionRequest,
+    card: ModelCard,
+    config: GatewayConfig,
+    name: str,
+    grammar: FieldGrammar | None,
+    prefix: str = "cmpl-",
+) -> GenerateRequest:
+    """`prefix` is that of the answer's id. Raises RequestError."""
     echo = bool(request.echo)
     if echo and request.suffix:
         raise RequestError("echo shows a prompt without a hole: it cannot be combined with suffix", "echo")
@@ -144,7 +167,7 @@ def parse_completion(
         msgspec.structs.replace(p, add_special_tokens=request.add_special_tokens, want_text=echo and p.text is None)
         for p in completion_prompts(request.prompt, card, bool(request.suffix))
     ]
-    common = _response_options(request, card, config, "cmpl-", name)
+    common = _response_options(request, card, config, prefix, name)
     of_prompt = common.prompt_logprobs
     if num_top is not None and echo:
         of_prompt = max(num_top, of_prompt or 0)
@@ -155,7 +178,6 @@ def parse_completion(
         echo=echo,
         no_output=asked == 0,
     )
-    grammar = read_grammar(request, card.settings.grammars)
     parsed = _generate_request(request, options, card, prompts, asked, num_top, of_prompt, grammar)
     if not request.suffix:
         return parsed
@@ -196,7 +218,45 @@ def _response_options(
         token_ids=bool(request.return_token_ids),
         stamps=bool(request.return_stamps),
         prompt_tokens_details=config.enable_prompt_tokens_details,
+        prompt_text=bool(request.return_prompt_text),
+        system_fingerprint=config.system_fingerprint or None,
+        service_tier=None if request.service_tier is None else SERVICE_TIER,
     )
+
+
+class _EngineFields(NamedTuple):
+    """Checked fields for parts of the engine."""
+
+    repetition: RepetitionDetection | None
+    xargs: bytes
+    kv_transfer_params: bytes
+    logprob_ids: list[int]
+
+
+def _engine_fields(
+    request: GenerationFields, options: ResponseOptions, card: ModelCard, choices: Choices
+) -> _EngineFields:
+    found = _EngineFields(
+        read_repetition(request.repetition_detection),
+        read_xargs(read_raw(request.vllm_xargs, "vllm_xargs")),
+        read_kv_transfer_params(read_raw(request.kv_transfer_params, "kv_transfer_params")),
+        read_logprob_ids(request.logprob_token_ids, options.logprobs, card.vocab_size),
+    )
+    for field, value in (("logprob_token_ids", found.logprob_ids), ("repetition_detection", found.repetition)):
+        if choices.beam is not None and value:
+            raise RequestError(f"a beam search has no {field}", field)
+    return found
+
+
+def _check_choices(choices: Choices, num_prompts: int, num_prompt_logprobs: int | None) -> None:
+    """Raises RequestError."""
+    if choices.beam is not None and num_prompt_logprobs is not None:
+        raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
+    if choices.computed * num_prompts > limits.MAX_ANSWERS:
+        raise RequestError(
+            f"{num_prompts} prompts with {choices.returned} choices are more than {limits.MAX_ANSWERS} answers",
+            "n",
+        )
 
 
 def _generate_request(
@@ -210,13 +270,7 @@ def _generate_request(
     grammar: FieldGrammar | None,
 ) -> GenerateRequest:
     choices, settings = read_choices(request, bool(request.stream)), card.settings
-    n = choices.returned
-    if choices.beam is not None and num_prompt_logprobs is not None:
-        raise RequestError("log-probabilities of the prompt are not part of a beam search", "use_beam_search")
-    if choices.computed * len(prompts) > limits.MAX_ANSWERS:
-        raise RequestError(
-            f"{len(prompts)} prompts with {n} choices each are more than {limits.MAX_ANSWERS} answers", "n"
-        )
+    _check_choices(choices, len(prompts), num_prompt_logprobs)
     processors = read_logits_processors(
         read_raw(request.logits_processors, "logits_processors"),
         settings.logits_processor_pattern,
@@ -233,6 +287,9 @@ def _generate_request(
         reasoning_end = ""
     if grammar is not None and choices.beam is not None:
         raise RequestError(f"a beam search cannot be limited by {grammar.field}", grammar.field)
+    engine = _engine_fields(request, options, card, choices)
+    if engine.logprob_ids:  # in place of the likeliest tokens
+        options, num_logprobs = replace(options, num_top=len(engine.logprob_ids), listed_logprobs=True), 0
     salt, bad_words = read_salt(request.cache_salt), read_bad_words(request)
     truncate = fitting_truncation(read_truncation(request), max_tokens, card.max_model_len)
     sampling = read_sampling(request, card.vocab_size, settings.defaults)
@@ -259,9 +316,11 @@ def _generate_request(
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
                 logits_processors=processors,
+                extra_args=engine.xargs,
+                logprob_token_ids=engine.logprob_ids,
             )
         ),
-        text=read_text_options(request, options.tokens_as_ids),
+        text=msgspec.structs.replace(read_text_options(request, options.tokens_as_ids), repetition=engine.repetition),
         choices=choices,
         seed=None if request.seed is None else request.seed % 2**64,
         max_tokens=max_tokens,
@@ -272,4 +331,6 @@ def _generate_request(
         cache_salt=salt,
         grammar_field=grammar.field if grammar is not None else "",
         thinking_budget=budget,
+        kv_transfer_params=engine.kv_transfer_params,
+        wants_offsets=bool(request.return_token_offsets),
     )

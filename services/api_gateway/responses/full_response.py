@@ -75,4 +75,6 @@ def _finished(
         unpack(entry.request.prompt_ids) if options.token_ids else None,
         sink.echo,
         sink.logprob_ends,
+        generation.prompt_text(entry) if options.prompt_text else None,
+        entry.kv_transfer_params,
     )

@@ -28,6 +28,7 @@ class HttpGeneration:
         self.api, self.request = api, request
         self.events = api.events(request.options)  # of a streamed answer
         self.entries: list[JournalEntry] = []
+        self._prompt_texts: dict[str, str] = {}  # by request id, of prompts whose text is shown
         self._reasoning_readers: list[ChoiceReader] = []  # they count its tokens of reasoning
         self.error: RequestError | None = None
         self.on_ending: Callable[[], None] | None = None  # called before the end of a streamed answer is sent
@@ -36,6 +37,13 @@ class HttpGeneration:
         self._accepted = asyncio.Event()  # every prompt was accepted, or one failed
         self._begun = asyncio.Event()  # some choice has output or ended, or one failed
         self._finished = asyncio.Event()  # every choice ended, or one failed
+
+    def add_prompt_text(self, request_id: str, text: str) -> None:
+        """The answer shows the text of this prompt."""
+        self._prompt_texts[request_id] = text
+
+    def prompt_text(self, entry: JournalEntry) -> str:
+        return self._prompt_texts[entry.request_id]
 
     def count_reasoning_of(self, reader: ChoiceReader) -> None:
         """The usage shows this reader's tokens of reasoning."""

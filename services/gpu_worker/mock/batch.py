@@ -237,7 +237,7 @@ class MockBatch:
             return SlotResult(run.slot, [], slot.num_computed, FinishReason.STOP, vector=self._vector(slot))
         if slot.sampling.constraint is not None:
             slot.finish()
-            return SlotResult(run.slot, [], slot.num_computed, FinishReason.FAILED, detail=NO_MASKS)
+            return SlotResult(run.slot, [], slot.num_computed, FinishReason.FAILED, detail=NO_MASKS, status=400)
         token_ids, finish, stop_token = self._sample(slot)
         if finish is not None:
             slot.finish()
@@ -246,6 +246,8 @@ class MockBatch:
         if num_candidates is not None:
             state = slot.tokens.state(slot.num_computed)
             logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
+            if listed := slot.sampling.logprob_token_ids:
+                logprobs = [with_candidates(entry, listed) for entry in logprobs]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
     def _vector(self, slot: MockSlot) -> bytes:
@@ -303,3 +305,9 @@ def likeliest(token: int, num_candidates: int, state: int = 0) -> TokenLogprobs:
     """Made-up log-probabilities in order, with the token first. `state` decides the other candidates and the values."""
     top = [token, *(i for i in range(state % 50, state % 50 + num_candidates) if i != token)][:num_candidates]
     return TokenLogprobs(token, -0.5, 1, top, [-0.5 - i - (state >> i) % 1009 / 1200 for i in range(len(top))])
+
+
+def with_candidates(entry: TokenLogprobs, listed: list[int]) -> TokenLogprobs:
+    """The entry with these candidates, whose values are made up, too."""
+    values = [entry.logprob if token == entry.token_id else -1.0 - token % 1009 / 1200 for token in listed]
+    return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, listed, values)

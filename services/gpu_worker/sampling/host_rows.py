@@ -15,7 +15,7 @@ from blockyard.kernels.sampling.philox_gumbel import split_seed
 from blockyard.kernels.slots.slot_state import NUM_FIELDS, Field
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.sampling.logits_steps import SlotFields, write_steps
-from blockyard.services.gpu_worker.sampling.logprobs import score
+from blockyard.services.gpu_worker.sampling.logprobs import score, score_listed
 from blockyard.services.gpu_worker.sampling.topk_topp_sampler import NoisyRows, noisy_rows, processed
 from blockyard.services.gpu_worker.sampling.user_processors import (
     ProcessorError,
@@ -26,7 +26,7 @@ from blockyard.services.gpu_worker.sampling.user_processors import (
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slot, Slots
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.shared.config.services.worker import LogprobsMode
-from blockyard.shared.messages import TokenLogprobs
+from blockyard.shared.messages import Sampling, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class HostRow:
         noisy = noisy_rows(fields, np.ones(1, np.bool_), vocab_size, device)
         row = cls(owner, edits, [word for word in sampling.bad_words if len(word) > 1], noisy)
         try:
-            row.processors = [load_processor(one) for one in sampling.logits_processors]
+            row.processors = [load_processor(one, sampling.extra_args) for one in sampling.logits_processors]
         except ProcessorError as e:
             row.problem = Problem(str(e))
         return row
@@ -136,9 +136,7 @@ class HostRows:
                 if not math.isfinite(value):
                     sampled.problems[place] = NONE_ALLOWED if bool((x == -math.inf).all()) else NOT_FINITE
                 if shown is not None:
-                    num_top = table.slots[int(slots[place])].sampling.num_logprobs or 0
-                    (entry,) = score(shown[None], torch.tensor([token], device=shown.device), num_top)
-                    sampled.logprobs[place] = entry
+                    sampled.logprobs[place] = _entry(shown, token, table.slots[int(slots[place])].sampling)
         if self._matchers is not None and masks:
             done = [place for place in masks if place not in sampled.problems]
             taken = [(int(slots[i]), int(table.num_tokens[slots[i]]), sampled.token_ids[i]) for i in done]
@@ -211,3 +209,11 @@ class HostRows:
         less = sampling.frequency_penalty * counts + sampling.presence_penalty
         x[torch.from_numpy(tokens).to(x.device)] -= torch.from_numpy(less).to(x.device, x.dtype)
         return x
+
+
+def _entry(shown: Tensor, token: int, sampling: Sampling) -> TokenLogprobs:
+    """shown [vocab]: what is reported of each token."""
+    if sampling.logprob_token_ids:
+        return score_listed(shown, token, sampling.logprob_token_ids)
+    (entry,) = score(shown[None], torch.tensor([token], device=shown.device), sampling.num_logprobs or 0)
+    return entry

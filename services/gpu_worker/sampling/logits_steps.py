@@ -108,6 +108,11 @@ def _top_p(slot: SlotFields, sampling: Sampling) -> bool:
     return True
 
 
+def _listed_logprobs(slot: SlotFields, sampling: Sampling) -> bool:
+    """The host reports log-probabilities of chosen tokens: kernels know the likeliest ones alone."""
+    return not sampling.logprob_token_ids
+
+
 @dataclass(frozen=True, slots=True)
 class LogitsStep:
     """One step, and the `Sampling` parameters that it reads with a check of each one's range."""
@@ -132,7 +137,7 @@ def _marker(asked: Sampling) -> list[int]:
 
 
 LOGITS_STEPS = (
-    LogitsStep(_logits_processors, {"logits_processors": any_value}),
+    LogitsStep(_logits_processors, {"logits_processors": any_value, "extra_args": any_value}),
     LogitsStep(_constraint, {"constraint": any_value}, _marker),
     LogitsStep(_allowed_token_ids, {"allowed_token_ids": any_value}, lambda asked: asked.allowed_token_ids),
     LogitsStep(_bad_words, {"bad_words": any_value}, lambda asked: [i for words in asked.bad_words for i in words]),
@@ -150,6 +155,7 @@ LOGITS_STEPS = (
     LogitsStep(_min_p, {"min_p": lambda value: 0 <= value <= 1}),
     LogitsStep(_top_k, {"top_k": any_value}),
     LogitsStep(_top_p, {"top_p": lambda value: 0 < value <= 1}),
+    LogitsStep(_listed_logprobs, {"logprob_token_ids": any_value}, lambda asked: asked.logprob_token_ids),
 )
 
 

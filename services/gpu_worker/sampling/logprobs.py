@@ -3,6 +3,7 @@
 vLLM reports them by default (`logprobs_mode=raw_logprobs`). They are comparable across sampling parameters.
 """
 
+import torch
 from torch import Tensor
 
 from blockyard.shared.messages import TokenLogprobs
@@ -18,3 +19,10 @@ def score(logprobs: Tensor, token_ids: Tensor, num_top: int) -> list[TokenLogpro
         return [TokenLogprobs(token, value, rank, [], []) for token, value, rank in columns]
     rows = zip(columns, top.indices.tolist(), top.values.tolist(), strict=True)
     return [TokenLogprobs(token, value, rank, ids, values) for (token, value, rank), ids, values in rows]
+
+
+def score_listed(logprobs: Tensor, token_id: int, listed: list[int]) -> TokenLogprobs:
+    """The entry of one row of logprobs [vocab]: its token, and these candidates in their order."""
+    chosen = logprobs[token_id]
+    values = logprobs[torch.tensor(listed, device=logprobs.device)].tolist()
+    return TokenLogprobs(token_id, float(chosen), int((logprobs > chosen).sum()) + 1, listed, values)

@@ -1,7 +1,8 @@
 """Logits processors of users: functions that change the logits of a slot before every other step.
 
 A processor is called with (output ids, logits) or (prompt ids, output ids, logits), lists of int and a float32 tensor
-[vocab], and returns the logits to use. One that raises, returns something else or takes longer than LIMIT_S fails its
+[vocab], and returns the logits to use. One with a parameter `extra_args` also gets the request's `vllm_xargs`, or {},
+and so does the constructor of a class. One that raises, returns something else or takes longer than LIMIT_S fails its
 request alone. Processors run in a thread: a step waits for them, but not for one that hangs.
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from blockyard.shared.messages import LogitsProcessor
 
+EXTRA_ARGS = "extra_args"  # a parameter
 LIMIT_S = 1.0  # of all processors of a request, for one token
 
 
@@ -39,12 +41,14 @@ class UserProcessor:
     name: str
     call: Callable[..., object]
     takes_prompt: bool
+    extra_args: dict[str, Any] | None = None  # None: it takes none
 
     def apply(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
         """The logits that the processor returns, on the device and in the dtype of `logits`. Raises ProcessorError."""
         try:
             known = (prompt_ids, output_ids) if self.takes_prompt else (output_ids,)
-            changed = self.call(*known, logits)
+            extra = {} if self.extra_args is None else {EXTRA_ARGS: self.extra_args}
+            changed = self.call(*known, logits, **extra)
         except Exception as e:
             raise ProcessorError(f"logits processor {self.name}: {type(e).__name__}: {e}") from e
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
@@ -53,25 +57,30 @@ class UserProcessor:
         return changed.to(logits)
 
 
-def load_processor(named: LogitsProcessor) -> UserProcessor:
+def load_processor(named: LogitsProcessor, extra_args: bytes = b"") -> UserProcessor:
     """Imports a processor: a class is instantiated with its arguments, and so is a function that has any.
 
-    Raises ProcessorError.
+    extra_args: JSON object of the request. Raises ProcessorError.
     """
     try:
         found = _find(named.name)
-        args, kwargs = (msgspec.json.decode(part) if part else None for part in (named.args, named.kwargs))
+        args, kwargs, extra = (
+            msgspec.json.decode(part) if part else None for part in (named.args, named.kwargs, extra_args)
+        )
         call: Any = found
+        if inspect.isclass(found) and EXTRA_ARGS in inspect.signature(found).parameters:
+            kwargs = {EXTRA_ARGS: extra or {}, **(kwargs or {})}
         if inspect.isclass(found) or args or kwargs:
             call = found(*(args or ()), **(kwargs or {}))
         if not callable(call):
             raise TypeError(f"{type(call).__name__} cannot be called")
-        num = len(inspect.signature(call).parameters)
+        names = [*inspect.signature(call).parameters]
+        num = len(names) - names.count(EXTRA_ARGS)
         if num not in (2, 3):
             raise TypeError(f"it has {num} parameters, not 2 or 3")
     except Exception as e:  # a user's module may raise anything
         raise ProcessorError(f"logits processor {named.name}: {type(e).__name__}: {e}") from e
-    return UserProcessor(named.name, call, num == 3)
+    return UserProcessor(named.name, call, num == 3, (extra or {}) if EXTRA_ARGS in names else None)
 
 
 def _find(name: str) -> Any:

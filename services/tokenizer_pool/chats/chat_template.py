@@ -21,7 +21,8 @@ from blockyard.services.tokenizer_pool.chats.instruction_turns import (
     place_instructions,
     probe_template,
 )
-from blockyard.services.tokenizer_pool.chats.sandbox import Sandbox
+from blockyard.services.tokenizer_pool.chats.sandbox import ASSISTANT_BEGIN, ASSISTANT_END, Sandbox
+from blockyard.services.tokenizer_pool.token_spans import NO_MARKS, Marks
 from blockyard.shared.errors import RequestError
 
 MAX_COMPILED = 16
@@ -58,6 +59,7 @@ class Chat:
     add_generation_prompt: bool
     continue_final_message: bool
     content_format: str = "auto"  # string, openai; auto: detected from the template
+    marks: Marks = NO_MARKS  # around what the template marks as the assistant's
 
 
 class ChatTemplates:
@@ -123,6 +125,7 @@ class ChatTemplates:
         messages = for_template(placed, style)
         final = _tag_final(messages) if chat.continue_final_message else ""
         context = {"add_generation_prompt": chat.add_generation_prompt, **chat.kwargs, "tools": chat.tools or None}
+        context |= {ASSISTANT_BEGIN: chat.marks.begin, ASSISTANT_END: chat.marks.end}
         try:
             text = self._text(compiled, context, messages, max_chars)
         except RequestError:
@@ -135,7 +138,8 @@ class ChatTemplates:
     def _text(
         self, compiled: Compiled, context: dict[str, Any], messages: list[Message], max_chars: int | None = None
     ) -> str:
-        shown = {**self._special_tokens, "documents": None, "tools": None, **context, "messages": messages}
+        shown: dict[str, Any] = {ASSISTANT_BEGIN: "", ASSISTANT_END: "", **self._special_tokens}
+        shown |= {"documents": None, "tools": None, **context, "messages": messages}
         return _rendered(compiled.template, shown, max_chars)
 
     def _turns(self, compiled: Compiled, style: ContentStyle) -> InstructionTurns:

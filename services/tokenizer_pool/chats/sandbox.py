@@ -13,6 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_REPEATED = 4_000_000  # characters or items that one `*` may make
+ASSISTANT_BEGIN, ASSISTANT_END = "__assistant_begin", "__assistant_end"  # variables of a template
 MAX_BITS = 16_384  # of an integer that `*` or `**` makes
 
 
@@ -46,14 +47,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it renders its content."""
+    """`{% generation %}` marks the assistant's text for training: its content is rendered between two variables."""
 
     tags = {"generation"}  # noqa: RUF012  declared by jinja2
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+        begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (ASSISTANT_BEGIN, ASSISTANT_END))
+        return nodes.Scope([begin, *body, end], lineno=line)
 
 
 class _Namespace(Namespace):

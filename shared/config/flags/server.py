@@ -117,6 +117,31 @@ SERVER = (
     ),
     Flag("served-model-name", FlagKind.LIST, [], "Model names in the API, the first is echoed; unset: --model."),
     Flag(
+        "fingerprint-mode",
+        FlagKind.TEXT,
+        "full",
+        "The `system_fingerprint` of answers: full: the version, the number of GPUs of a model if it is more than one, "
+        "and a hash of the flags that may change answers; hash: without that number; custom: --fingerprint-value; "
+        "none: no fingerprint.",
+        choices=("full", "hash", "custom", "none"),
+    ),
+    Flag("fingerprint-value", FlagKind.TEXT, None, "The `system_fingerprint` of --fingerprint-mode custom."),
+    Flag(
+        "enable-scale-out",
+        FlagKind.BOOL,
+        False,
+        "Serve /inference/v1/generate, token ids in and out, and what it takes: /v1/completions/render, "
+        "/v1/chat/completions/render and /v1/responses/render.",
+        ("gateway.scale_out",),
+    ),
+    Flag(
+        "enable-tokenizer-info-endpoint",
+        FlagKind.BOOL,
+        False,
+        "Serve /tokenizer_info: the tokenizer's settings and its chat template.",
+        ("gateway.tokenizer_info",),
+    ),
+    Flag(
         "return-tokens-as-token-ids",
         FlagKind.BOOL,
         False,

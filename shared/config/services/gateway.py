@@ -99,4 +99,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     response_ttl_s: float = 1800.0  # a stored response is dropped so long after its last use
     response_store: str = ""  # folder of stored responses, of all gateways of this host; empty: in memory
     middleware: list[str] = []  # importable names, the first is the outermost
+    system_fingerprint: str = ""  # of answers; empty: they have none
+    scale_out: bool = False  # serves requests that are rendered, and token ids in and out
+    tokenizer_info: bool = False  # serves /tokenizer_info
+    server_info: str = "{}"  # JSON object: the flags, without secrets
     batch: BatchConfig | None = None  # set: this gateway does not listen

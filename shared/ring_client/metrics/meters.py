@@ -22,6 +22,7 @@ REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
     FinishReason.FAILED: "error",
+    FinishReason.REPETITION: "repetition",
 }
 
 

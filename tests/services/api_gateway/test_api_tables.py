@@ -18,7 +18,7 @@ def test_the_tables_of_the_readme_are_current() -> None:
 
 
 async def test_every_route_has_a_row_that_says_more_than_its_path(rig) -> None:
-    async with rig(serve_docs=False) as r:
+    async with rig(serve_docs=False, scale_out=True, tokenizer_info=True) as r:
         app = build_app(r.gateway_config, r.gateway, Guard([], []))
         routes = {
             f"{route.method} {route.resource.canonical}"

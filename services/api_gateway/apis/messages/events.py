@@ -88,7 +88,7 @@ class MessageEvents:
         self._finish = FinishReason.STOP
         self._stop_reason: int | str | None = None
 
-    def choice(self, index: int, prompt_ids: list[int] | None) -> "MessageEvents":
+    def choice(self, index: int, prompt_ids: list[int] | None, prompt_text: str | None = None) -> "MessageEvents":
         return self
 
     def around_text(self, text: str, stamp_s: float | None) -> tuple[bytes, bytes] | None:

@@ -67,7 +67,7 @@ class ResponsesEvents:
         self._is_cut = False
         self.final = b""  # the answer's object, from its end on
 
-    def choice(self, index: int, prompt_ids: list[int] | None) -> "ResponsesEvents":
+    def choice(self, index: int, prompt_ids: list[int] | None, prompt_text: str | None = None) -> "ResponsesEvents":
         assert index == 0  # a request has one answer
         return self
 

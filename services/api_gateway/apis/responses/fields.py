@@ -9,6 +9,7 @@ from blockyard.services.api_gateway.requests.generate_request import StoredTurn
 from blockyard.services.api_gateway.requests.schemas import GenerationFields, ReasoningEffort, TruncationSide, Verbosity
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
+from blockyard.shared.ring_client.request_fields.engine_fields import RepetitionDetectionParams
 
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -156,6 +157,11 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     truncation_side: TruncationSide | None = None
     thinking_token_budget: int | None = None
     logits_processors: msgspec.Raw = NULL
+    logprob_token_ids: list[int] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    kv_transfer_params: msgspec.Raw = NULL
+    vllm_xargs: msgspec.Raw = NULL
+    return_token_offsets: bool | None = None  # of a request that is rendered
     structured_outputs: msgspec.Raw = NULL
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -177,12 +183,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     conversation: msgspec.Raw = NULL
     moderation: msgspec.Raw = NULL
     prompt: msgspec.Raw = NULL
-    logprob_token_ids: msgspec.Raw = NULL
-    repetition_detection: msgspec.Raw = NULL
     mm_processor_kwargs: msgspec.Raw = NULL
     media_io_kwargs: msgspec.Raw = NULL
-    kv_transfer_params: msgspec.Raw = NULL
-    vllm_xargs: msgspec.Raw = NULL
     # of chat completions, refused by name
     max_completion_tokens: msgspec.Raw = NULL
     max_tokens: msgspec.Raw = NULL

@@ -2,7 +2,6 @@
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
-_FINGERPRINT = not_built("a `system_fingerprint` in answers; use none")
 _GRPC = not_built("gRPC; use the HTTP API")
 _SPEC_METRICS = not_built("speculative decoding; leave it at none")
 
@@ -86,25 +85,11 @@ SERVING = (
         refused=not_built("times in answers; use the field `return_stamps` of streamed requests, or /metrics"),
     ),
     Flag(
-        "enable-scale-out",
-        FlagKind.BOOL,
-        False,
-        "Serve /render and /inference/v1/generate.",
-        refused=not_built("these routes; prompts may be token ids, and `return_token_ids` adds those of the answer"),
-    ),
-    Flag(
         "enable-server-load-tracking",
         FlagKind.BOOL,
         False,
         "Count requests for /load.",
         mapped="/load is always served",
-    ),
-    Flag(
-        "enable-tokenizer-info-endpoint",
-        FlagKind.BOOL,
-        False,
-        "Serve /tokenizer_info.",
-        refused=not_built("/tokenizer_info; /tokenize and /detokenize are served"),
     ),
     Flag(
         "fail-on-environ-validation",
@@ -113,8 +98,6 @@ SERVING = (
         "End the start if a variable of the environment is wrong.",
         mapped="a wrong BLOCKYARD_ variable always ends the start, others are not read",
     ),
-    Flag("fingerprint-mode", FlagKind.TEXT, "none", "Kind of `system_fingerprint` in answers.", refused=_FINGERPRINT),
-    Flag("fingerprint-value", FlagKind.TEXT, None, "The `system_fingerprint` of answers.", refused=_FINGERPRINT),
     Flag("grpc", FlagKind.BOOL, False, "Serve gRPC.", refused=_GRPC),
     Flag("grpc-port", FlagKind.INT, None, "Port of gRPC.", ge=1, le=65535, refused=_GRPC),
     Flag(

@@ -29,7 +29,7 @@ from blockyard.shared.ring_client.metrics.meters import Meters
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 COMPLETION = "/v1/completions"
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "abort", "error", "repetition")
 ONE = frozenset({("model_name", "tiny"), ("engine", "0")})
 FIRST = (
     0.001,
@@ -341,7 +341,7 @@ async def test_refused_and_failed_requests_do_not_count_as_aborts(rig) -> None:
         assert (await r.post(COMPLETION, completion()))[0] == 429
         found = await scrape(r)
     ended = {reason: found["vllm:request_success_total", ONE | {("finished_reason", reason)}] for reason in REASONS}
-    assert ended == {"stop": 0, "length": 0, "abort": 0, "error": 3}
+    assert ended == {"stop": 0, "length": 0, "abort": 0, "error": 3, "repetition": 0}
     assert found["vllm:e2e_request_latency_seconds_count", ONE] == 0
 
 

@@ -84,7 +84,7 @@ CASES += [
         "functions": [[{}]],
         "modalities": [["audio"]],
         "audio": [{"voice": "x"}],
-        "echo": [True],
+        "echo": [1, "yes"],
         "chat_template": [5],
         "chat_template_kwargs": [[], "x"],
         "documents": [{}],

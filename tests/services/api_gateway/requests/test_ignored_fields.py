@@ -136,13 +136,19 @@ ASKS_FOR_NOTHING = {
     "truncation_side": "left",
     "mm_processor_kwargs": {},
     "audio": None,
+    "kv_transfer_params": {},
+    "vllm_xargs": {},
+    "repetition_detection": {"max_pattern_size": 0, "min_count": 0},
+    "return_prompt_text": False,
+    "return_token_offsets": False,
+    "return_assistant_tokens_mask": False,
 }
 REFUSED = {
     "tool_choice": "required",
     "thinking_token_budget": 5,
-    "logprob_token_ids": [1],
+    "audio": {"voice": "alloy"},
     "moderation": {"model": "omni-moderation-latest"},
-    "repetition_detection": {"max_pattern_size": 3},
+    "mm_processor_kwargs": {"num_crops": 4},
 }
 
 

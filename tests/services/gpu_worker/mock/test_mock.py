@@ -349,3 +349,16 @@ def test_a_choice_with_a_grammar_fails_by_name_beside_one_without() -> None:
     assert (second.token_ids, second.finish) == ([], FinishReason.FAILED)
     assert "mock worker makes no masks" in second.detail
     assert [one.slot for one in it.step(plan((0, 1), (1, 1)))] == [0]
+
+
+def test_a_grammar_is_the_requests_fault_and_not_the_servers() -> None:
+    guided = slot_start(0, [3, 4], constraint=OutputConstraint(Grammar(GrammarKind.REGEX, "a+")))
+    [result] = batch().step(plan((0, 5), starts=[guided]))
+    assert (result.finish, result.status) == (FinishReason.FAILED, 400)
+
+
+def test_listed_tokens_are_the_candidates() -> None:
+    it = batch()
+    [result] = it.step(plan((0, 5), starts=[slot_start(0, [3, 4], num_logprobs=0, logprob_token_ids=[9, 5])]))
+    [entry] = result.logprobs
+    assert entry.top_ids == [9, 5] and len(entry.top_logprobs) == 2 and entry.token_id == result.token_ids[0]

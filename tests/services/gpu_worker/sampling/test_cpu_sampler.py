@@ -23,6 +23,7 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.sampling import topk_topp_sampler
 from blockyard.services.gpu_worker.sampling.cpu_sampler import CpuSampler, SampledRows
 from blockyard.services.gpu_worker.sampling.host_rows import HostRows, Sampled
+from blockyard.services.gpu_worker.sampling.logits_steps import unsupported_reason
 from blockyard.services.gpu_worker.slots import NONE_ALLOWED, NOT_FINITE, Problem, Slots
 from blockyard.shared.messages import Sampling, SlotStart, StepPlan
 
@@ -333,3 +334,23 @@ def test_equal_logits_are_kept_together_on_every_path(
         drawn.append(topk_topp_sampler.sample_limited(logits, limits, noise)[1].tolist())
     assert drawn[0] == drawn[1] == drawn[2]
     assert len({*drawn[0]}) > 20  # all tokens of the next value are kept
+
+
+@pytest.mark.parametrize("how", ["cpu", "gpu", "host"])
+def test_listed_tokens_are_reported_in_place_of_the_likeliest(how: str) -> None:
+    """Rows with and without a list lie side by side; kernels have no part in those with one."""
+    bench = Bench(how)
+    bench.add(Sampling(max_tokens=9, temperature=0, num_logprobs=0, logprob_token_ids=[40, 3, 499]), [1, 2])
+    bench.add(Sampling(max_tokens=9, temperature=0, num_logprobs=2), [1, 2])
+    logits = torch.arange(2 * VOCAB, dtype=torch.float32).reshape(2, VOCAB) / 50
+    sampled = bench.sample(logits)
+    expected = logits[0].log_softmax(-1)
+    listed, likeliest = sampled.logprobs[0], sampled.logprobs[1]
+    assert listed.top_ids == [40, 3, 499] and likeliest.top_ids == [499, 498]
+    assert listed.top_logprobs == pytest.approx([float(expected[i]) for i in (40, 3, 499)], abs=1e-4)
+    assert (listed.token_id, listed.rank) == (499, 1) and sampled.token_ids == [499, 499]
+    assert listed.logprob == pytest.approx(float(expected[499]), abs=1e-4)
+
+
+def test_a_listed_token_outside_of_the_vocabulary_is_refused() -> None:
+    assert "500 is outside" in unsupported_reason(Sampling(max_tokens=1, logprob_token_ids=[VOCAB]), VOCAB)

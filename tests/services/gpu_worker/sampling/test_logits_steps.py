@@ -45,7 +45,8 @@ def test_the_device_reads_every_parameter() -> None:
         "top_p": 0.5,
     }
     default = written(Sampling(max_tokens=5))
-    assert {*changed, "constraint", "logits_processors"} == {name for step in LOGITS_STEPS for name in step.parameters}
+    of_host = {"constraint", "logits_processors", "extra_args", "logprob_token_ids"}
+    assert {*changed, *of_host} == {name for step in LOGITS_STEPS for name in step.parameters}
     for name, value in changed.items():
         slot = written(Sampling(max_tokens=5, **{name: value}))
         assert (slot.words, slot.edits) != (default.words, default.edits), name

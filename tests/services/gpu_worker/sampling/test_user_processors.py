@@ -93,3 +93,32 @@ def test_one_that_hangs_is_stopped() -> None:
     with pytest.raises(ProcessorError, match=r"hangs: took longer than 0\.05 s"):
         thread.run([load_processor(named("hangs"))], [], [], torch.zeros(3))
     assert thread.run([load_processor(named("only_even"))], [], [], torch.zeros(3)).isinf().sum() == 1
+
+
+def favours(output_ids: list[int], logits: Tensor, extra_args: dict[str, int]) -> Tensor:
+    logits[extra_args.get("token", 0)] += 100
+    return logits
+
+
+class Favours:
+    def __init__(self, extra_args: dict[str, int]) -> None:
+        self._token = extra_args.get("token", 0)
+
+    def __call__(self, prompt_ids: list[int], output_ids: list[int], logits: Tensor) -> Tensor:
+        logits[self._token] += 100
+        return logits
+
+
+@pytest.mark.parametrize("processor", [favours, Favours])
+@pytest.mark.parametrize(("extra", "best"), [(b'{"token":4}', 4), (b"", 0)])
+def test_a_processor_that_takes_extra_arguments_gets_those_of_the_request(
+    processor: type, extra: bytes, best: int
+) -> None:
+    setattr(sys.modules["own_processors"], processor.__name__, processor)
+    loaded = load_processor(named(processor.__name__), extra)
+    assert int(loaded.apply([1], [2], torch.zeros(6)).argmax()) == best
+
+
+def test_other_processors_do_not_see_extra_arguments() -> None:
+    loaded = load_processor(named("add_lengths"), b'{"token":4}')
+    assert loaded.apply([1], [2], torch.zeros(3)).tolist() == [11, 11, 11]

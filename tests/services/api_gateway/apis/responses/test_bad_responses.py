@@ -92,7 +92,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "a long value": ({"metadata": {"a": "x" * 513}}, "metadata.a"),
     "metadata that is no text": ({"metadata": {"a": 1}}, "metadata[...]"),
     "a range": ({"top_p": 0.0}, "top_p"),
-    "connectors": ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+    "connectors": ({"kv_transfer_params": [1]}, "kv_transfer_params"),
     "a tool that is no object": ({"tools": ["f"]}, "tools[0]"),
     "an unknown tool": ({"tools": [{"type": "functio"}]}, "tools[0].type"),
     "a tool in chat's form": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
