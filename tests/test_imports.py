@@ -112,8 +112,8 @@ LAYERS["shared/grammars"] = (
 )
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
-LAYERS["shared/messages"] = ("base", "grammars", "requests", "streams", "kv_transfer", "steps", "text", "controls")
-LAYERS["shared/messages"] += ("model_settings", "membership", "metrics", "stored_responses")
+LAYERS["shared/messages"] = ("base", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps", "text")
+LAYERS["shared/messages"] += ("controls", "model_settings", "membership", "metrics", "stored_responses")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
@@ -150,15 +150,33 @@ LAYERS["shared/ring_client"] = (
 LAYERS["shared/ring_client"] += (
     "tokenizer_jobs",
     "tokenizer_client",
+    "open_entry",
     "journal",
+    "pooled_entry",
     "metrics",
     "recovery",
     "fanout",
+    "pooling",
     "client",
 )
-LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "token_spans", "chats", "fill_in_middle", "text_codec")
-LAYERS["services/tokenizer_pool"] += ("text_worker", "grammar_worker", "grammar_checks", "service", "__main__")
-LAYERS["services/tokenizer_pool/chats"] = ("sandbox", "chat_messages", "instruction_turns", "chat_template")
+LAYERS["services/tokenizer_pool"] = (
+    "workers",
+    "token_chars",
+    "token_spans",
+    "chats",
+    "fill_in_middle",
+    "text_batches",
+    "text_codec",
+    "text_worker",
+)
+LAYERS["services/tokenizer_pool"] += ("grammar_worker", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool/chats"] = (
+    "sandbox",
+    "chat_messages",
+    "instruction_turns",
+    "chat_template",
+    "pair_template",
+)
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
 LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "repetition", "stream", "streams", "service")

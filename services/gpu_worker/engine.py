@@ -41,9 +41,11 @@ from blockyard.services.gpu_worker.structured_output.matcher_processes import Ma
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
+from blockyard.shared.config.pooling.pooling_card import make_card
+from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Geometry
+from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
 DTYPES = {
@@ -222,7 +224,7 @@ def make_runner(
     matchers = make_matchers(config, geometry) if generates else None
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
-        geometry = msgspec.structs.replace(geometry, vector_size=pools[0].width)
+        geometry = msgspec.structs.replace(geometry, pooling=card_of(config, pools[0], settings, geometry))
         report.note(pools[0].describe())
     if loaded.ranks is not None and send is not None:
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
@@ -237,6 +239,16 @@ def make_runner(
     runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, send)
     start_steps(runner)
     return runner
+
+
+def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any], geometry: Geometry) -> PoolingCard:
+    """Returns what a decoder that pools serves."""
+    task = PoolingTask(config.task) if config.task != "generate" else PoolingTask.EMBED
+    return make_card(
+        *(task, choice, settings, Path(config.model_path), geometry.max_model_len),
+        has_kv=True,
+        has_pair_template=config.has_pair_template,
+    )
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

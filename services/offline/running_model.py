@@ -20,6 +20,7 @@ from blockyard.shared import tokenizer_files
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING
+from blockyard.shared.ring_client.pooling.params_check import check_generates
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = Sequence[int] | int | None
@@ -78,6 +79,7 @@ class RunningModel:
 
     def _check_params(self, params: Params, num_prompts: int) -> list[CheckedParams]:
         card, settings = self.session.card, self.session.settings
+        check_generates(card)
         flags = (settings.max_logprobs, settings.grammars, settings.logits_processors)
         if params is None:
             params = self.default_params()

@@ -6,7 +6,9 @@ import msgspec
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
+from blockyard.services.tokenizer_pool.text_batches import TextBatches
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.services.tokenizer_pool.token_spans import (
     NO_MARKS,
@@ -24,9 +26,11 @@ from blockyard.shared.messages import (
     Detokenize,
     Detokenized,
     TextRejected,
+    TextsTokenized,
     Tokenize,
     Tokenized,
     TokenizerDescription,
+    TokenizeTexts,
 )
 from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
 
@@ -58,6 +62,8 @@ class TextCodec:
         self._token_chars = token_chars
         self._settings = settings
         self._fill_in_middle = FillInMiddle(tokenizer, config.fim_template)
+        pairs = None if config.pair_template is None else PairTemplate(config.pair_template)
+        self._batches = TextBatches(tokenizer, token_chars, pairs)
         self._phases: Phases = Unlimited()
 
     def set_phases(self, phases: Phases) -> None:
@@ -69,11 +75,23 @@ class TextCodec:
         self.vocab_size = model_vocab_size or self._own_vocab_size
 
     def answer(
-        self, work: Tokenize | Detokenize | DescribeTokenizer
-    ) -> Tokenized | Detokenized | TokenizerDescription | TextRejected:
-        if isinstance(work, DescribeTokenizer):
-            return TokenizerDescription(work.request_id, self._settings)
-        return self.tokenize(work) if isinstance(work, Tokenize) else self.detokenize(work)
+        self, work: Tokenize | TokenizeTexts | Detokenize | DescribeTokenizer
+    ) -> Tokenized | TextsTokenized | Detokenized | TokenizerDescription | TextRejected:
+        match work:
+            case Tokenize():
+                return self.tokenize(work)
+            case TokenizeTexts():
+                return self.tokenize_texts(work)
+            case DescribeTokenizer():
+                return TokenizerDescription(work.request_id, self._settings)
+        return self.detokenize(work)
+
+    def tokenize_texts(self, request: TokenizeTexts) -> TextsTokenized | TextRejected:
+        try:
+            with self._phases.encoding("input"):
+                return self._batches.encode(request, self.vocab_size)
+        except RequestError as e:
+            return TextRejected(request.request_id, e.field, str(e))
 
     def tokenize(self, request: Tokenize) -> Tokenized | TextRejected:
         try:

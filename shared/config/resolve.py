@@ -29,6 +29,7 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.pooling.pooling_fields import pair_template, pooling_notes, worker_pooling_fields
 from blockyard.shared.config.server import access_keys, http_server, log_settings, server_info
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -95,7 +96,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
 def model_notes(values: Values, model: Checkpoint) -> list[str]:
     """Returns a line for each choice of `auto` that follows from the model. Raises ConfigError."""
     of_kv = worker_fields.kv_notes(values, said_quantization(values, model))
-    return [*output_parsers.output_parsers(values, model).notes, *of_kv]
+    return [*output_parsers.output_parsers(values, model).notes, *of_kv, *pooling_notes(values, model)]
 
 
 def worker_notes(values: Values, is_local: bool) -> list[str]:
@@ -162,6 +163,7 @@ def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> Toke
             "tokenizer_path": str(model.tokenizer_path),
             "served_model_names": served_names(values),
             "chat_template": chat_template(values),
+            "pair_template": pair_template(values, model),
             "block_scope": block_scope(values, model),
             "grammar_engine": structured_outputs.grammar_defaults(values).engine,
         },
@@ -254,6 +256,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.logprobs_fields(values),
             **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
+            **worker_pooling_fields(values, model),
         },
     )
 

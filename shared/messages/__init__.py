@@ -53,6 +53,19 @@ from blockyard.shared.messages.model_settings import (
     SamplingDefaults,
     ToolDefaults,
 )
+from blockyard.shared.messages.pooling import (
+    NamedPrompt,
+    Pool,
+    PooledStart,
+    PoolingCard,
+    PoolingParams,
+    PoolingTask,
+    TextError,
+    TextsTokenized,
+    TokenizeTexts,
+    VectorBlock,
+    VectorFailure,
+)
 from blockyard.shared.messages.requests import (
     DEFAULT_SAMPLING,
     Accepted,
@@ -103,7 +116,6 @@ from blockyard.shared.messages.streams import (
     TokenRows,
     TokenStep,
     VectorBatch,
-    VectorResult,
     decode_logprobs,
     encode_logprobs,
 )
@@ -123,6 +135,7 @@ from blockyard.shared.messages.text import (
 RegistryIn = Announce | Leave | LinkLost | MembersRequest
 GatewayIn = (
     Tokenized
+    | TextsTokenized
     | Detokenized
     | TokenizerDescription
     | TextRejected
@@ -139,9 +152,10 @@ GatewayIn = (
     | ResponseQuery
     | ResponseReply
 )
-TokenizerIn = Tokenize | Detokenize | DescribeTokenizer
+TokenizerIn = Tokenize | TokenizeTexts | Detokenize | DescribeTokenizer
 SchedulerIn = (
     Generate
+    | Pool
     | Cancel
     | Stop
     | PathLost

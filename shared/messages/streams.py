@@ -3,6 +3,7 @@
 import msgspec
 
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
+from blockyard.shared.messages.pooling import VectorBlock
 from blockyard.shared.messages.requests import Cancel, TextOptions
 from blockyard.shared.token_ids import num_ids
 
@@ -145,22 +146,10 @@ class TextDelta(FrameStruct, frozen=True):
     kv_transfer_params: bytes = b""  # as in `TokenStep`
 
 
-class VectorResult(FrameStruct, frozen=True):
-    """The result of a request without text. Sent again only with the request's next attempt."""
-
-    request_id: str
-    attempt: int
-    finish: FinishReason
-    data: bytes = b""  # float32, little-endian
-    cached_tokens: int = 0  # as in `TokenStep`
-    detail: str = ""
-    status: int = 500  # as in `TokenStep`
-
-
 class VectorBatch(Frame, frozen=True):
     """scheduler -> api_gateway: a step's vectors for one gateway, on the link that its requests came by."""
 
-    vectors: list[VectorResult]
+    blocks: list[VectorBlock]
 
 
 class TextBatch(Frame, frozen=True):

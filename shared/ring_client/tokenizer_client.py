@@ -17,17 +17,19 @@ from blockyard.shared.messages import (
     Member,
     Role,
     TextRejected,
+    TextsTokenized,
     Tokenize,
     Tokenized,
     TokenizerDescription,
+    TokenizeTexts,
 )
 from blockyard.shared.ring_client.grammar_verdicts import TAKEN, GrammarVerdicts
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, MAX_WAITING, JobKind, JobPool
 from blockyard.shared.token_ids import num_ids
 
-Answer = Tokenized | Detokenized | TokenizerDescription
-Work = Tokenize | Detokenize | DescribeTokenizer
+Answer = Tokenized | TextsTokenized | Detokenized | TokenizerDescription
+Work = Tokenize | TokenizeTexts | Detokenize | DescribeTokenizer
 
 QUICK_BYTES = 64 << 10  # of a prompt, about 20 ms
 QUICK_GRAMMAR_BYTES = 8 << 10
@@ -224,6 +226,8 @@ def _is_quick(work: Work, is_check: bool) -> bool:
         return True
     if isinstance(work, Detokenize):
         return len(work.token_ids) <= QUICK_BYTES
+    if isinstance(work, TokenizeTexts):
+        return sum(map(len, work.texts)) + sum(map(len, work.seconds)) <= QUICK_BYTES
     if is_check and work.grammar is not None and len(work.grammar.source) > QUICK_GRAMMAR_BYTES:
         return False
     texts = (work.text, work.suffix, work.messages, work.token_ids, work.tools, work.template_kwargs)

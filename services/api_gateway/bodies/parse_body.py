@@ -19,6 +19,7 @@ from blockyard.services.api_gateway.requests.schemas import (
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
+from blockyard.shared.ring_client.pooling.params_check import check_generates
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
@@ -77,6 +78,7 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
     api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
+    check_generates(card)
     try:
         if context.stored is None or api.parse_stored is None:
             request = api.parse(fields, card, config, formats.of(card), context.request_id)

@@ -12,13 +12,15 @@ from blockyard.shared.messages import (
     Detokenized,
     Frame,
     TextRejected,
+    TextsTokenized,
     Tokenize,
     Tokenized,
     TokenizerDescription,
+    TokenizeTexts,
 )
 
-Work = Tokenize | Detokenize | DescribeTokenizer
-Answer = Tokenized | Detokenized | TokenizerDescription | TextRejected
+Work = Tokenize | TokenizeTexts | Detokenize | DescribeTokenizer
+Answer = Tokenized | TextsTokenized | Detokenized | TokenizerDescription | TextRejected
 
 LENGTH = struct.Struct("<I")  # before each frame of a worker's stream
 OTHER_ENGINE = "other_engine"  # code of a rejection by a grammar worker: another engine may take the grammar

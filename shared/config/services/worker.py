@@ -116,6 +116,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     pooler_config: str = "{}"  # JSON object: --override-pooler-config
     tensor_parallel_size: int = 1  # ranks of the worker, each with a share of every layer
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
+    has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
