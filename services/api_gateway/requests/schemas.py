@@ -27,6 +27,11 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "return_prompt_text": (False,),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "images": ([],),
+    "rank_fields": ([], ["text"]),
+    "data": (),
 }
 
 
