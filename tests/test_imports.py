@@ -111,8 +111,8 @@ LAYERS["shared/grammars"] = (
 )
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
-LAYERS["shared/messages"] = ("base", "grammars", "requests", "streams", "kv_transfer", "steps", "text", "controls")
-LAYERS["shared/messages"] += ("model_settings", "membership", "metrics")
+LAYERS["shared/messages"] = ("base", "grammars", "requests", "pooling", "streams", "kv_transfer")
+LAYERS["shared/messages"] += ("steps", "text", "controls", "model_settings", "membership", "metrics")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
@@ -152,6 +152,7 @@ LAYERS["shared/ring_client"] += (
     "metrics",
     "recovery",
     "fanout",
+    "pooling",
     "client",
 )
 LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_codec", "text_worker")

@@ -44,6 +44,18 @@ from blockyard.shared.messages.model_settings import (
     SamplingDefaults,
     ToolDefaults,
 )
+from blockyard.shared.messages.pooling import (
+    NamedPrompt,
+    Pool,
+    PoolingCard,
+    PoolingParams,
+    PoolingTask,
+    TextError,
+    TextsTokenized,
+    TokenizeTexts,
+    VectorBlock,
+    VectorFailure,
+)
 from blockyard.shared.messages.requests import (
     DEFAULT_SAMPLING,
     Accepted,
@@ -110,6 +122,7 @@ from blockyard.shared.messages.text import (
 RegistryIn = Announce | Leave | LinkLost | MembersRequest
 GatewayIn = (
     Tokenized
+    | TextsTokenized
     | Detokenized
     | TextRejected
     | Accepted
@@ -123,9 +136,10 @@ GatewayIn = (
     | PathLost
     | StatsResponse
 )
-TokenizerIn = Tokenize | Detokenize
+TokenizerIn = Tokenize | TokenizeTexts | Detokenize
 SchedulerIn = (
     Generate
+    | Pool
     | Cancel
     | Stop
     | PathLost

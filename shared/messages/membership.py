@@ -3,6 +3,7 @@
 from blockyard.shared.messages.base import Frame, FrameStruct, Role
 from blockyard.shared.messages.kv_transfer import KVRole
 from blockyard.shared.messages.model_settings import ModelSettings
+from blockyard.shared.messages.pooling import PoolingCard
 
 # Upper limits of the histogram of tokens per step; the last bucket has no limit.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -22,6 +23,7 @@ class ModelCard(FrameStruct, frozen=True):
     created: int  # seconds since the epoch
     eos_token_ids: list[int] = []
     settings: ModelSettings = ModelSettings()
+    pooling: PoolingCard | None = None  # None: the model generates text
 
 
 class RefusalCount(FrameStruct, frozen=True):

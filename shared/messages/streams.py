@@ -3,6 +3,7 @@
 import msgspec
 
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
+from blockyard.shared.messages.pooling import VectorBlock
 from blockyard.shared.messages.requests import Cancel, TextOptions
 from blockyard.shared.token_ids import num_ids
 
@@ -159,6 +160,7 @@ class VectorBatch(Frame, frozen=True):
     """scheduler -> api_gateway: a step's vectors for one gateway, on the link that its requests came by."""
 
     vectors: list[VectorResult]
+    blocks: list[VectorBlock] = []  # of requests with many prompts
 
 
 class TextBatch(Frame, frozen=True):

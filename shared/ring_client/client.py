@@ -27,6 +27,7 @@ from blockyard.shared.ring_client.fanout import Fanout
 from blockyard.shared.ring_client.journal import Journal
 from blockyard.shared.ring_client.metrics.member_counts import MemberCounts
 from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.pooling.pooling_client import PoolingClient
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.hold import HOLD_S
 from blockyard.shared.ring_client.recovery.recovery import Recovery
@@ -61,6 +62,7 @@ class RingClient:
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.schedulers, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.schedulers, self.dispatch, stall_timeout_s)
+        self.pooling = PoolingClient()
         self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
 
     def handle(self, peer: int, event: Event | GatewayIn) -> None:
