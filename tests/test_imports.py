@@ -68,6 +68,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "bodies",
         "responses",
         "metrics",
+        "pooling_pipeline",
         "request_pipeline",
         "service",
         "batches",

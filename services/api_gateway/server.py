@@ -18,6 +18,7 @@ from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.pooling import PoolingEndpoints
 from blockyard.services.api_gateway.endpoints.status import Pages, StatusEndpoints, installed_version
 from blockyard.services.api_gateway.http import connections, middleware
 from blockyard.services.api_gateway.http.access import Guard
@@ -163,6 +164,7 @@ def build_app(
     pages, version = Pages(), installed_version()
     endpoints = (
         GenerationEndpoints(gateway.pipeline, gateway.streams, gateway.body_parser, uploads),
+        PoolingEndpoints(gateway.pipeline, gateway.body_parser, uploads),
         FileEndpoints(store, config.max_file_bytes, config.body_timeout_s),
         BatchEndpoints(store, uploads),
         StatusEndpoints(gateway, pages, version),

@@ -7,8 +7,10 @@ import msgspec
 from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.completions import COMPLETIONS
 from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
+from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import (
     ChatRequest,
@@ -22,6 +24,7 @@ from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
+from blockyard.shared.ring_client.request_fields.pooling_fields import check_generates
 from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.ring_client.schedulers import Served
 from blockyard.shared.token_ids import pack
@@ -39,7 +42,7 @@ class Invocation(msgspec.Struct):
 class ParseContext(msgspec.Struct, frozen=True):
     """Everything but the body and the configuration that parsing depends on."""
 
-    endpoint: str  # the name of an API, or one of the constants above
+    endpoint: str  # the name of an API of either registry, or one of the constants above
     request_id: str  # used where the body has none
     served: Served
 
@@ -59,7 +62,13 @@ class ParsedText(msgspec.Struct, frozen=True, tag=True):
     ignored: list[str]
 
 
-ParsedBody = ParsedGeneration | ParsedText
+class ParsedPooling(msgspec.Struct, frozen=True, tag=True):
+    api: str  # its name
+    request: PoolingRequest
+    ignored: list[str]
+
+
+ParsedBody = ParsedGeneration | ParsedText | ParsedPooling
 
 
 def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, formats: ModelFormats) -> ParsedBody:
@@ -68,15 +77,29 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
         return _tokenize(body, context, config)
     if context.endpoint == DETOKENIZE:
         return _detokenize(body, context, config)
+    if context.endpoint in POOLING_APIS:
+        return _pooling(body, context, config)
     api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
+    if api.count is None:
+        check_generates(card)
     try:
         request = api.parse(fields, card, config, formats.of(card), context.request_id)
     except RecursionError as e:  # a deep body may be decoded and not encoded
         raise RequestError("the body is nested too deeply") from e
     check_lengths(request)
     return ParsedGeneration(api.name, request, [*ignored, *request.ignored])
+
+
+def _pooling(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedPooling:
+    api = POOLING_APIS[context.endpoint]
+    fields, ignored = decode(body, api.schema, config.strict_fields)
+    try:
+        request = api.parse(fields, context.served.card(fields.model), context.request_id)
+    except RecursionError as e:
+        raise RequestError("the body is nested too deeply") from e
+    return ParsedPooling(api.name, request, ignored)
 
 
 def check_lengths(request: GenerateRequest) -> None:
