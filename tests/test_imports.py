@@ -176,6 +176,7 @@ LAYERS["services/offline"] += (
     "tokenizer",
     "beam_search",
     "running_model",
+    "pooling",
     "engines",
     "llm",
     "commands",

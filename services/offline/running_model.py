@@ -20,6 +20,7 @@ from blockyard.shared import tokenizer_files
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING
+from blockyard.shared.ring_client.pooling.request_checks import check_generates
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = Sequence[int] | int | None
@@ -52,6 +53,7 @@ class RunningModel:
 
     def requests(self, prompts: list[Prompt], params: Params, priority: Priority) -> list[OfflineRequest]:
         """Builds requests from prompts with the parameters and priorities of all or of each. Raises RequestError."""
+        check_generates(self.session.card)
         priorities = _priorities(priority, len(prompts))
         checked = self._check_params(params, len(prompts))
         return [

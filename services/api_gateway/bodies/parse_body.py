@@ -21,10 +21,10 @@ from blockyard.services.api_gateway.requests.schemas import (
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
+from blockyard.shared.ring_client.pooling.request_checks import check_generates
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
-from blockyard.shared.ring_client.request_fields.pooling_fields import check_generates
 from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.ring_client.schedulers import Served
 from blockyard.shared.token_ids import pack

@@ -31,7 +31,8 @@ from blockyard.services.api_gateway.requests.pooling.text_inputs import (
 )
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, PoolingParams, PoolingTask
-from blockyard.shared.ring_client.request_fields import limits, pooling_fields
+from blockyard.shared.ring_client.pooling import request_checks
+from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.sampling_fields import read_salt
 
 FORMATS = ("float", "base64")
@@ -48,16 +49,16 @@ INPUT_TYPES = {
 
 def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> PoolingRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    pooling_fields.pooling_card(card, PoolingTask.EMBED)
-    dimensions = pooling_fields.read_dimensions(request.dimensions, card)
-    params = pooling_fields.vector_params(PoolingTask.EMBED, dimensions, request.normalize, request.use_activation)
+    request_checks.pooling_card(card, PoolingTask.EMBED)
+    dimensions = request_checks.read_dimensions(request.dimensions, card)
+    params = request_checks.vector_params(PoolingTask.EMBED, dimensions, request.normalize, request.use_activation)
     return _text_request(request, card, "embd-", name, params, _format(request.encoding_format))
 
 
 def parse_classification(request: ClassificationRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
-    pooling_fields.pooling_card(card, PoolingTask.CLASSIFY)
-    params = pooling_fields.score_params(
+    request_checks.pooling_card(card, PoolingTask.CLASSIFY)
+    params = request_checks.score_params(
         PoolingTask.CLASSIFY, request.use_activation, request.activation, request.softmax
     )
     return _text_request(request, card, "classify-", name, params, "float")
@@ -65,16 +66,16 @@ def parse_classification(request: ClassificationRequest, card: ModelCard, name: 
 
 def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
-    pooling = pooling_fields.pooling_card(card)
-    pooling_fields.read_task(request.task, card)
+    pooling = request_checks.pooling_card(card)
+    request_checks.read_task(request.task, card)
     if pooling.task is PoolingTask.EMBED:
-        dimensions = pooling_fields.read_dimensions(request.dimensions, card)
-        params = pooling_fields.vector_params(PoolingTask.ENCODE, dimensions, request.normalize, request.use_activation)
+        dimensions = request_checks.read_dimensions(request.dimensions, card)
+        params = request_checks.vector_params(PoolingTask.ENCODE, dimensions, request.normalize, request.use_activation)
     else:
-        pooling_fields.read_dimensions(request.dimensions, card)
+        request_checks.read_dimensions(request.dimensions, card)
         if request.normalize is not None:
-            raise RequestError(f"normalize is of vectors; {pooling_fields.serves(card)}", "normalize")
-        params = pooling_fields.score_params(
+            raise RequestError(f"normalize is of vectors; {request_checks.serves(card)}", "normalize")
+        params = request_checks.score_params(
             PoolingTask.ENCODE, request.use_activation, request.activation, request.softmax
         )
     return _text_request(request, card, "pool-", name, params, _format(request.encoding_format))
@@ -105,14 +106,14 @@ def parse_rerank(request: RerankRequest, card: ModelCard, name: str) -> PoolingR
 
 def parse_cohere_embed(request: CohereEmbedRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError. Texts that are too long are cut, as Cohere documents it, unless `truncate` is NONE."""
-    pooling = pooling_fields.pooling_card(card, PoolingTask.EMBED)
+    pooling = request_checks.pooling_card(card, PoolingTask.EMBED)
     field, texts = _cohere_texts(request)
     formats = tuple(dict.fromkeys(request.embedding_types or ("float",)))
     for i, one in enumerate(formats):
         _check_format(one, f"embedding_types[{i}]", COHERE_FORMATS)
     dimensions = request.output_dimension
     try:
-        pooling_fields.read_dimensions(dimensions, card)
+        request_checks.read_dimensions(dimensions, card)
     except RequestError as e:
         raise RequestError(str(e).replace("dimensions", "output_dimension", 1), "output_dimension") from e
     most = limits.integer("max_tokens", request.max_tokens, pooling.max_len, 1)
@@ -140,8 +141,8 @@ def _text_request(
     for field in ("prompt_name", "input_type") if messages is not None else ():
         if getattr(request, field) is not None:
             raise RequestError(f"messages are written by the chat template: {field} is for input", field)
-    prompt_name = pooling_fields.read_prompt_name("prompt_name", request.prompt_name, card)
-    input_type = pooling_fields.read_prompt_name("input_type", request.input_type, card)
+    prompt_name = request_checks.read_prompt_name("prompt_name", request.prompt_name, card)
+    input_type = request_checks.read_prompt_name("input_type", request.input_type, card)
     if None not in (prompt_name, input_type) and prompt_name != input_type:
         raise RequestError("prompt_name and input_type are names of one field, and differ", "input_type")
     return PoolingRequest(
@@ -152,7 +153,7 @@ def _text_request(
         field="input" if messages is None else "messages",
         is_single=single or messages is not None,
         messages=messages,
-        truncate_prompt_tokens=pooling_fields.read_truncation(request.truncate_prompt_tokens, card),
+        truncate_prompt_tokens=request_checks.read_truncation(request.truncate_prompt_tokens, card),
         truncation_side=request.truncation_side,
         add_special_tokens=request.add_special_tokens,
         prompt_name=input_type if prompt_name is None else prompt_name,
@@ -165,19 +166,19 @@ def _text_request(
 def _pair_request(request: PairFields, card: ModelCard, prefix: str, name: str, compares: bool) -> PoolingRequest:
     """Everything but the pairs."""
     task = PoolingTask.EMBED if compares else PoolingTask.SCORE
-    params = pooling_fields.score_params(task, request.use_activation, request.activation, request.softmax)
+    params = request_checks.score_params(task, request.use_activation, request.activation, request.softmax)
     if compares:  # a similarity has no activation
         params = PoolingParams(task=task)
     return PoolingRequest(
         card=card,
         options=_options(card, prefix, name, request.request_id, ("float",)),
         params=params,
-        truncate_prompt_tokens=pooling_fields.read_truncation(request.truncate_prompt_tokens, card),
+        truncate_prompt_tokens=request_checks.read_truncation(request.truncate_prompt_tokens, card),
         truncation_side=request.truncation_side,
-        max_first_tokens=pooling_fields.read_part_limit("max_tokens_per_query", request.max_tokens_per_query),
-        max_second_tokens=pooling_fields.read_part_limit("max_tokens_per_doc", request.max_tokens_per_doc),
+        max_first_tokens=request_checks.read_part_limit("max_tokens_per_query", request.max_tokens_per_query),
+        max_second_tokens=request_checks.read_part_limit("max_tokens_per_doc", request.max_tokens_per_doc),
         add_special_tokens=request.add_special_tokens,
-        instruction=pooling_fields.read_instruction(request.instruction, card),
+        instruction=request_checks.read_instruction(request.instruction, card),
         priority=_priority(request.priority),
         user=limits.name("user", request.user, limits.MAX_USER_CHARS),
         cache_salt=read_salt(request.cache_salt),
@@ -186,7 +187,7 @@ def _pair_request(request: PairFields, card: ModelCard, prefix: str, name: str, 
 
 def _compares(card: ModelCard) -> bool:
     """Whether the model's scores are similarities of vectors. Raises RequestError if it has no scores."""
-    return pooling_fields.pooling_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
+    return request_checks.pooling_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
 
 
 def _options(
@@ -242,9 +243,9 @@ def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
 
 def _cohere_prompt(input_type: str | None, card: ModelCard) -> str | None:
     """The prompt of an input type. Cohere's own types mean none where the model has no prompts. Raises RequestError."""
-    known = {prompt.name for prompt in pooling_fields.pooling_card(card).prompts}
+    known = {prompt.name for prompt in request_checks.pooling_card(card).prompts}
     if input_type in INPUT_TYPES:
         found = next((name for name in INPUT_TYPES[input_type] if name in known), None)
         if found is not None or not known:
             return found
-    return pooling_fields.read_prompt_name("input_type", input_type, card)
+    return request_checks.read_prompt_name("input_type", input_type, card)
