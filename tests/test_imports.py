@@ -149,15 +149,25 @@ LAYERS["shared/ring_client"] = (
 LAYERS["shared/ring_client"] += (
     "tokenizer_jobs",
     "tokenizer_client",
+    "open_entry",
     "journal",
+    "pooled_entry",
     "metrics",
     "recovery",
     "fanout",
     "pooling",
     "client",
 )
-LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_codec", "text_worker")
-LAYERS["services/tokenizer_pool"] += ("grammar_worker", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_batches", "text_codec")
+    "workers",
+    "token_chars",
+    "chats",
+    "fill_in_middle",
+    "text_batches",
+    "text_codec",
+    "text_worker",
+)
+LAYERS["services/tokenizer_pool"] += ("text_worker", "grammar_worker", "grammar_checks", "service", "__main__")
 LAYERS["services/tokenizer_pool/chats"] = ("sandbox", "chat_messages", "instruction_turns", "chat_template")
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
 LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)

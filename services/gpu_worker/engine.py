@@ -33,9 +33,11 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport, Thro
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
+from blockyard.shared.config.pooling.pooling_card import make_card
+from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import Geometry
+from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
 DTYPES = {
@@ -115,7 +117,7 @@ def start(
 
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
-        geometry = msgspec.structs.replace(geometry, vector_size=pools[0].width)
+        geometry = msgspec.structs.replace(geometry, pooling=card_of(config, pools[0], settings, geometry))
         report.note(pools[0].describe())
 
     def start_steps(again: Runner) -> None:
@@ -127,6 +129,12 @@ def start(
     runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
     start_steps(runner)
     return runner
+
+
+def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any], geometry: Geometry) -> PoolingCard:
+    """Returns what a decoder that pools serves."""
+    task = PoolingTask(config.task) if config.task != "generate" else PoolingTask.EMBED
+    return make_card(task, choice, settings, Path(config.model_path), geometry.max_model_len, has_kv=True)
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from blockyard.services.gpu_worker.arrays import Bools, Integers, Ints
-from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
+from blockyard.shared.messages import PooledStart, Sampling, SlotBlocks, SlotRun, SlotStart
 
 
 class SlotError(Exception):
@@ -35,6 +35,7 @@ class Slot:
     max_num_tokens: int  # length at max_tokens or max_model_len, whichever is less
     prompt_logprobs_from: int = 0
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    pooled: PooledStart | None = None
 
     @property
     def ends_at_eos(self) -> bool:
@@ -230,6 +231,7 @@ class Slots:
             min(start.num_prompt_tokens + start.sampling.max_tokens, max_model_len),
             start.prompt_logprobs_from,
             frozenset(start.sampling.stop_token_ids),
+            start.pooled,
         )
         self.live[slot] = True
 

@@ -20,7 +20,7 @@ from blockyard.shared import tokenizer_files
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING
-from blockyard.shared.ring_client.pooling.request_checks import check_generates
+from blockyard.shared.ring_client.pooling.params_check import check_generates
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = Sequence[int] | int | None

@@ -59,6 +59,7 @@ from blockyard.shared.messages import (
     ModelSettings,
     OutOfStep,
     PathLost,
+    Pool,
     RefusalCount,
     Role,
     SchedulerIn,
@@ -224,10 +225,10 @@ class Scheduler:
         if isinstance(frame, StepResult):
             self._on_result(peer, frame, now)
             return
-        if not isinstance(frame, Generate | KVLanded | KVSendEnded | KVOpenTransfers) or len(self.groups) < 2:
+        if not isinstance(frame, Generate | Pool | KVLanded | KVSendEnded | KVOpenTransfers) or len(self.groups) < 2:
             self.worker_groups.mark_all_dirty()  # with several groups, the router marks the group of a new request
         match frame:
-            case Generate() | Cancel() | Stop() | PathLost():
+            case Generate() | Pool() | Cancel() | Stop() | PathLost():
                 self.requests.on_message(peer, frame, now)
             case Control():
                 self.gateways.add(peer)
@@ -360,7 +361,7 @@ class Scheduler:
         return Stats(
             running=sum(len(group.running) for group in groups),
             waiting=len(waiting) + self.parallel_sampling.num_awaiting_prompt + num_arriving,
-            requests_total=self.requests.num_requests,
+            requests_total=self.requests.num_requests + self.requests.pools.num_prompts,
             prompt_tokens_total=results.num_prompt_tokens,
             output_tokens_total=results.num_output_tokens,
             preemptions_total=self.lifecycle.num_preemptions,

@@ -1,19 +1,24 @@
 """Frames that a step sends: to workers, gateways and detokenizers."""
 
 import enum
-from typing import NamedTuple
+from array import array
+from typing import NamedTuple, Protocol
 
 from blockyard.shared.messages import (
     Cancel,
     Frame,
+    SlotResult,
     StepPlan,
     StreamOpen,
     TokenBatch,
     TokenRows,
     TokenStep,
     VectorBatch,
-    VectorResult,
+    VectorBlock,
+    VectorFailure,
 )
+
+FLOAT_BYTES = 4
 
 
 class LinkSide(enum.Enum):
@@ -55,19 +60,76 @@ class Outbox:
         return frames
 
 
+class PoolAddress(Protocol):
+    """Where results of a request with many prompts go: it may be sent again, by another gateway."""
+
+    id: str
+    attempt: int
+    gateway: int
+
+
+class _Block:
+    """The results of one step for one request with many prompts."""
+
+    def __init__(self) -> None:
+        self.indexes, self.lengths = array("I"), array("I")
+        self.data: list[bytes] = []
+        self.width = self.cached_tokens = 0
+        self.queued_s = 0.0
+        self.failures: list[VectorFailure] = []
+
+    def frame(self, pool: PoolAddress) -> VectorBlock:
+        columns = (self.indexes.tobytes(), self.lengths.tobytes(), b"".join(self.data))
+        return VectorBlock(
+            pool.id, pool.attempt, *columns, self.width, self.cached_tokens, self.failures, self.queued_s
+        )
+
+
+class PooledSequence(Protocol):
+    """The part of a sequence that a block of results has."""
+
+    index: int
+    queued_s: float | None
+
+    @property
+    def reported_cached_tokens(self) -> int: ...
+
+
 class VectorOutbox:
     """The vectors of one step: one frame for each gateway, on the link that its requests came by."""
 
     def __init__(self) -> None:
-        self._by_gateway: dict[int, list[VectorResult]] = {}
+        self._blocks: dict[PoolAddress, _Block] = {}
 
-    def add(self, gateway: int, vector: VectorResult) -> None:
-        self._by_gateway.setdefault(gateway, []).append(vector)
+    def add(self, pool: PoolAddress, sequence: PooledSequence, slot: SlotResult) -> None:
+        """The result of one prompt."""
+        block = self._block(pool)
+        block.indexes.append(sequence.index)
+        block.lengths.append(len(slot.vector) // FLOAT_BYTES)
+        block.data.append(slot.vector)
+        block.width = slot.width
+        block.cached_tokens += sequence.reported_cached_tokens
+        block.queued_s = max(block.queued_s, sequence.queued_s or 0.0)
+
+    def fail(self, pool: PoolAddress, index: int, detail: str, status: int) -> None:
+        """A prompt has no result."""
+        self._block(pool).failures.append(VectorFailure(index, detail, status))
+
+    def _block(self, pool: PoolAddress) -> _Block:
+        block = self._blocks.get(pool)
+        if block is None:
+            block = self._blocks[pool] = _Block()
+        return block
 
     def flush(self, outbox: Outbox) -> None:
-        for gateway, vectors in self._by_gateway.items():
-            outbox.answer(gateway, VectorBatch(vectors))
-        self._by_gateway.clear()
+        if not self._blocks:
+            return
+        by_gateway: dict[int, list[VectorBlock]] = {}
+        for pool, block in self._blocks.items():
+            by_gateway.setdefault(pool.gateway, []).append(block.frame(pool))
+        for gateway, blocks in by_gateway.items():
+            outbox.answer(gateway, VectorBatch(blocks))
+        self._blocks.clear()
 
 
 class DetokenizerOutbox:

@@ -19,9 +19,11 @@ from blockyard.shared.messages import (
     RefusalCount,
     Stats,
     TextRejected,
+    TextsTokenized,
     Tokenize,
     Tokenized,
     TokenizerIn,
+    TokenizeTexts,
 )
 from blockyard.shared.process.service_main import rss_bytes
 from blockyard.shared.token_ids import num_ids
@@ -81,7 +83,7 @@ class TokenizerPool:
         match event:
             case Tokenize(grammar=Grammar()):
                 self._checks.submit(peer, event)
-            case Tokenize() | Detokenize():
+            case Tokenize() | TokenizeTexts() | Detokenize():
                 self._worker.submit(peer, event)
             case Joined() | Changed():
                 self._learn(event.member)
@@ -110,9 +112,9 @@ class TokenizerPool:
     def on_answer(self, peer: int, answer: Answer) -> None:
         self._requests_total += not (isinstance(answer, TextRejected) and answer.code == TAKES_LONG)
         grammar = self._grammars.pop((peer, answer.request_id), None)
-        if isinstance(answer, Tokenized):
+        if isinstance(answer, Tokenized | TextsTokenized):
             self._prompt_tokens_total += num_ids(answer.token_ids)
-            if grammar is not None:
+            if grammar is not None and isinstance(answer, Tokenized):
                 answer = msgspec.structs.replace(answer, grammar=grammar)
         self._links.answer(peer, answer)
 

@@ -7,12 +7,21 @@ from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
+from blockyard.services.tokenizer_pool.text_batches import TextBatches
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
 from blockyard.services.tokenizer_pool.workers.job_limits import Phases, Unlimited
 from blockyard.shared.block_hashes import block_hashes, root_hash
 from blockyard.shared.config.services.tokenizer import TokenizerConfig
 from blockyard.shared.errors import RequestError, TooLong
-from blockyard.shared.messages import Detokenize, Detokenized, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import (
+    Detokenize,
+    Detokenized,
+    TextRejected,
+    TextsTokenized,
+    Tokenize,
+    Tokenized,
+    TokenizeTexts,
+)
 from blockyard.shared.token_ids import first_outside, num_ids, pack, unpack
 
 T = TypeVar("T")
@@ -40,6 +49,7 @@ class TextCodec:
         self._config = config
         self._token_chars = token_chars
         self._fill_in_middle = FillInMiddle(tokenizer, config.fim_template)
+        self._batches = TextBatches(tokenizer, token_chars)
         self._phases: Phases = Unlimited()
 
     def set_phases(self, phases: Phases) -> None:
@@ -50,8 +60,22 @@ class TextCodec:
         """Sets which token ids are valid; 0: the model's size is not known, the tokenizer's own counts."""
         self.vocab_size = model_vocab_size or self._own_vocab_size
 
-    def answer(self, work: Tokenize | Detokenize) -> Tokenized | Detokenized | TextRejected:
-        return self.tokenize(work) if isinstance(work, Tokenize) else self.detokenize(work)
+    def answer(
+        self, work: Tokenize | TokenizeTexts | Detokenize
+    ) -> Tokenized | TextsTokenized | Detokenized | TextRejected:
+        match work:
+            case Tokenize():
+                return self.tokenize(work)
+            case TokenizeTexts():
+                return self.tokenize_texts(work)
+        return self.detokenize(work)
+
+    def tokenize_texts(self, request: TokenizeTexts) -> TextsTokenized | TextRejected:
+        try:
+            with self._phases.encoding("input"):
+                return self._batches.encode(request, self.vocab_size)
+        except RequestError as e:
+            return TextRejected(request.request_id, e.field, str(e))
 
     def tokenize(self, request: Tokenize) -> Tokenized | TextRejected:
         try:

@@ -28,6 +28,7 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.pooling.pooling_fields import pooling_notes, worker_pooling_fields
 from blockyard.shared.config.server import access_keys, http_server, log_settings
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -94,7 +95,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
 def model_notes(values: Values, model: Checkpoint) -> list[str]:
     """Returns a line for each choice of `auto` that follows from the model. Raises ConfigError."""
     of_kv = worker_fields.kv_notes(values, said_quantization(values, model))
-    return [*output_parsers.output_parsers(values, model).notes, *of_kv]
+    return [*output_parsers.output_parsers(values, model).notes, *of_kv, *pooling_notes(values, model)]
 
 
 def worker_notes(values: Values, is_local: bool) -> list[str]:
@@ -251,6 +252,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.logprobs_fields(values),
             **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
+            **worker_pooling_fields(values, model),
         },
     )
 

@@ -47,6 +47,7 @@ from blockyard.shared.messages.model_settings import (
 from blockyard.shared.messages.pooling import (
     NamedPrompt,
     Pool,
+    PooledStart,
     PoolingCard,
     PoolingParams,
     PoolingTask,
@@ -104,7 +105,6 @@ from blockyard.shared.messages.streams import (
     TokenRows,
     TokenStep,
     VectorBatch,
-    VectorResult,
     decode_logprobs,
     encode_logprobs,
 )

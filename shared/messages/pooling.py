@@ -28,6 +28,14 @@ class PoolingParams(FrameStruct, frozen=True):
     returned_token_ids: list[int] | None = None  # the outputs that are kept, before the function
 
 
+class PooledStart(FrameStruct, frozen=True):
+    """scheduler -> worker: how the result of a slot is made."""
+
+    params: PoolingParams = PoolingParams()
+    second_start: int | None = None  # where the second text of a pair begins; None: tokens have no types
+    skip: int = 0  # leading tokens that are not pooled
+
+
 class TokenizeTexts(Frame, frozen=True):
     """api_gateway -> tokenizer_pool: turns many texts, or pairs of texts, into ids."""
 
@@ -108,6 +116,7 @@ class VectorBlock(FrameStruct, frozen=True):
     width: int = 0  # numbers of a row, if a result has rows (a vector for each of several tokens); 0: it has none
     cached_tokens: int = 0  # prompt tokens of all of them that were found in the prefix cache
     failures: list[VectorFailure] = []
+    queued_s: float = 0.0  # how long the prompts waited to be scheduled, at most
 
 
 class NamedPrompt(FrameStruct, frozen=True):

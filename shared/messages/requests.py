@@ -110,7 +110,7 @@ class Generate(Frame, frozen=True):
     prompt_ids: bytes
     block_hashes: bytes
     sampling: Sampling
-    text: TextOptions | None  # None: no token is sampled, and the result is a vector in a VectorBatch
+    text: TextOptions | None  # None: a prompt of a Pool, within a scheduler; no frame has it
     choices: list[ChoiceState]
     priority: int = 0  # lower is earlier
     tenant: str = ""

@@ -4,6 +4,7 @@ import msgspec
 
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.kv_transfer import KVRole, KVSend
+from blockyard.shared.messages.pooling import PooledStart, PoolingCard
 from blockyard.shared.messages.requests import Sampling
 from blockyard.shared.messages.streams import TokenLogprobs
 
@@ -35,7 +36,12 @@ class Geometry(FrameStruct, frozen=True):
     kv_layout: str = ""  # "layers 32; KV heads 8; ...": groups exchange blocks if theirs are equal; empty: with none
     kv_generation: int = 0  # of the KV memory: it rises whenever that is another one
     kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
-    vector_size: int = 0  # numbers in the vector of a request without text; 0: the model makes none
+    pooling: PoolingCard | None = None  # None: the model generates text. Without KV, `num_blocks` is 0.
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of a result, or of each row of it; 0: the model generates text."""
+        return 0 if self.pooling is None else self.pooling.width
 
 
 class Attached(Frame, frozen=True):
@@ -76,6 +82,7 @@ class SlotStart(FrameStruct, frozen=True):
     choice: int
     prompt_logprobs_from: int = 0  # earlier positions were delivered already
     has_text: bool = True  # False: no token is sampled, and the result is a vector
+    pooled: PooledStart | None = None  # None with `has_text` False: as the model's settings say
 
 
 class SlotBlocks(FrameStruct, frozen=True):
@@ -156,7 +163,8 @@ class SlotResult(FrameStruct, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     detail: str = ""
     status: int = 500  # as in TokenStep
-    vector: bytes = b""  # as in VectorResult: the result of a slot without text, which is finished by it
+    vector: bytes = b""  # float32: the result of a slot without text, which is finished by it
+    width: int = 0  # of `vector`, as in VectorBlock
 
 
 class StepResult(Frame, frozen=True):

@@ -144,23 +144,10 @@ class TextDelta(FrameStruct, frozen=True):
     status: int = 500  # as in `TokenStep`
 
 
-class VectorResult(FrameStruct, frozen=True):
-    """The result of a request without text. Sent again only with the request's next attempt."""
-
-    request_id: str
-    attempt: int
-    finish: FinishReason
-    data: bytes = b""  # float32, little-endian
-    cached_tokens: int = 0  # as in `TokenStep`
-    detail: str = ""
-    status: int = 500  # as in `TokenStep`
-
-
 class VectorBatch(Frame, frozen=True):
     """scheduler -> api_gateway: a step's vectors for one gateway, on the link that its requests came by."""
 
-    vectors: list[VectorResult]
-    blocks: list[VectorBlock] = []  # of requests with many prompts
+    blocks: list[VectorBlock]
 
 
 class TextBatch(Frame, frozen=True):

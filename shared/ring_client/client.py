@@ -19,6 +19,7 @@ from blockyard.shared.messages import (
     StatsResponse,
     TextBatch,
     TextRejected,
+    TextsTokenized,
     Tokenized,
     VectorBatch,
 )
@@ -62,7 +63,7 @@ class RingClient:
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.schedulers, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.schedulers, self.dispatch, stall_timeout_s)
-        self.pooling = PoolingClient()
+        self.pooling = PoolingClient(self.tokenizer_client, self.schedulers, self.dispatch, self.meters, clock)
         self._fanout = Fanout(links, self.journal, self.dispatch, self._recovery, self.meters)
 
     def handle(self, peer: int, event: Event | GatewayIn) -> None:
@@ -71,7 +72,7 @@ class RingClient:
                 self._fanout.text(event, self.clock())
             case VectorBatch():
                 self._fanout.vectors(event, self.clock())
-            case Tokenized() | Detokenized() | TextRejected():
+            case Tokenized() | TextsTokenized() | Detokenized() | TextRejected():
                 self.tokenizer_client.answered(peer, event)
             case Accepted():
                 self._recovery.accepted(peer, event, self.clock())

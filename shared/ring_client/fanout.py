@@ -1,11 +1,13 @@
-"""Distributes a step's text to the streams of its requests. Hot path: it never waits."""
+"""Distributes a step's text and vectors to its requests. Hot path: it never waits."""
 
 from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta, VectorBatch
-from blockyard.shared.ring_client.journal import ChoiceLog, Journal, JournalEntry, TokensMissing
+from blockyard.shared.messages import Cancel, FinishReason, Role, TextBatch, TextDelta, VectorBatch, VectorBlock
+from blockyard.shared.ring_client.journal import ChoiceLog, Journal, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.open_entry import TokensMissing
+from blockyard.shared.ring_client.pooled_entry import PooledEntry
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.ring_links import RingLinks
@@ -28,7 +30,7 @@ class Fanout:
         unknown: dict[str, int] = {}  # request id -> attempt
         for delta in batch.deltas:
             entry = entries.get(delta.request_id)
-            if entry is None:
+            if not isinstance(entry, JournalEntry):
                 unknown[delta.request_id] = delta.attempt
                 continue
             try:
@@ -51,26 +53,36 @@ class Fanout:
                     choice.sink.push(delta, now, stamp_s)
                 self._ended(entry, delta, choice, now)
         meters.add_output_tokens(num_tokens)
-        for entry in incomplete.values():
-            self._recovery.repair(entry, now)
+        for one in incomplete.values():
+            self._recovery.repair(one, now)
         for request_id, attempt in unknown.items():
             if now - self._cancelled.get(request_id, -CANCEL_INTERVAL_S) >= CANCEL_INTERVAL_S:
                 self._cancel(request_id, attempt, now)
 
     def vectors(self, batch: VectorBatch, now: float) -> None:
-        """Handles requests whose result is a vector, which comes whole from their scheduler: see `text`."""
-        for vector in batch.vectors:
-            entry = self._journal.entries.get(vector.request_id)
-            if entry is None or not entry.take_vector(vector):
-                continue  # its scheduler has nothing left of it to cancel
-            if vector.finish > FinishReason.LENGTH:
-                self._meters.ended_early(1, vector.finish)
-                self._dispatch.fail(entry, RequestError(vector.detail, status=vector.status))
-                continue
-            self._meters.vector_ended(entry, now)
+        """Hands out results of pooling models, which come from their scheduler."""
+        for block in batch.blocks:
+            entry = self._journal.entries.get(block.request_id)
+            if not isinstance(entry, PooledEntry):
+                self._cancel(block.request_id, block.attempt, now)
+            elif block.attempt == entry.attempt:
+                self._take_block(entry, block, now)
+
+    def _take_block(self, entry: PooledEntry, block: VectorBlock, now: float) -> None:
+        try:
+            lengths = entry.take(block, now)
+        except TokensMissing:
+            self._recovery.repair(entry, now)
+            return
+        self._meters.texts_pooled(entry, lengths, block.queued_s, now)
+        if block.failures:
+            failure = block.failures[0]
+            self._meters.ended_early(len(block.failures), FinishReason.FAILED)
+            error = RequestError(failure.detail, entry.field_of(failure.index), failure.status)
+            self._dispatch.fail(entry, error)
+        elif entry.num_open == 0:
             self._dispatch.close(entry)
-            entry.accept()
-            entry.owner.finished(entry)
+            entry.finish()
 
     def _first(self, entry: JournalEntry, delta: TextDelta, choice: ChoiceLog, now: float) -> None:
         choice.on_first_token(now, delta.queued_s or 0.0)

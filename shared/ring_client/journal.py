@@ -12,14 +12,9 @@ from typing import Protocol
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs, VectorResult
+from blockyard.shared.messages import ChoiceState, FinishReason, Generate, TextDelta, TextLogprobs
+from blockyard.shared.ring_client.open_entry import OpenEntry, TokensMissing
 from blockyard.shared.token_ids import num_ids
-
-MAX_GAPS = 8  # in a row without a token in between: the request then fails, since repetition does not help
-
-
-class TokensMissing(Exception):
-    """Frames of a request were lost: it must be sent again."""
 
 
 class Sink(Protocol):
@@ -76,8 +71,8 @@ class ChoiceLog:
         return repeated
 
 
-class JournalEntry:
-    """One open request: a prompt and its choices."""
+class JournalEntry(OpenEntry):
+    """One open request for text: a prompt and its choices."""
 
     def __init__(
         self,
@@ -93,64 +88,30 @@ class JournalEntry:
         `num_returned`: choices returned to the client; None: all. `hides_output`: its one token is sampled for the
         log-probabilities of the prompt, and counts nowhere.
         """
+        super().__init__(request.request_id, request.model, now)
         self.request = request
-        self.request_id = request.request_id
         self.choices = choices
         self.owner = owner
         self.num_returned = len(choices) if num_returned is None else num_returned
         self.hides_output = hides_output
-        self.attempt = 0
-        self.scheduler: int | None = None  # incarnation; None while no scheduler is ready
-        self.detokenizer: int | None = None
-        self.accepted = False  # by any attempt
         self.num_open = len(choices)
-        self.arrived_s = self.opened_s = now
         self.has_output = False  # of some choice
-        self.heard_s = now  # time of its last frame
-        self.not_before_s = 0.0  # a repetition waits until then
-        self.gaps = 0
         self.cached_tokens = 0
         self.prompt_logprobs: list[TextLogprobs] = []  # from prompt position 1: position 0 has none
-        self.vector = b""  # float32: the result of a request without text, before its owner's `finished`
 
     @property
     def num_prompt_tokens(self) -> int:
         return num_ids(self.request.prompt_ids)
 
-    def accept(self) -> None:
-        """The ring accepted it: from now on a failure is an event in the answer instead of a status code."""
-        if not self.accepted:
-            self.accepted = True
-            self.owner.accepted(self)
+    @property
+    def num_held(self) -> tuple[int, int]:
+        return len(self.choices), self.num_prompt_tokens * len(self.choices)
 
-    def open(self, now: float) -> None:
-        """It is sent for the first time."""
-        self.opened_s = self.heard_s = now
+    def on_accepted(self) -> None:
+        self.owner.accepted(self)
 
-    def assign(self, scheduler: int | None) -> None:
-        """Sets the scheduler of the current attempt; None while no scheduler is ready."""
-        self.scheduler = scheduler
-
-    def heard(self, now: float) -> None:
-        """Restarts the stall timeout."""
-        self.heard_s = now
-
-    def accepted_by(self, detokenizer: int | None, now: float) -> None:
-        self.heard_s, self.detokenizer = now, detokenizer
-        self.accept()
-
-    def next_attempt(self, now: float) -> None:
-        self.attempt += 1
-        self.heard_s, self.detokenizer = now, None
-
-    def postpone(self, when: float) -> None:
-        """It must not be sent again before `when`."""
-        self.not_before_s = when
-
-    def count_gap(self) -> int:
-        """Returns the gaps in a row, with this one."""
-        self.gaps += 1
-        return self.gaps
+    def on_failed(self, error: RequestError) -> None:
+        self.owner.failed(self, error)
 
     def first_output(self) -> bool:
         """True for the first call: the first output of any choice."""
@@ -187,13 +148,6 @@ class JournalEntry:
             self.num_open -= 1
         return choice
 
-    def take_vector(self, vector: VectorResult) -> bool:
-        """Records the result of a request without text, which has one choice. False if it must not be delivered."""
-        if vector.attempt != self.attempt or self.num_open == 0:
-            return False
-        self.vector, self.cached_tokens, self.num_open = vector.data, vector.cached_tokens, 0
-        return True
-
     def _add_prompt_logprobs(self, delta: TextDelta) -> None:
         """They arrive in prompt order, from any choice, and again after a repetition."""
         skip = len(self.prompt_logprobs) - (delta.first_prompt - 1)
@@ -201,8 +155,8 @@ class JournalEntry:
             raise TokensMissing
         self.prompt_logprobs.extend(delta.prompt_logprobs[skip:])
 
-    def generate(self) -> Generate:
-        """Returns the frame that starts this attempt."""
+    def frame(self) -> Generate:
+        """Returns the frame that starts this attempt, behind the output that was delivered."""
         choices = [ChoiceState(c.index, c.output_ids.tobytes(), c.chars_sent) for c in self.choices if c.finish is None]
         return msgspec.structs.replace(self.request, attempt=self.attempt, choices=choices)
 
@@ -211,24 +165,24 @@ class Journal:
     """All open requests of this client."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, JournalEntry] = {}
+        self.entries: dict[str, OpenEntry] = {}
 
-    def open(self, entry: JournalEntry) -> None:
+    def open(self, entry: OpenEntry) -> None:
         self.entries[entry.request_id] = entry
 
-    def close(self, request_id: str) -> JournalEntry | None:
+    def close(self, request_id: str) -> OpenEntry | None:
         return self.entries.pop(request_id, None)
 
-    def through(self, member: int) -> Iterator[JournalEntry]:
+    def through(self, member: int) -> Iterator[OpenEntry]:
         """Yields the open requests at this scheduler or detokenizer."""
         return (e for e in list(self.entries.values()) if member in (e.scheduler, e.detokenizer))
 
-    def along(self, scheduler: int, detokenizer: int | None) -> Iterator[JournalEntry]:
+    def along(self, scheduler: int, detokenizer: int | None) -> Iterator[OpenEntry]:
         """Yields the open requests at this scheduler; with `detokenizer` only requests that it decodes."""
         for entry in list(self.entries.values()):
             if entry.scheduler == scheduler and detokenizer in (None, entry.detokenizer):
                 yield entry
 
-    def silent_since(self, then: float) -> Iterator[JournalEntry]:
+    def silent_since(self, then: float) -> Iterator[OpenEntry]:
         """Yields the open requests at a scheduler without a frame since `then`."""
         return (e for e in list(self.entries.values()) if e.heard_s < then and e.scheduler is not None)

@@ -16,15 +16,17 @@ from blockyard.shared.messages import (
     Member,
     Role,
     TextRejected,
+    TextsTokenized,
     Tokenize,
     Tokenized,
+    TokenizeTexts,
 )
 from blockyard.shared.ring_client.grammar_verdicts import TAKEN, GrammarVerdicts
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, JobKind, JobPool
 
-Answer = Tokenized | Detokenized
-Work = Tokenize | Detokenize
+Answer = Tokenized | TextsTokenized | Detokenized
+Work = Tokenize | TokenizeTexts | Detokenize
 
 QUICK_BYTES = 64 << 10  # of a prompt, about 20 ms
 QUICK_GRAMMAR_BYTES = 8 << 10
@@ -217,6 +219,8 @@ def _is_quick(work: Work, is_check: bool) -> bool:
     """Whether a job should take little time: short texts, the model's own template, small grammars."""
     if isinstance(work, Detokenize):
         return len(work.token_ids) <= QUICK_BYTES
+    if isinstance(work, TokenizeTexts):
+        return sum(map(len, work.texts)) + sum(map(len, work.seconds)) <= QUICK_BYTES
     if is_check and work.grammar is not None and len(work.grammar.source) > QUICK_GRAMMAR_BYTES:
         return False
     texts = (work.text, work.suffix, work.messages, work.token_ids, work.tools, work.template_kwargs)

@@ -21,7 +21,7 @@ from blockyard.services.api_gateway.requests.schemas import (
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
-from blockyard.shared.ring_client.pooling.request_checks import check_generates
+from blockyard.shared.ring_client.pooling.params_check import check_generates
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats

@@ -15,9 +15,10 @@ from blockyard.services.gpu_worker.models.registry import Build
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.startup.backend import Backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
+from blockyard.shared.config.pooling.pooling_card import make_card
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError, LoadError
-from blockyard.shared.messages import Geometry
+from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 
 FIRST_TOKENS = 2  # of the first step
 
@@ -53,15 +54,17 @@ def start_encoder(
     choice, output = choose_output(config, settings, model)
     report.note(choice.describe())
     steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant))
-    runner = EncoderRunner(model, steps, geometry_of(model, config, max_model_len, choice.width))
+    task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
+    card = make_card(task, choice, settings, folder, max_model_len, has_kv=False)
+    runner = EncoderRunner(model, steps, geometry_of(model, config, max_model_len, card))
     report.phase("first step")
     first_step(steps, max_model_len)
     report.phase("ready", 1.0)
     return runner
 
 
-def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, width: int) -> Geometry:
-    """The sizes of a worker without blocks. width: numbers of a result."""
+def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, card: PoolingCard) -> Geometry:
+    """The sizes of a worker without blocks."""
     return Geometry(
         num_blocks=0,
         block_size=config.block_size,
@@ -70,7 +73,7 @@ def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, width: i
         eos_token_ids=[],
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=max(config.max_num_batched_tokens, max_model_len),  # a sequence is one step's
-        vector_size=width,
+        pooling=card,
     )
 
 

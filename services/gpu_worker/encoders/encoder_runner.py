@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, Pac
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
-from blockyard.services.gpu_worker.pooling.output import PooledResults
+from blockyard.services.gpu_worker.pooling.output import PooledResults, options_of
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.messages import FinishReason, Geometry, SlotResult, SlotStart, Stats, StepPlan
 
@@ -58,6 +58,8 @@ class EncoderRunner:
         self._done_s = 0.0
         self._offloaded: OffloadedWeights | None = None
         self._runs_ahead = model.table.link.copies
+        # token type 1 is ignored where there is one type
+        self._has_types = geometry.pooling is not None and geometry.pooling.has_types
 
     @property
     def kv_memory(self) -> TransferBlocks:
@@ -111,7 +113,16 @@ class EncoderRunner:
             return f"{len(ids)} tokens do not fit a length of {most}"
         if int(ids.max()) >= vocab_size:
             return f"token id {ids.max()} is outside of the vocabulary of {vocab_size}"
-        return PackedText(slot=start.slot, token_ids=ids)
+        if start.pooled is None:
+            return PackedText(slot=start.slot, token_ids=ids)
+        pooled, second = start.pooled, start.pooled.second_start
+        return PackedText(
+            slot=start.slot,
+            token_ids=ids,
+            second_start=second if self._has_types else None,
+            skip=pooled.skip,
+            options=options_of(pooled.params),
+        )
 
     def collect(self) -> list[CompletedPlan]:
         done = []

@@ -4,7 +4,6 @@ The host knows all tokens, so there is no state of slots on a device. Blocks, ch
 generation. A sequence that enters its slot again starts over.
 """
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -22,14 +21,14 @@ from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk, PooledSequence
-from blockyard.services.gpu_worker.pooling.output import DEFAULT, PoolingOptions, PoolingOutput
-from blockyard.services.gpu_worker.pooling.poolers import RowsNeeded
+from blockyard.services.gpu_worker.pooling.output import PoolingOptions, PoolingOutput, options_of
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Attend, Step
-from blockyard.shared.messages import Geometry
+from blockyard.shared.messages import Geometry, PooledStart
 
 NO_INTS: Ints = np.zeros(0, np.int64)
 HOST = torch.device("cpu")
+NOTHING_SAID = PooledStart()
 
 
 class ChunkAttention(Protocol):
@@ -66,12 +65,9 @@ class PooledSteps:
         geometry: Geometry,
         output: PoolingOutput,
         attention: ChunkAttention,
-        options: Mapping[int, PoolingOptions] | None = None,
     ) -> None:
-        """options: by slot, what its request says; None: nothing."""
         self._model, self._pool, self._batch, self._output = model, pool, batch, output
         self._attention = attention
-        self._options = {} if options is None else options
         self.capacity = geometry.max_num_seqs
         self.runs_ahead = model.table.link.copies
         self.most_in_flight = 2 if self.runs_ahead else 1
@@ -100,7 +96,9 @@ class PooledSteps:
             return LaunchedStep((NO_INTS, NO_INTS, NO_INTS), CompletedEvent())
         firsts = table.num_computed[slots]
         lengths = firsts + counts
-        self._begin(slots.tolist(), step.owners.tolist(), firsts.tolist())
+        pooled_of = [table.slots[slot].pooled or NOTHING_SAID for slot in slots.tolist()]
+        options = [options_of(one.params) for one in pooled_of]
+        self._begin(slots.tolist(), step.owners.tolist(), firsts.tolist(), options)
         rows = np.repeat(slots, counts)
         positions = np.arange(len(rows)) + np.repeat(lengths - np.cumsum(counts), counts)
         ids = table.token_ids[rows, positions]
@@ -108,20 +106,20 @@ class PooledSteps:
         attend = self._attention(table, step, rows, positions)
         hidden = self._model.forward(Step(self._put(ids), self._put(positions), attend))
         totals = table.num_start_tokens[slots]
-        columns = zip(slots.tolist(), firsts.tolist(), counts.tolist(), totals.tolist(), strict=True)
+        skips = [one.skip for one in pooled_of]
+        columns = zip(slots.tolist(), firsts.tolist(), counts.tolist(), totals.tolist(), skips, strict=True)
         sequences = [PooledSequence(*column) for column in columns]
-        options = [self._options.get(one.slot, DEFAULT) for one in sequences]
         pooled = self._output.add(PooledChunk(hidden, sequences, ids, self._model.table.link), options)
         outcomes = np.where(lengths == totals, SlotOutcome.NOTHING, SlotOutcome.PART)
         return LaunchedStep((outcomes, np.zeros_like(lengths), lengths), pooled.done, pooled=pooled)
 
-    def _begin(self, slots: list[int], owners: list[int], firsts: list[int]) -> None:
+    def _begin(self, slots: list[int], owners: list[int], firsts: list[int], options: list[PoolingOptions]) -> None:
         """Forgets what a slot's earlier owner left."""
-        for slot, owner, first in zip(slots, owners, firsts, strict=True):
+        for slot, owner, first, option in zip(slots, owners, firsts, options, strict=True):
             if self._owners.get(slot) != owner:
                 self._owners[slot] = owner
                 self._output.drop(slot)
-                needs_all = self._output.pooler.rows is RowsNeeded.ALL
+                needs_all = self._output.needs_all_rows(option)
                 assert not (first and needs_all), f"slot {slot} begins at {first}: this pooling needs all rows"
 
     def _put(self, values: Ints) -> Tensor:

@@ -99,6 +99,11 @@ class MockBatch:
     def __post_init__(self) -> None:
         self.kv.bad.clear()  # their hashes are gone, and no later block was computed from them
 
+    @property
+    def has_kv(self) -> bool:
+        """False: each text is computed whole, in one step, and slots are only numbers."""
+        return self.geometry.pooling is None or self.geometry.pooling.has_kv
+
     def step(self, plan: StepPlan) -> list[SlotResult]:
         """Applies a plan and computes. Raises PlanError; do not use the batch after that."""
         for slot in plan.ends:
@@ -112,7 +117,8 @@ class MockBatch:
             self._append(more)
         limits = self.geometry
         num_tokens = sum(run.max_tokens for run in plan.runs)
-        _check(len(plan.runs) <= limits.max_num_seqs, f"{len(plan.runs)} runs, the limit is {limits.max_num_seqs}")
+        most = limits.max_num_seqs if self.has_kv else limits.max_num_batched_tokens
+        _check(len(plan.runs) <= most, f"{len(plan.runs)} runs, the limit is {most}")
         _check(
             num_tokens <= limits.max_num_batched_tokens,
             f"{num_tokens} tokens granted, the limit is {limits.max_num_batched_tokens}",
@@ -167,7 +173,10 @@ class MockBatch:
         self.kv.copy(plan.copies)
 
     def _start(self, start: SlotStart) -> None:
-        _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")
+        _check(
+            0 <= start.slot < self.num_slots or not self.has_kv,
+            f"slot {start.slot} is outside 0 to {self.num_slots - 1}",
+        )
         _check(start.slot not in self.slots, f"start in slot {start.slot}, which is live")
         ids = array("I")
         ids.frombytes(start.token_ids)
@@ -221,6 +230,9 @@ class MockBatch:
         _check(run.max_tokens > 0, f"slot {run.slot} runs for {run.max_tokens} tokens")
         if slot.finished:
             return None
+        if not self.has_kv:
+            _check(run.max_tokens == slot.num_tokens, f"{run.max_tokens} of the {slot.num_tokens} tokens of a text")
+            return self._pooled(run.slot, slot, slot.num_tokens)
         before = slot.num_computed
         slot.compute(run.max_tokens)
         room = len(slot.blocks) * self.geometry.block_size
@@ -233,8 +245,7 @@ class MockBatch:
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
         if not slot.has_text:
-            slot.finish()
-            return SlotResult(run.slot, [], slot.num_computed, FinishReason.STOP, vector=self._vector(slot))
+            return self._pooled(run.slot, slot, slot.num_computed)
         if slot.sampling.constraint is not None:
             slot.finish()
             return SlotResult(run.slot, [], slot.num_computed, FinishReason.FAILED, detail=NO_MASKS)
@@ -248,10 +259,14 @@ class MockBatch:
             logprobs = [likeliest(token, num_candidates, state) for token in token_ids]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
 
-    def _vector(self, slot: MockSlot) -> bytes:
-        """The prompt's ids, from its last one back, again and again."""
-        size = self.geometry.vector_size
-        return array("f", [slot.prompt[-1 - i % len(slot.prompt)] for i in range(size)]).tobytes()
+    def _pooled(self, number: int, slot: MockSlot, num_computed: int) -> SlotResult:
+        """The vector is the prompt's ids, from its last one back, again and again; of tokens, one for each."""
+        slot.finish()
+        card = self.geometry.pooling
+        assert card is not None, "the model generates text"
+        row = array("f", [slot.prompt[-1 - i % len(slot.prompt)] for i in range(card.width)]).tobytes()
+        rows, width = (len(slot.prompt), card.width) if card.of_tokens else (1, 0)
+        return SlotResult(number, [], num_computed, FinishReason.STOP, vector=row * rows, width=width)
 
     def _first_seen(self, num_computed: int, default: int = 0) -> int:
         """The first token in the window of the next one; `default` if there is no window."""

@@ -71,7 +71,8 @@ class VectorHead:
         dimensions: the first so many numbers, cut before they are normalized; None: all. normalize: of the request;
         None: as the model does.
         """
-        for place, layer in enumerate(self._dense):
+        fits = bool(self._dense) and rows.shape[1] == self._dense[0].weight.shape[1]  # else a request pools otherwise
+        for place, layer in enumerate(self._dense if fits else ()):
             if place in self._choice.normalize_before:
                 rows = F.normalize(rows, dim=-1)
             rows = layer(rows)
@@ -93,12 +94,26 @@ class ClassHead:
     def tensors(self) -> list[Tensor]:
         return []
 
-    def __call__(self, rows: Tensor, *, use_activation: bool = True) -> Tensor:
-        """rows [n, hidden] float32 -> [n, labels] float32. use_activation: False returns logits."""
+    def __call__(
+        self,
+        rows: Tensor,
+        *,
+        use_activation: bool = True,
+        softmax: bool | None = None,
+        returned_ids: Sequence[int] | None = None,
+    ) -> Tensor:
+        """rows [n, hidden] float32 -> [n, labels] float32. use_activation: False returns logits.
+
+        softmax, returned_ids: of the request, in place of the model's; None: as the model has it.
+        """
         logits = self._model.logits(rows.to(self._model.table.dtype)).float()
-        if self._returned is not None:
+        if returned_ids is not None:
+            logits = logits.index_select(1, torch.tensor(list(returned_ids), device=logits.device))
+        elif self._returned is not None:
             logits = logits.index_select(1, self._returned)
-        return self._function(logits) if use_activation else logits
+        if not use_activation or softmax is False:
+            return logits
+        return logits.softmax(-1) if softmax else self._function(logits)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

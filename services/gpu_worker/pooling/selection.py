@@ -10,10 +10,12 @@ from blockyard.services.gpu_worker.pooling.output import PoolingOutput, make_out
 from blockyard.shared.config.pooling.activations import Activation, choose_activation
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
 from blockyard.shared.config.pooling.pooler_config import FLAG, read_overrides
+from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
-from blockyard.shared.config.pooling.sentence_modules import read_modules
+from blockyard.shared.config.pooling.sentence_modules import SentenceModules, read_modules
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
+from blockyard.shared.messages import PoolingTask
 
 VECTORS = (OutputKind.NONE, OutputKind.TOKENS)  # kinds of models whose hidden states are pooled to vectors
 
@@ -27,20 +29,29 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
         raise ConfigError(f"{FLAG} {config.pooler_config!r}: {e}") from e
     choice = choose_pooling(
         default_pooling(kind, has_kv=model.shape.has_kv, config=settings),
-        settings["hidden_size"],
-        read_modules(folder),
+        hidden_size(settings),
+        _modules(folder),
         read_overrides(values),
         normalizes=kind in VECTORS,
     )
-    activation = None if kind in VECTORS else _activation(kind, choice, settings, model.shape.num_outputs or 1)
+    labels = model.shape.num_outputs or 1
+    activation = None if kind in VECTORS else _activation(config.task, kind, choice, settings, labels)
     if activation is not None and choice.returned_token_ids is None:
-        choice = msgspec.structs.replace(choice, width=model.shape.num_outputs or 1)
+        choice = msgspec.structs.replace(choice, width=labels)
     return choice, make_output(model, choice, folder, activation)
 
 
-def _activation(kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int) -> Activation:
+def _modules(folder: Path) -> SentenceModules | None:
+    """A LogitScore makes a classifier of the model, which pools as classifiers do."""
+    found = read_modules(folder)
+    return None if found is not None and found.logit_score is not None else found
+
+
+def _activation(
+    task: str, kind: OutputKind, choice: PoolingChoice, settings: dict[str, Any], labels: int
+) -> Activation:
     if choice.softmax is not None:
         return Activation.SOFTMAX if choice.softmax else Activation.NONE
-    if kind is OutputKind.REWARD:
+    if kind is OutputKind.REWARD or (task == PoolingTask.REWARD and kind is OutputKind.CLASSES):
         return Activation.NONE
     return Activation.SOFTMAX if kind is OutputKind.STEP_REWARD else choose_activation(settings, labels)

@@ -75,8 +75,6 @@ def check_architecture(checkpoint: Checkpoint, overrides: dict[str, Any], model_
         raise ConfigError(f"{path} names no architecture: it needs `architectures`")
     if find_architecture(names) is None and model_impl != "transformers" and not may_be_in_transformers(config):
         raise ConfigError(f"{checkpoint.name}: {describe_refusal(config)}")
-    if (found := find_architecture(names)) is not None and "generate" not in found.tasks:
-        raise ConfigError(f"{checkpoint.name}: {names[0]} generates no text, and vectors and scores have no endpoint")
 
 
 def _config(path: Path, values: Values, needed: bool) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from blockyard.services.offline.prompts import Prompt, read_prompts
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import PoolingTask
-from blockyard.shared.ring_client.pooling import request_checks
+from blockyard.shared.ring_client.pooling import params_check, request_checks
 from blockyard.shared.ring_client.pooling.calls import PooledText, PoolingInput
 from blockyard.shared.ring_client.pooling.pair_scores import Pairs
 from blockyard.shared.token_ids import first_outside, unpack
@@ -124,7 +124,7 @@ class PoolingMethods:
         _refuse("lora_request", lora_request)
         _refuse("chat_template", chat_template)
         card = self._running.session.card
-        task = request_checks.pooling_card(card, PoolingTask.EMBED, PoolingTask.SCORE).task
+        task = params_check.pooling_card(card, PoolingTask.EMBED, PoolingTask.SCORE).task
         firsts, seconds = _texts(data_1, "data_1"), _texts(data_2, "data_2")
         if len(firsts) not in (1, len(seconds)):
             text = f"data_1 has {len(firsts)} texts and data_2 {len(seconds)}: one goes with many, or each with one"
@@ -158,7 +158,7 @@ class PoolingMethods:
         prompt_name: str | None = None,
     ) -> list[T]:
         card = self._running.session.card
-        request_checks.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
+        params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
         read = read_prompts(prompts, card.names[0])
         checked = read_all(params, len(read), card, task, truncate)
         job = PoolingJob(

@@ -10,7 +10,7 @@ from blockyard.services.offline.sampling_params import RequestOutputKind, plain
 from blockyard.shared import messages
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.messages import ModelCard, PoolingTask
-from blockyard.shared.ring_client.pooling import request_checks
+from blockyard.shared.ring_client.pooling import params_check, request_checks
 from blockyard.shared.ring_client.request_fields import limits
 
 MAX_RETURNED = limits.MAX_LISTED
@@ -70,7 +70,7 @@ class CheckedPooling(NamedTuple):
 
 def read(given: PoolingSettings, card: ModelCard, task: PoolingTask, truncate: int | None) -> CheckedPooling:
     """Checks the parameters of a call. truncate: of the call, where `given` has none. Raises RequestError."""
-    pooling = request_checks.pooling_card(card)
+    pooling = params_check.pooling_card(card)
     request_checks.read_task(given.task, card)
     if given.extra_kwargs:
         raise not_built("extra_kwargs")
@@ -81,7 +81,7 @@ def read(given: PoolingSettings, card: ModelCard, task: PoolingTask, truncate: i
     else:
         request_checks.read_dimensions(given.dimensions, card)
         if given.normalize is not None:
-            raise RequestError(f"normalize is of vectors; {request_checks.serves(card)}", "normalize")
+            raise RequestError(f"normalize is of vectors; {params_check.serves(card)}", "normalize")
         params = request_checks.score_params(task, given.use_activation, given.activation, given.softmax)
     limits.short("returned_token_ids", given.returned_token_ids or (), MAX_RETURNED)
     params = msgspec.structs.replace(params, step_tag_id=given.step_tag_id, returned_token_ids=given.returned_token_ids)

@@ -3,10 +3,21 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
-from blockyard.services.scheduler.kv_cache.sliding_window import max_len
-from blockyard.shared.messages import DEFAULT_SETTINGS, Generate, Geometry, KVRole, ModelCard, ModelSettings
-from blockyard.shared.token_ids import ID_BYTES, num_ids
+import msgspec
+
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, longest_sequence
+from blockyard.services.scheduler.sequences.pooled_requests import frame_problem
+from blockyard.shared.messages import (
+    DEFAULT_SETTINGS,
+    Generate,
+    Geometry,
+    KVRole,
+    ModelCard,
+    ModelSettings,
+    Pool,
+    PoolingCard,
+)
+from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +38,7 @@ class ModelCapacity:
     vocab_size: int
     eos_token_ids: list[int]
     max_cached_len: int  # tokens of the longest sequence that the blocks hold
-    vector_size: int = 0  # 0: the model makes no vectors
+    pooling: PoolingCard | None = None  # None: the model generates text
 
     @property
     def max_model_len(self) -> int:
@@ -49,7 +60,8 @@ class ModelCapacity:
     def card(self, model: ServedModel) -> ModelCard:
         root = model.root or model.names[0]
         return ModelCard(
-            model.names, root, self.max_model_len, self.vocab_size, model.created, self.eos_token_ids, model.settings
+            *(model.names, root, self.max_model_len, self.vocab_size, model.created, self.eos_token_ids),
+            *(model.settings, self.pooling and msgspec.structs.replace(self.pooling, max_len=self.max_model_len)),
         )
 
     def notes(self, groups: list[WorkerGroup]) -> list[str]:
@@ -67,6 +79,9 @@ class ModelCapacity:
         return notes
 
     def _role_notes(self, role: KVRole, groups: list[WorkerGroup], has_roles: bool) -> list[str]:
+        if not groups[0].has_kv:
+            count = f"{len(groups)} worker group{'s' if len(groups) != 1 else ''}"
+            return [f"{count}: texts of up to {self.max_model_len} tokens, {groups[0].max_num_batched_tokens} a step"]
         num_blocks = min(group.geometry.num_blocks for group in groups)
         tokens = num_blocks * self.block_size
         kind, prefix = (f"{role} group", f"{role} batch") if has_roles else ("worker group", "batch")
@@ -107,8 +122,8 @@ def _least_of(geometries: list[Geometry]) -> ModelCapacity:
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
         geometries[0].eos_token_ids,
-        min(max_len(g.window, g.block_size, g.num_blocks) for g in geometries),
-        min(g.vector_size for g in geometries),
+        min(map(longest_sequence, geometries)),
+        geometries[0].pooling,
     )
 
 
@@ -155,10 +170,29 @@ class ModelLimits:
             return Refusal(400, "choices", "output ids must be 4 bytes each")
         if frame.sampling.max_tokens < 0:
             return Refusal(400, "max_tokens", f"max_tokens must be at least 0, got {frame.sampling.max_tokens}")
-        if frame.text is None and (frame.beam is not None or len(frame.choices) != 1):
-            return Refusal(400, "n", f"a request for a vector has one choice, got {len(frame.choices)}")
-        if frame.text is None and self._capacity is not None and not self._capacity.vector_size:
-            return Refusal(400, "model", f"the model {frame.model!r} makes no vectors")
+        if frame.text is None:
+            return Refusal(400, "text", "a request for text says how it is made")
+        if self._capacity is not None and (pooling := self._capacity.pooling) is not None:
+            return Refusal(400, "model", f"the model {frame.model!r} serves {pooling.task}, and generates no text")
         num_prompt = num_ids(frame.prompt_ids)
         problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens) if self._capacity else ""
         return Refusal(400, "prompt", problem) if problem else None
+
+    def validate_pool(self, frame: Pool) -> Refusal | None:
+        """As `validate`, of many prompts. The field is `input`, with the index of a prompt that is wrong."""
+        if frame.model not in self._model.names:
+            return Refusal(404, "model", f"the model {frame.model!r} does not exist")
+        if problem := frame_problem(frame):
+            return Refusal(400, "input", problem)
+        if self._capacity is None:
+            return None
+        if self._capacity.pooling is None:
+            return Refusal(400, "model", f"the model {frame.model!r} generates text, and makes no vectors")
+        most = self._capacity.max_model_len
+        for index, length in zip(unpack(frame.indexes), unpack(frame.lengths), strict=True):
+            if not 0 < length <= most:
+                return Refusal(400, f"input[{index}]", f"{length} tokens do not fit a length of {most}")
+        if (outside := first_outside(frame.token_ids, self._capacity.vocab_size)) is not None:
+            message = f"token id {outside} is outside the vocabulary of {self._capacity.vocab_size}"
+            return Refusal(400, "input", message)
+        return None

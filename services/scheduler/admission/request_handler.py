@@ -5,16 +5,18 @@ from collections import Counter, deque
 
 from blockyard.services.scheduler.admission.gateways import Gateways
 from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal
+from blockyard.services.scheduler.admission.pool_handler import PoolHandler
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
-from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.queue.waiting_queue import Owner, WaitingQueue
+from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence
 from blockyard.shared import messages
-from blockyard.shared.messages import Accepted, Cancel, Generate, PathLost, Refused, Stop
+from blockyard.shared.messages import Accepted, Cancel, Generate, PathLost, Pool, Refused, Stop
 from blockyard.shared.token_ids import num_ids
 
 MAX_SILENCE_S = 5.0  # without an answer, if no maximum delay is set
@@ -51,6 +53,17 @@ class Acceptance:
             self._pending.append((now + self._max_wait_s, request.id, request.attempt))
             self.next_expiry_s = self._pending[0][0]
 
+    def accept_pool(self, pool: PooledRequest) -> None:
+        """Notifies the gateway of a request with many prompts, once."""
+        if not pool.accepted:
+            pool.set_accepted()
+            for request in pool.requests.values():
+                self._waiting.on_accepted(request)
+            self.notify_pool(pool)
+
+    def notify_pool(self, pool: PooledRequest) -> None:
+        self._outbox.answer(pool.gateway, Accepted(pool.id, pool.attempt, None, self._bounds.capacity()))
+
     def can_accept(self, request: Request) -> bool:
         """Whether the request has a detokenizer, can get one, or needs none."""
         return request.accepted or self._streams.can_open(request)
@@ -58,6 +71,9 @@ class Acceptance:
     def accept(self, request: Request) -> bool:
         """Opens the request's streams and notifies its gateway, once. False while there is no detokenizer."""
         if request.accepted:
+            return True
+        if request.pool is not None:
+            self.accept_pool(self._lifecycle.pools[request.pool.id])
             return True
         if not self._streams.open(request, request.frame.choices):
             return False
@@ -68,8 +84,7 @@ class Acceptance:
 
     def notify(self, request: Request) -> None:
         capacity = self._bounds.capacity()
-        detokenizer = request.detokenizer if request.has_text else None
-        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, detokenizer, capacity))
+        self._outbox.answer(request.gateway, Accepted(request.id, request.attempt, request.detokenizer, capacity))
 
     def expire(self, now: float) -> list[Request]:
         """Requests to refuse after the maximum delay. Without a maximum they are accepted."""
@@ -109,14 +124,18 @@ class RequestHandler:
         self._lifecycle, self._waiting, self._parallel_sampling = lifecycle, waiting, parallel_sampling
         self._beam_scheduler, self._streams, self._outbox = beam_scheduler, streams, outbox
         self._arrivals = 0
+        self.pools = PoolHandler(model_limits, lifecycle, waiting)
 
-    def on_message(self, peer: int, frame: Generate | Cancel | Stop | PathLost, now: float) -> None:
+    def on_message(self, peer: int, frame: Generate | Pool | Cancel | Stop | PathLost, now: float) -> None:
         """A frame from a gateway, or from a detokenizer about a running request."""
         match frame:
             case Generate():
                 if peer not in self._gateways.incarnations:
                     self._gateways.add(peer)
                 self._generate(peer, frame, now)
+            case Pool():
+                self._gateways.add(peer)
+                self._pool(peer, frame, now)
             case Cancel():
                 self._cancel(frame)
             case Stop():
@@ -160,9 +179,13 @@ class RequestHandler:
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)
-            self._answer(gateway, frame.request_id, frame.attempt, refusal, "invalid")
+            self._answer(gateway, frame, refusal, "invalid")
             return
-        if frame.attempt == 0 and not self._make_room(gateway, frame):  # later attempts had their place in the queue
+        num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
+        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
+        owner = (frame.tenant, frame.user)
+        # later attempts had their place in the queue
+        if frame.attempt == 0 and not self._make_room(gateway, frame, owner, amount):
             return
         resumable = self._resumable(request, frame)
         if request is not None and resumable:
@@ -170,7 +193,24 @@ class RequestHandler:
         else:
             self._start(request, gateway, frame, now)
 
+    def _pool(self, gateway: int, frame: Pool, now: float) -> None:
+        """Takes a new request with many prompts, or a new attempt of one."""
+        known = self._lifecycle.pools.get(frame.request_id)
+        if known is not None and known.attempt == frame.attempt:
+            if known.accepted:
+                self._acceptance.notify_pool(known)  # a repeated frame gets a repeated answer
+            return
+        self._arrivals += known is None
+        pool = self.pools.take(gateway, frame, now, self._arrivals, self._answer, self._make_room)
+        if pool is None:
+            return
+        if frame.attempt:
+            self._acceptance.accept_pool(pool)
+        else:
+            self._acceptance.on_arrival(self.pools.first_request(pool), now)
+
     def _cancel(self, frame: Cancel) -> None:
+        self.pools.cancel(frame)
         request = self._lifecycle.requests.get(frame.request_id)
         if request is not None and request.attempt <= frame.attempt:
             self._lifecycle.drop(request)
@@ -184,34 +224,36 @@ class RequestHandler:
                 if sequence is not None:
                     self._lifecycle.end(sequence)
 
-    def _make_room(self, gateway: int, frame: Generate) -> bool:
+    def _make_room(self, gateway: int, frame: Generate | Pool, owner: Owner, amount: QueueAmount) -> bool:
         """Whether a new request may wait. If the queue is full, refuses it, or other requests in its place."""
-        owner = (frame.tenant, frame.user)
-        num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
         if frame.batch_line:
             gone = list[Request]() if self._bounds.takes_batch_line(amount) else None
         else:
             gone = self._bounds.make_room(owner, amount)
         if gone is None:
             reason = "delay" if self._bounds.is_long() else "full"
-            self._answer(
-                gateway, frame.request_id, frame.attempt, ALL_ASLEEP if self._bounds.is_asleep else QUEUE_FULL, reason
-            )
+            self._answer(gateway, frame, ALL_ASLEEP if self._bounds.is_asleep else QUEUE_FULL, reason)
             return False
         for request in gone:
             self._refuse(request, QUEUE_FULL, "displaced")
         return True
 
     def _refuse(self, request: Request, refusal: Refusal, reason: str) -> None:
-        """Refuses a request that waits and is not accepted."""
-        self._lifecycle.drop(request)
-        self._answer(request.gateway, request.id, request.attempt, refusal, reason)
+        """Refuses a request that waits and is not accepted; for a prompt of many, all of them, once."""
+        if request.pool is None:
+            self._lifecycle.drop(request)
+            self._answer(request.gateway, request, refusal, reason)
+        elif (pool := self._lifecycle.pools.get(request.pool.id)) is not None:
+            self.pools.drop(pool)
+            self._answer(pool.gateway, pool, refusal, reason)
 
-    def _answer(self, gateway: int, request_id: str, attempt: int, refusal: Refusal, reason: str) -> None:
+    def _answer(
+        self, gateway: int, asked: Generate | Pool | Request | PooledRequest, refusal: Refusal, reason: str
+    ) -> None:
         self.num_refused[reason] += 1
         capacity = self._bounds.capacity()
-        frame = Refused(request_id, attempt, refusal.status, refusal.field, refusal.message, capacity)
+        request_id = asked.request_id if isinstance(asked, Generate | Pool) else asked.id
+        frame = Refused(request_id, asked.attempt, refusal.status, refusal.field, refusal.message, capacity)
         self._outbox.answer(gateway, frame)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:

@@ -55,8 +55,13 @@ class WorkerGroup:
         late = limits.late and limits.depth is None
         self.depth = MAX_PLANS_AHEAD if late else limits.depth_for(geometry.step_s)
         self.pacer = PlanPacer(geometry.step_s, None if late else self.depth)
+        self.has_kv = geometry.pooling is None or geometry.pooling.has_kv  # else a step takes whole texts
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
+        if not self.has_kv:  # a text has a slot only while its step is in flight, and the worker has no slots
+            self.max_num_batched_tokens = geometry.max_num_batched_tokens
+            self.max_num_seqs = (MAX_PLANS_AHEAD + 2) * self.max_num_batched_tokens
+            hasher = hasher.disabled()
         self.plan_clock = PlanClock()
         self.kv_cache = KVCacheManager(
             geometry, self.max_num_batched_tokens, self.plan_clock, hasher, stats, limits.watermark
@@ -64,8 +69,7 @@ class WorkerGroup:
         num_slots = replace(limits, max_num_seqs=self.max_num_seqs).num_slots
         self._num_spare_slots = num_slots - self.max_num_seqs
         self.slots = IdPool(num_slots, self.plan_clock)
-        longest = max_len(geometry.window, geometry.block_size, geometry.num_blocks)
-        self.max_model_len = min(geometry.max_model_len, longest)
+        self.max_model_len = longest_sequence(geometry)
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self._running: list[RunningSequence] = []
         self.running: ReadOnly[RunningSequence] = self._running  # by key; the last one is preempted first
@@ -166,6 +170,13 @@ class WorkerGroup:
         """Plans in flight will never be answered. Returns the sequences that ran."""
         self.plan_clock.on_completed(self.plan_clock.last_sent)
         return [running.sequence for running in self.running]
+
+
+def longest_sequence(geometry: Geometry) -> int:
+    """Tokens of the longest sequence of a worker: its model's length, and what its blocks hold, if it has any."""
+    if geometry.pooling is not None and not geometry.pooling.has_kv:
+        return geometry.max_model_len
+    return min(geometry.max_model_len, max_len(geometry.window, geometry.block_size, geometry.num_blocks))
 
 
 @dataclass(slots=True)

@@ -66,8 +66,8 @@ class KVCacheManager:
         if not self._is_searched and not sequence.was_prefilled:
             return PrefixMatch()
         hashes = self._hasher.hashes(sequence, self.block_size, sequence.num_tokens)
-        if sequence.request.frame.sampling.num_prompt_logprobs is not None and not sequence.was_prefilled:
-            return PrefixMatch()  # prompt log-probabilities need the whole prompt's forward pass
+        if not sequence.request.finds_prefix and not sequence.was_prefilled:
+            return PrefixMatch()
         most = (sequence.num_tokens - 1) // self.block_size
         if self.window is not None:
             found = find_in_window(self.blocks, self.window, hashes[:most])
@@ -86,9 +86,7 @@ class KVCacheManager:
         """Hash of a sequence's first full block; None if `find` cannot find it."""
         if sequence.num_tokens <= self.block_size:
             return None
-        if not sequence.was_prefilled and (
-            not self._is_searched or sequence.request.frame.sampling.num_prompt_logprobs is not None
-        ):
+        if not sequence.was_prefilled and (not self._is_searched or not sequence.request.finds_prefix):
             return None
         return self._hasher.hashes(sequence, self.block_size, sequence.num_tokens)[0]
 

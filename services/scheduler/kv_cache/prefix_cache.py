@@ -20,6 +20,10 @@ class BlockHasher:
         self.enabled = enabled
         self._scope = scope
 
+    def disabled(self) -> "BlockHasher":
+        """One that does not let requests share blocks."""
+        return BlockHasher(self._scope, False)
+
     def hashes(self, sequence: Sequence, block_size: int, num_tokens: int) -> list[bytes]:
         """Hashes of at least the full blocks of the first `num_tokens` tokens, kept with the sequence."""
         if sequence.hash_block_size != block_size:

@@ -7,9 +7,10 @@ from blockyard.services.scheduler.lifecycle.detokenizer_streams import Detokeniz
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
 from blockyard.services.scheduler.outbox import VectorOutbox
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers
-from blockyard.shared.messages import FinishReason, VectorResult
+from blockyard.shared.messages import FinishReason
 
 
 class Lifecycle:
@@ -25,6 +26,7 @@ class Lifecycle:
         vectors: VectorOutbox,
     ) -> None:
         self.requests: dict[str, Request] = {}
+        self.pools: dict[str, PooledRequest] = {}  # whose prompts are among `requests`
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
         self._groups, self._waiting, self._policy = groups, waiting, waiting.policy
@@ -48,6 +50,10 @@ class Lifecycle:
         self.release(sequence)
         if not request.sequences:
             del self.requests[request.id]
+            if request.pool is not None:
+                request.pool.on_ended(sequence.index)
+                if not self.pools[request.pool.id].requests:
+                    del self.pools[request.pool.id]
             if request.search is not None:
                 for beam in request.search.replace_beams([]):
                     self.release(beam)
@@ -81,10 +87,8 @@ class Lifecycle:
         request = sequence.request
         if request.has_text:
             self._streams.finish(sequence, finish, detail, status)
-        else:
-            self._vectors.add(
-                request.gateway, VectorResult(request.id, request.attempt, finish, detail=detail, status=status)
-            )
+        elif request.pool is not None:
+            self._vectors.fail(self.pools[request.pool.id], sequence.index, detail, status)
         self.end(sequence)
 
     def fail(self, sequence: Sequence, detail: str, status: int = 500) -> None:

@@ -172,7 +172,7 @@ class PrefillPlanner:
             if sequence is None or self._policy.key(sequence)[0] >= below:
                 return
             most = self._max_tokens(group, builder, longs, sequence)
-            if self._end_unscheduled(group, sequence):
+            if self.end_unscheduled(group, sequence):
                 continue
             is_line = sequence.request.is_batch_line
             if most <= 0 or not (group.can_schedule_batch_line if is_line else group.can_schedule):
@@ -198,7 +198,7 @@ class PrefillPlanner:
                 return
             if num_tokens > most and not self._may_split(group, longs, num_tokens, most):
                 return
-            running = self._start(group, builder, sequence, found, num_blocks)
+            running = self.start(group, builder, sequence, found, num_blocks)
             if longs is not None and is_long:
                 longs.add(running)
             else:
@@ -221,7 +221,7 @@ class PrefillPlanner:
             return False  # a later step takes all of it
         return longs is None or longs.may_split()
 
-    def _start(
+    def start(
         self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence, found: PrefixMatch, num_blocks: int
     ) -> RunningSequence:
         """Moves a sequence from the queue to the running batch. The caller has checked for free slots and blocks."""
@@ -240,7 +240,7 @@ class PrefillPlanner:
         builder.starts.append(slot_start(group, running))
         return running
 
-    def _end_unscheduled(self, group: WorkerGroup, sequence: Sequence) -> bool:
+    def end_unscheduled(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Ends a waiting sequence that has all its tokens or can never run in this group."""
         request, max_len = sequence.request, group.max_model_len
         max_tokens = request.frame.sampling.max_tokens
@@ -281,4 +281,5 @@ def slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
         choice=sequence.index,
         prompt_logprobs_from=sequence.prompt_next,
         has_text=request.has_text,
+        pooled=request.pooled,
     )

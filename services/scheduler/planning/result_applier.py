@@ -13,6 +13,7 @@ from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import VectorOutbox
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
+from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
 from blockyard.shared.messages import (
     NO_LOGPROBS,
@@ -24,7 +25,6 @@ from blockyard.shared.messages import (
     StepResult,
     TokenRows,
     TokenStep,
-    VectorResult,
     decode_logprobs,
 )
 
@@ -123,8 +123,8 @@ class ResultApplier:
         """Applies the result of one slot. Tokens that were scheduled and not computed are to be scheduled again."""
         sequence, finish, num_tokens = running.sequence, slot.finish, len(slot.token_ids)
         self._on_computed(group, running, slot.num_computed, num_scheduled_tokens)
-        if not sequence.request.has_text:
-            self._apply_vector(sequence, slot)
+        if sequence.request.pool is not None:
+            self._apply_vector(self._lifecycle.pools[sequence.request.pool.id], sequence, slot)
             return
         if num_tokens:
             if finish is None and sequence.num_tokens + num_tokens >= running.max_num_tokens:
@@ -161,14 +161,10 @@ class ResultApplier:
         if num_computed >= running.table.next_hash_at:
             group.kv_cache.mark_block_full(running)
 
-    def _apply_vector(self, sequence: Sequence, slot: SlotResult) -> None:
+    def _apply_vector(self, pool: PooledRequest, sequence: Sequence, slot: SlotResult) -> None:
         """Sends the result of a request without text once its whole prompt is computed."""
-        request = sequence.request
-        if slot.vector:
-            vector = VectorResult(
-                request.id, request.attempt, FinishReason.STOP, slot.vector, sequence.reported_cached_tokens
-            )
-            self._vectors.add(request.gateway, vector)
+        if slot.finish is not None and slot.finish <= FinishReason.LENGTH and not slot.token_ids:
+            self._vectors.add(pool, sequence, slot)
             self._lifecycle.end(sequence)
         elif slot.finish is not None or slot.token_ids:
             detail = slot.detail or "the worker sampled tokens in place of a vector"

@@ -9,6 +9,7 @@ from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
+from blockyard.services.scheduler.planning.encoder_planner import EncoderPlanner
 from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
 from blockyard.services.scheduler.planning.prefill_planner import PrefillPlanner, slot_start
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
@@ -30,9 +31,12 @@ class StepPlanner:
         """`scheduler`: this scheduler's incarnation."""
         self._scheduler, self._prefills, self._lifecycle, self._waiting = scheduler, prefills, lifecycle, waiting
         self._parallel_sampling, self._beam_scheduler, self._fair = parallel_sampling, beam_scheduler, fair
+        self._encoders = EncoderPlanner(scheduler, prefills, waiting)
 
     def plan(self, group: WorkerGroup, now: float) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""
+        if not group.has_kv:
+            return self._encoders.plan(group, now)
         if group.kv_cache.hash_queue:
             group.kv_cache.hash_full_blocks()
         sequence = None  # the next waiting one, where the policy may favour it

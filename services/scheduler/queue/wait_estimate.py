@@ -163,6 +163,9 @@ class WaitEstimate:
         known = amount.tokens / max(amount.sequences, 1)
         for worker, group in self._groups.items():
             pool, num_running = group.kv_cache.blocks, len(online[worker])
+            if not group.has_kv:
+                free += group.max_num_seqs - num_running
+                continue
             num_held = _num_held(group.running)
             shared = pool.num_used / num_held if num_held else 1.0
             num_used = pool.num_used - shared * (num_held - _num_held(online[worker]))

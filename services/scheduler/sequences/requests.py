@@ -16,7 +16,7 @@ from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.handover import Handover
-from blockyard.shared.messages import Generate, Sampling, SlotRun
+from blockyard.shared.messages import Generate, PooledStart, Sampling, SlotRun
 
 NEVER = 1 << 62  # more tokens than any sequence has
 
@@ -52,6 +52,15 @@ class TokenAccount(Protocol):
     def charge(self, num_outputs: int) -> None: ...
 
 
+class PoolMembership(Protocol):
+    """The part of `PooledRequest` that one of its prompts calls."""
+
+    id: str
+    finds_prefix: bool
+
+    def on_ended(self, index: int) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt. An ended sequence is removed from `sequences`; the request ends with the last one."""
@@ -73,6 +82,8 @@ class Request:
     owner: tuple[str, str] = ("", "")  # tenant and user, of the first attempt
     search: "ActiveBeamSearch | None" = None
     is_batch_line: bool = False  # every online request comes before it
+    pool: "PoolMembership | None" = None  # of one prompt of many: what they have in common
+    pooled: PooledStart | None = None  # how its vector is made
 
     @property
     def has_fixed_length(self) -> bool:
@@ -85,6 +96,13 @@ class Request:
     def has_text(self) -> bool:
         """Whether it needs a detokenizer. The result of other requests is a vector, which goes to the gateway."""
         return self.frame.text is not None
+
+    @property
+    def finds_prefix(self) -> bool:
+        """Whether leading tokens that are cached need not be computed."""
+        if self.pool is not None:
+            return self.pool.finds_prefix
+        return self.frame.sampling.num_prompt_logprobs is None  # which need the whole prompt's forward pass
 
     @property
     def active_sequences(self) -> Collection["Sequence"]:

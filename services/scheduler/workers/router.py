@@ -152,7 +152,9 @@ class Router:
         own = max(1, known - sequence.request.num_prompt)  # tokens that other sequences of the request do not compute
         for queue in queues:
             pool = queue.group.kv_cache.blocks
-            if pool.block_size != size:
+            if not queue.group.has_kv:
+                first = None
+            elif pool.block_size != size:
                 size, first = pool.block_size, queue.group.kv_cache.first_hash(sequence)
             num_tokens, backlog, found = known, queue.backlog, _NOTHING
             if first is not None and (
@@ -166,6 +168,9 @@ class Router:
             too_long = TOO_LONG if known >= queue.group.max_model_len else 0
             price = cost(num_tokens, backlog + too_long, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
+                continue
+            if not queue.group.has_kv:
+                best, lowest = (queue, num_tokens, 0), price
                 continue
             num_blocks = queue.group.kv_cache.num_blocks_to_take(known, found, alone=not queue.group.running)
             if pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):

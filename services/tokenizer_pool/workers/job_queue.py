@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from blockyard.services.tokenizer_pool.workers.job_limits import ENCODING, NUM_WORKERS, RENDERING, JobLimits
 from blockyard.services.tokenizer_pool.workers.job_turns import JobTurns
 from blockyard.services.tokenizer_pool.workers.worker_frames import Work
-from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextRejected, Tokenize
+from blockyard.shared.messages import TAKES_LONG, UNAVAILABLE, Detokenize, TextRejected, Tokenize, TokenizeTexts
 from blockyard.shared.process.signals import ended_from_outside
 
 MAX_SENT = 2  # a worker never waits for a job, and few are resent when it ends
@@ -147,4 +147,6 @@ def _field(work: Work) -> str:
     """The field of a request that the job is about."""
     if isinstance(work, Detokenize):
         return "tokens"
+    if isinstance(work, TokenizeTexts):
+        return "input"
     return "grammar" if _is_check(work) else "prompt" if work.messages is None else "messages"

@@ -6,10 +6,19 @@ from typing import BinaryIO
 
 import msgspec
 
-from blockyard.shared.messages import Detokenize, Detokenized, Frame, TextRejected, Tokenize, Tokenized
+from blockyard.shared.messages import (
+    Detokenize,
+    Detokenized,
+    Frame,
+    TextRejected,
+    TextsTokenized,
+    Tokenize,
+    Tokenized,
+    TokenizeTexts,
+)
 
-Work = Tokenize | Detokenize
-Answer = Tokenized | Detokenized | TextRejected
+Work = Tokenize | TokenizeTexts | Detokenize
+Answer = Tokenized | TextsTokenized | Detokenized | TextRejected
 
 LENGTH = struct.Struct("<I")  # before each frame of a worker's stream
 OTHER_ENGINE = "other_engine"  # code of a rejection by a grammar worker: another engine may take the grammar

@@ -2,7 +2,6 @@
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
-_POOLING = not_built("pooling models")
 _REMOTE_CODE = "no code from model folders is ever run; the supported families are built in"
 
 MODEL = (
@@ -11,9 +10,8 @@ MODEL = (
         "task",
         FlagKind.TEXT,
         "auto",
-        "Task of the model.",
-        choices=("auto", "generate"),
-        refused_values=dict.fromkeys(("embedding", "embed", "classify", "score", "reward"), _POOLING),
+        "Task of the model; auto: what its architecture and folder are for. One a launch.",
+        choices=("auto", "generate", "embedding", "embed", "classify", "score", "reward"),
     ),
     Flag("revision", FlagKind.TEXT, None, "Branch, tag or commit of the model."),
     Flag("code-revision", FlagKind.TEXT, None, "Branch, tag or commit of the model's code.", mapped=_REMOTE_CODE),
@@ -66,7 +64,14 @@ MODEL = (
         "which is also the default.",
     ),
     Flag("override-generation-config", FlagKind.JSON, None, 'Sampling defaults, e.g. {"temperature": 0.7}.'),
-    Flag("override-pooler-config", FlagKind.JSON, None, "Pooling of pooling models.", refused=_POOLING),
+    Flag(
+        "override-pooler-config",
+        FlagKind.JSON,
+        None,
+        "How a pooling model pools, before what its folder says: pooling_type (CLS, LAST, MEAN, ALL, STEP), "
+        "normalize, softmax, step_tag_id, returned_token_ids.",
+        other_names=("pooler-config",),
+    ),
     Flag("disable-sliding-window", FlagKind.BOOL, False, "Full attention, with the context capped to the window."),
     Flag(
         "max-logprobs",

@@ -4,8 +4,10 @@
 - `sentence_settings`: prompts, similarity and text length beside it -> `SentenceSettings`.
 - `pooler_config`: --override-pooler-config -> `PoolerOverrides`.
 - `pooling_choice`: the precedence of these -> `PoolingChoice`, which a worker builds its pooler of.
+- `task_choice`: --task, --runner, --convert, or what the folder is for.
+- `pooling_fields`: settings of services that follow, `pooling_card`: what gateways are told.
 - `activations`: the function of scores that config.json names.
 
 `modes.PoolingMode` names what all of them choose among. Nothing here imports torch: the launcher, the gateway and the
-worker read the same folder. Imports go to `shared/config/checkpoint` and `shared/errors`.
+worker read the same folder. Imports go to `shared/config/checkpoint`, `shared/messages` and `shared/errors`.
 """

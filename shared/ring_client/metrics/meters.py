@@ -6,6 +6,7 @@ member_counts.py has the schedulers' counters, metric_families.py the names of a
 from blockyard.shared.messages import FinishReason, ModelCard
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts, one_two_five
+from blockyard.shared.ring_client.open_entry import OpenEntry
 
 _SECONDS = (1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_SECONDS, 160.0, 640.0, 2560.0)
@@ -96,13 +97,17 @@ class Meters:
             self.longest_sizes.observe(0 if hides else max(len(one.output_ids) for one in entry.choices))
             self.num_choices.observe(entry.num_returned)
 
-    def vector_ended(self, entry: JournalEntry, now: float) -> None:
-        """Counts a request whose result is a vector."""
-        self.ended[FinishReason.STOP] += 1
-        self.prompt_tokens += entry.num_prompt_tokens
-        self.e2e.observe(now - entry.arrived_s)
-        self.prompt_sizes.observe(entry.num_prompt_tokens)
-        self.computed_sizes.observe(entry.num_prompt_tokens - entry.cached_tokens)
+    def texts_pooled(self, entry: OpenEntry, lengths: list[int], queued_s: float, now: float) -> None:
+        """Counts texts that have their results. lengths: their tokens."""
+        self.ended[FinishReason.STOP] += len(lengths)
+        self.prompt_tokens += sum(lengths)
+        e2e_s, since_s = now - entry.arrived_s, now - entry.opened_s
+        for length in lengths:
+            self.e2e.observe(e2e_s)
+            self.queueing.observe(queued_s)
+            self.prefill.observe(max(0.0, since_s - queued_s))
+            self.inference.observe(max(0.0, since_s - queued_s))
+            self.prompt_sizes.observe(length)
 
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1

@@ -1,22 +1,12 @@
-"""Checks what a request asks of a pooling model against the model's card. HTTP and offline requests share it."""
-
-from typing import NoReturn
+"""Reads the fields of a request to a pooling model by the model's card. HTTP and offline requests share it."""
 
 from blockyard.shared.config.pooling.pooling_choice import dimensions_problem
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import ModelCard, PoolingCard, PoolingParams, PoolingTask
+from blockyard.shared.messages import ModelCard, PoolingParams, PoolingTask
+from blockyard.shared.ring_client.pooling.calls import WHOLE_LENGTH
+from blockyard.shared.ring_client.pooling.params_check import pooling_card, serves
 from blockyard.shared.ring_client.request_fields import limits
 
-SCORES = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
-# the endpoints of each task, besides /pooling
-ENDPOINTS: dict[PoolingTask, tuple[str, ...]] = {
-    PoolingTask.EMBED: ("/v1/embeddings", "/v2/embed", *SCORES),
-    PoolingTask.CLASSIFY: ("/classify",),
-    PoolingTask.SCORE: SCORES,
-    PoolingTask.REWARD: (),
-}
-GENERATION = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
-WHOLE_LENGTH = -1  # of truncate_prompt_tokens
 # names of tasks in requests -> the model's task; newer vLLM tells tokens' results by the name
 TASK_NAMES = {
     "embed": PoolingTask.EMBED,
@@ -28,33 +18,6 @@ TASK_NAMES = {
     "reward": PoolingTask.REWARD,
     "encode": PoolingTask.ENCODE,
 }
-
-
-def serves(card: ModelCard) -> str:
-    """Says what a model serves, for errors of calls for anything else."""
-    if card.pooling is None:
-        return f"the model `{card.names[0]}` generates text; it serves {GENERATION}"
-    task = card.pooling.task
-    paths = ", ".join((*ENDPOINTS[task], "/pooling"))
-    return f"the model `{card.names[0]}` has the task {task.value}; it serves {paths}"
-
-
-def refuse_task(card: ModelCard) -> NoReturn:
-    """Raises the error of a call for a task that the model does not have."""
-    raise RequestError(serves(card), "model", code="unsupported_task")
-
-
-def check_generates(card: ModelCard) -> None:
-    """Raises RequestError if the model generates no text."""
-    if card.pooling is not None:
-        refuse_task(card)
-
-
-def pooling_card(card: ModelCard, *tasks: PoolingTask) -> PoolingCard:
-    """The card of a pooling model with one of these tasks; with any, if none is named. Raises RequestError."""
-    if card.pooling is None or (tasks and card.pooling.task not in tasks):
-        refuse_task(card)
-    return card.pooling
 
 
 def read_task(name: str | None, card: ModelCard, field: str = "task") -> None:

@@ -5,7 +5,8 @@ from collections import OrderedDict
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Accepted, Cancel, Member, Refused, Role
-from blockyard.shared.ring_client.journal import MAX_GAPS, Journal, JournalEntry
+from blockyard.shared.ring_client.journal import Journal
+from blockyard.shared.ring_client.open_entry import MAX_GAPS, OpenEntry
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.ring_links import RingLinks
 from blockyard.shared.ring_client.schedulers import Schedulers, not_ready, too_busy
@@ -88,11 +89,11 @@ class Recovery:
             self._dispatch.resend(entry, now)
         for entry in list(self._dispatch.waiting.values()):
             if not entry.accepted and now - entry.opened_s > self._stall_timeout_s:
-                self._dispatch.fail(entry, not_ready(f"the model `{entry.request.model}`"))
+                self._dispatch.fail(entry, not_ready(f"the model `{entry.model}`"))
         for entry, error in self._dispatch.hold.overdue(now):
             self._dispatch.fail(entry, error)
 
-    def repair(self, entry: JournalEntry, now: float) -> None:
+    def repair(self, entry: OpenEntry, now: float) -> None:
         """Frames of the request were lost: sends it again, or fails it after MAX_GAPS."""
         if entry.request_id not in self._journal.entries:
             return

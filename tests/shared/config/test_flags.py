@@ -64,11 +64,11 @@ def test_a_refusal_says_what_to_use_or_what_is_missing(spelled: str) -> None:
 
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS.values() if flag.status == "honoured"], ids=lambda f: f.name)
 def test_an_honoured_flag_is_read_somewhere(flag: Flag) -> None:
-    if flag.to or flag.name in ("task", "runner"):  # the only values that are not refused are the one there is
+    if flag.to:
         return
     if "." in flag.name:  # read as the flag after the point, of workers of a role
         return
-    folders = [RESOLVE, RESOLVE / "server", SERVICES / "offline"]
+    folders = [RESOLVE, RESOLVE / "server", RESOLVE / "pooling", SERVICES / "offline"]
     sources = [*(file for folder in folders for file in folder.glob("*.py")), *(SERVICES / "launcher").rglob("*.py")]
     fixed = flag.choices and {*flag.choices} <= {str(flag.default), "auto", "hf"}  # one value, the others are refused
     assert fixed or any(f'"{flag.name}"' in path.read_text() for path in sources), flag.name

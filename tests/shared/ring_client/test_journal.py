@@ -26,8 +26,9 @@ from blockyard.shared.messages import (
     TextOptions,
 )
 from blockyard.shared.ring_client.fanout import Fanout
-from blockyard.shared.ring_client.journal import MAX_GAPS, ChoiceLog, Journal, JournalEntry
+from blockyard.shared.ring_client.journal import ChoiceLog, Journal, JournalEntry
 from blockyard.shared.ring_client.metrics.meters import Meters
+from blockyard.shared.ring_client.open_entry import MAX_GAPS
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.recovery.recovery import Recovery
 from blockyard.shared.ring_client.schedulers import Schedulers

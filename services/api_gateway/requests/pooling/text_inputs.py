@@ -11,7 +11,7 @@ from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt
 from blockyard.services.api_gateway.requests.schemas import TokenizeRequest
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Tokenize
-from blockyard.shared.ring_client.pooling.request_checks import pooling_card
+from blockyard.shared.ring_client.pooling.params_check import pooling_card
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.token_ids import first_outside, pack
 

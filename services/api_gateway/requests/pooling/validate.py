@@ -31,7 +31,7 @@ from blockyard.services.api_gateway.requests.pooling.text_inputs import (
 )
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, PoolingParams, PoolingTask
-from blockyard.shared.ring_client.pooling import request_checks
+from blockyard.shared.ring_client.pooling import params_check, request_checks
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.sampling_fields import read_salt
 
@@ -49,7 +49,7 @@ INPUT_TYPES = {
 
 def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> PoolingRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    request_checks.pooling_card(card, PoolingTask.EMBED)
+    params_check.pooling_card(card, PoolingTask.EMBED)
     dimensions = request_checks.read_dimensions(request.dimensions, card)
     params = request_checks.vector_params(PoolingTask.EMBED, dimensions, request.normalize, request.use_activation)
     return _text_request(request, card, "embd-", name, params, _format(request.encoding_format))
@@ -57,7 +57,7 @@ def parse_embedding(request: EmbeddingRequest, card: ModelCard, name: str) -> Po
 
 def parse_classification(request: ClassificationRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
-    request_checks.pooling_card(card, PoolingTask.CLASSIFY)
+    params_check.pooling_card(card, PoolingTask.CLASSIFY)
     params = request_checks.score_params(
         PoolingTask.CLASSIFY, request.use_activation, request.activation, request.softmax
     )
@@ -66,7 +66,7 @@ def parse_classification(request: ClassificationRequest, card: ModelCard, name: 
 
 def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError."""
-    pooling = request_checks.pooling_card(card)
+    pooling = params_check.pooling_card(card)
     request_checks.read_task(request.task, card)
     if pooling.task is PoolingTask.EMBED:
         dimensions = request_checks.read_dimensions(request.dimensions, card)
@@ -74,7 +74,7 @@ def parse_pooling(request: PoolingRequestFields, card: ModelCard, name: str) -> 
     else:
         request_checks.read_dimensions(request.dimensions, card)
         if request.normalize is not None:
-            raise RequestError(f"normalize is of vectors; {request_checks.serves(card)}", "normalize")
+            raise RequestError(f"normalize is of vectors; {params_check.serves(card)}", "normalize")
         params = request_checks.score_params(
             PoolingTask.ENCODE, request.use_activation, request.activation, request.softmax
         )
@@ -106,7 +106,7 @@ def parse_rerank(request: RerankRequest, card: ModelCard, name: str) -> PoolingR
 
 def parse_cohere_embed(request: CohereEmbedRequest, card: ModelCard, name: str) -> PoolingRequest:
     """Raises RequestError. Texts that are too long are cut, as Cohere documents it, unless `truncate` is NONE."""
-    pooling = request_checks.pooling_card(card, PoolingTask.EMBED)
+    pooling = params_check.pooling_card(card, PoolingTask.EMBED)
     field, texts = _cohere_texts(request)
     formats = tuple(dict.fromkeys(request.embedding_types or ("float",)))
     for i, one in enumerate(formats):
@@ -187,7 +187,7 @@ def _pair_request(request: PairFields, card: ModelCard, prefix: str, name: str, 
 
 def _compares(card: ModelCard) -> bool:
     """Whether the model's scores are similarities of vectors. Raises RequestError if it has no scores."""
-    return request_checks.pooling_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
+    return params_check.pooling_card(card, PoolingTask.SCORE, PoolingTask.EMBED).task is PoolingTask.EMBED
 
 
 def _options(
@@ -243,7 +243,7 @@ def _cohere_texts(request: CohereEmbedRequest) -> tuple[str, list[str]]:
 
 def _cohere_prompt(input_type: str | None, card: ModelCard) -> str | None:
     """The prompt of an input type. Cohere's own types mean none where the model has no prompts. Raises RequestError."""
-    known = {prompt.name for prompt in request_checks.pooling_card(card).prompts}
+    known = {prompt.name for prompt in params_check.pooling_card(card).prompts}
     if input_type in INPUT_TYPES:
         found = next((name for name in INPUT_TYPES[input_type] if name in known), None)
         if found is not None or not known:

@@ -4,7 +4,6 @@ from functools import partial
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
-_POOLING = not_built("pooling models")
 _SPECULATION = not_built("speculative decoding")
 _STATES = not_built("Mamba and other models with a state in place of KV")
 _ADAPTERS = not_built("LoRA adapters")
@@ -44,9 +43,9 @@ MODELS = (
         FlagKind.TEXT,
         "auto",
         "Use a model for another task.",
-        choices=("auto", "none"),
-        refused_values=dict.fromkeys(("embed", "classify", "reward", "mm_encoder_only"), _POOLING),
-        mapped="models are used for what they are",
+        choices=("auto", "none", "embed", "classify", "reward"),
+        refused_values={"mm_encoder_only": not_built("encoders of images alone")},
+        mapped="--task of the same name",
     ),
     Flag("diffusion-config", FlagKind.JSON, None, "Diffusion models.", refused=not_built("diffusion models")),
     Flag(
@@ -107,7 +106,6 @@ MODELS = (
         refused="no code from outside runs as a model; use --model-impl transformers for others than the built-in ones",
         harmless=({},),
     ),
-    Flag("pooler-config", FlagKind.JSON, None, "Pooling of pooling models.", refused=_POOLING, harmless=({},)),
     Flag(
         "pt-load-map-location",
         FlagKind.TEXT,
@@ -136,8 +134,9 @@ MODELS = (
         FlagKind.TEXT,
         "auto",
         "What the model is run for.",
-        choices=("auto", "generate"),
-        refused_values={"pooling": _POOLING, "draft": _SPECULATION},
+        choices=("auto", "generate", "pooling"),
+        refused_values={"draft": _SPECULATION},
+        mapped="generate is --task generate, and pooling the model's other task",
     ),
     Flag(
         "sleep-mode-backend",

@@ -17,6 +17,7 @@ from blockyard.shared.messages import (
     Frame,
     Generate,
     PathLost,
+    Pool,
     Refused,
     Sampling,
     Stop,
@@ -28,6 +29,8 @@ from blockyard.shared.messages import (
     TokenStep,
     VectorBatch,
 )
+
+from .fake_pools import PoolJournal
 
 
 def ids_bytes(ids: list[int]) -> bytes:
@@ -73,6 +76,7 @@ class FakeGateway:
     capacities: list[Frame] = field(default_factory=list)
     controlled: list[Controlled] = field(default_factory=list)
     vectors: list[VectorBatch] = field(default_factory=list)
+    pools: dict[str, PoolJournal] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)  # requests to be sent again, from PathLost
 
     def new(
@@ -83,8 +87,10 @@ class FakeGateway:
         self.journals[request_id] = Journal(frame, {i: Output() for i in range(n)})
         return frame
 
-    def again(self, request_id: str) -> Generate:
+    def again(self, request_id: str) -> Generate | Pool:
         """The same request with the next attempt and the ids received so far."""
+        if request_id in self.pools:
+            return self.pools[request_id].again()
         journal = self.journals[request_id]
         old = journal.frame
         choices = [
@@ -101,12 +107,19 @@ class FakeGateway:
             return
         if isinstance(frame, VectorBatch):
             self.vectors.append(frame)
+            for block in frame.blocks:
+                self.pools[block.request_id].read(block)
             return
         if isinstance(frame, PathLost):
-            self.lost.update(self.journals if frame.member == self.incarnation else self.through(frame.member))
+            is_ours = frame.member == self.incarnation
+            self.lost.update([*self.journals, *self.pools] if is_ours else self.through(frame.member))
             return
         if not isinstance(frame, Accepted | Refused):
             self.capacities.append(frame)
+            return
+        if (pool := self.pools.get(frame.request_id)) is not None:
+            if frame.attempt == pool.frame.attempt:
+                self._answer(pool, frame)
             return
         journal = self.journals[frame.request_id]
         if frame.attempt != journal.frame.attempt:
@@ -118,13 +131,22 @@ class FakeGateway:
             assert journal.refused is None
             journal.detokenizer = frame.detokenizer
 
+    def _answer(self, pool: PoolJournal, frame: Accepted | Refused) -> None:
+        if isinstance(frame, Refused):
+            assert pool.refused is None and not pool.num_accepted, f"{frame.request_id} was answered twice"
+            pool.refused = frame
+        else:
+            assert pool.refused is None and frame.detokenizer is None
+            pool.num_accepted += 1
+
     def through(self, detokenizer: int) -> list[str]:
         """Open requests with this detokenizer."""
         return [name for name, j in self.journals.items() if j.detokenizer == detokenizer and j.open()]
 
     def take_lost(self) -> list[str]:
         lost, self.lost = self.lost, set()
-        return [name for name, journal in self.journals.items() if name in lost and journal.open()]
+        texts = [name for name, journal in self.journals.items() if name in lost and journal.open()]
+        return texts + [name for name, pool in self.pools.items() if name in lost and pool.is_open()]
 
     def read(self, step: TokenStep) -> None:
         """Handles a delta of a detokenizer."""

@@ -277,6 +277,9 @@ def check_group(core: Scheduler, group: WorkerGroup) -> None:
         request = running.sequence.request
         last = request.num_prompt + request.frame.sampling.max_tokens - 1  # the last token is not computed
         assert running.num_scheduled_tokens <= max(running.prefill_end, min(last, group.max_model_len - 1))
+        if not group.has_kv:
+            assert not running.table.blocks
+            continue
         assert (
             running.num_scheduled_tokens
             <= running.table.capacity

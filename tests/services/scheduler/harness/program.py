@@ -40,6 +40,7 @@ SHAPES: dict[str, list[object]] = {
     "num_host_blocks": [0, 1, 5, 40],
     "failing": [False, True],
     "window": [None, None, None, 1, 5, 12],
+    "pooling": ["", "", "", "encoder", "last", "mean"],
 }  # fields of a world's Shape
 
 T = TypeVar("T")
@@ -128,6 +129,9 @@ class Program:
         number = self.num_requests
         longest = self.world.shape.max_model_len + 3 if a % 4 == 3 else 10
         num_prompt = 1 + (a * 5 + b) % longest
+        if self.world.shape.pooling:
+            self._pool(gateway, str(number), num_prompt, a, b)
+            return
         sampling: dict[str, object] = {"max_tokens": b % 12 if b < 128 else b % 40, "seed": number}
         if a % 5 == 4:
             sampling["num_logprobs"] = 2
@@ -155,6 +159,19 @@ class Program:
             **sampling,
         )
 
+    def _pool(self, gateway: FakeGateway, name: str, longest: int, a: int, b: int) -> None:
+        """Several prompts, of which some begin alike, and rarely one that is too long."""
+        prompts = [[(j * 7 + b % 2) % 50 for j in range(1 + (longest + i * b) % longest)] for i in range(1 + a % 6)]
+        self.world.pool(
+            gateway,
+            name,
+            prompts,
+            tenant=f"key-{a % 3}",
+            user=f"{b % 2}",
+            priority=a % 5 - 2,
+            batch_line=(a + b) % 6 == 5,
+        )
+
     def _prompt(self, a: int, b: int, num_prompt: int) -> list[int]:
         """Many prompts share a prefix, and some continue the output of another request."""
         prompt = [(i * 7 + b % 2) % 50 for i in range(num_prompt)]
@@ -166,11 +183,12 @@ class Program:
 
     def cancel(self, a: int, b: int) -> None:
         for gateway, request_id in self._open(a):
-            journal = gateway.journals[request_id]
+            journal = gateway.pools.get(request_id) or gateway.journals[request_id]
             journal.cancelled = True
             for _ in range(1 + b % 2):
                 self.world.tell(gateway.incarnation, Cancel(request_id, journal.frame.attempt))
-            assert request_id not in self.world.core.lifecycle.requests, "it was cancelled"
+            lifecycle = self.world.core.lifecycle
+            assert request_id not in {**lifecycle.requests, **lifecycle.pools}, "it was cancelled"
 
     def resubmit(self, a: int, b: int) -> None:
         """A gateway sends a request again after a timeout or a lost frame."""
@@ -180,8 +198,9 @@ class Program:
     def repeat(self, a: int, b: int) -> None:
         """A Generate arrives twice while its request is open, and a Cancel of an earlier attempt arrives late."""
         for gateway, request_id in self._open(a):
-            frame = gateway.journals[request_id].frame
-            if request_id in self.world.core.lifecycle.requests:
+            frame = (gateway.pools.get(request_id) or gateway.journals[request_id]).frame
+            lifecycle = self.world.core.lifecycle
+            if request_id in {**lifecycle.requests, **lifecycle.pools}:
                 self.world.tell(gateway.incarnation, frame)
             self.world.tell(gateway.incarnation, Cancel(request_id, frame.attempt - 1))
 
@@ -263,6 +282,7 @@ class Program:
     def _open(self, a: int) -> list[tuple[FakeGateway, str]]:
         """One open request, or None."""
         found = [(g, r) for g in self.world.gateways.values() for r, j in g.journals.items() if j.open()]
+        found += [(g, r) for g in self.world.gateways.values() for r, j in g.pools.items() if j.is_open()]
         one = pick(found, a)
         return [one] if one else []
 

@@ -33,7 +33,7 @@ class Shape:
     decode_prefill_tokens: int = 0
     kv_lease_s: float = 5.0
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    vector_size: int = 0  # of vectors that the workers make
+    pooling: str = ""  # "encoder", "last" or "mean": the workers make vectors
     reserve_whole_prompts: bool = True
     watermark: float | None = None
     failing: bool = False  # sometimes a fetch from host memory fails

@@ -40,6 +40,7 @@ from blockyard.shared.messages import (
 )
 
 from . import fake_transfers
+from .fake_pools import PoolJournal, card_of, pool_frame
 from .fake_transfers import FakeTransfers
 from .fake_worker import SCHEDULER, FailingKV, FakeWorker, WaitingRunner
 from .fakes import FakeDetokenizer, FakeGateway, Journal, ids_bytes, ids_list
@@ -95,6 +96,7 @@ class World:
         self.detokenizers: dict[int, FakeDetokenizer] = {}
         self.sent: list[Outgoing] = []  # all frames sent, for scenarios to inspect
         self.done: list[Journal] = []  # journals of gateways that are gone
+        self.done_pools: list[PoolJournal] = []
         self._incarnations = itertools.count(2)
 
     # --- parts of the scheduler, for scenarios that look at them or act in them
@@ -123,20 +125,20 @@ class World:
         incarnation = next(self._incarnations)
         s = self.shape
         geometry = Geometry(
-            s.num_blocks,
+            0 if s.pooling == "encoder" else s.num_blocks,
             s.block_size,
             s.max_model_len,
             1000,
             [EOS],
             s.max_num_seqs,
-            s.max_num_batched_tokens,
+            max(s.max_num_batched_tokens, s.max_model_len) if s.pooling == "encoder" else s.max_num_batched_tokens,
             num_host_blocks=s.num_host_blocks,
             window=s.window,
             kv_role=role,
             kv_layout=layout,
             kv_generation=incarnation,
             kv_endpoint=b"%d" % incarnation,
-            vector_size=s.vector_size,
+            pooling=card_of(s.pooling, s.max_model_len),
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         waits = s.late_masks or s.host_waits
@@ -169,6 +171,9 @@ class World:
         gateway = self.gateways.pop(incarnation, None)
         if gateway is not None:
             self.done += gateway.journals.values()
+            self.done_pools += gateway.pools.values()
+            for pool in gateway.pools.values():
+                pool.cancelled = True
             for journal in gateway.journals.values():
                 journal.cancelled = True
         self.core.on_member_lost(incarnation)
@@ -262,6 +267,13 @@ class World:
         )
         self.tell(gateway.incarnation, frame)
         return frame
+
+    def pool(self, gateway: FakeGateway, name: str, prompts: list[list[int]], **more: object) -> PoolJournal:
+        """A request for the vectors of prompts."""
+        listed = dict(enumerate(prompts))
+        journal = gateway.pools[name] = PoolJournal(listed, pool_frame(name, listed, **more))
+        self.tell(gateway.incarnation, journal.frame)
+        return journal
 
     def sampling(self, **sampling: object) -> Sampling:
         return Sampling(**sampling)
@@ -363,6 +375,8 @@ class World:
         for journal in journals + self.done:
             assert not journal.open(), f"{journal.frame.request_id} never ended"
             check_tokens(journal, self.pattern, self.shape.limit)
+        for pool in [p for g in self.gateways.values() for p in g.pools.values()] + self.done_pools:
+            pool.check_ended()
 
     def check_names(self, worker: FakeWorker) -> None:
         """The block hashes that a worker reports match the tokens in the journals."""
@@ -383,7 +397,7 @@ class World:
     def check_idle(self) -> None:
         stats = self.core.stats()
         assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-        assert not self.core.lifecycle.requests
+        assert not self.core.lifecycle.requests and not self.core.lifecycle.pools
         assert (stats.arriving, stats.transfers_open, stats.blocks_quarantined) == (0, 0, 0)
         for group in self.core.groups.values():
             check_group(self.core, group)

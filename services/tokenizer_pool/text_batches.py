@@ -1,0 +1,128 @@
+"""Turns many texts, or pairs of texts, into ids at once. No sockets."""
+
+from array import array
+from collections.abc import Sequence
+
+from tokenizers import Encoding, Tokenizer
+
+from blockyard.services.tokenizer_pool.token_chars import TokenChars
+from blockyard.shared.messages import TextError, TextsTokenized, TokenizeTexts
+
+TOO_LONG = "context_length_exceeded"
+
+
+class TextBatches:
+    """One tokenizer. Its truncation is off between two calls."""
+
+    def __init__(self, tokenizer: Tokenizer, token_chars: TokenChars | None) -> None:
+        """token_chars: as in `TextCodec`."""
+        self._tokenizer, self._token_chars = tokenizer, token_chars
+        self._special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+    def encode(self, request: TokenizeTexts, vocab_size: int) -> TextsTokenized:
+        """Returns the ids of all texts; one that has none is in `errors`."""
+        errors = self._refused(request)
+        wanted = [i for i in range(len(request.texts)) if i not in errors]
+        encodings = dict(zip(wanted, self._encodings(request, wanted), strict=True))
+        ids, lengths, seconds = array("I"), array("I"), array("I")
+        for i in range(len(request.texts)):
+            found = encodings[i].ids if i in encodings else []
+            if found and (error := _problem(i, found, request, vocab_size)) is not None:
+                errors[i], found = error, []
+            ids.extend(found)
+            lengths.append(len(found))
+            if request.seconds:
+                seconds.append(_second_start(encodings[i]) if found else 0)
+        listed = [errors[i] for i in sorted(errors)]
+        skip = self._prompt_length(request) if request.prompt and request.counts_prompt else 0
+        return TextsTokenized(request.request_id, ids.tobytes(), lengths.tobytes(), seconds.tobytes(), skip, listed)
+
+    def _refused(self, request: TokenizeTexts) -> dict[int, TextError]:
+        """The texts that are not encoded: not valid Unicode, or so long that they cannot fit."""
+        found: dict[int, TextError] = {}
+        for texts, is_second in ((request.texts, False), (request.seconds, True)):
+            for i, text in enumerate(texts):
+                if i in found:
+                    continue
+                if not _is_unicode(text):
+                    found[i] = TextError(i, "the text has half a surrogate pair in it", is_second)
+                elif self._cannot_fit(text, request):
+                    assert self._token_chars is not None
+                    fewest = self._token_chars.fewest_tokens(text)
+                    found[i] = _too_long(i, f"at least {fewest}", fewest, request.max_tokens, is_second)
+        return found
+
+    def _cannot_fit(self, text: str, request: TokenizeTexts) -> bool:
+        if request.truncate or not request.max_tokens or self._token_chars is None:
+            return False
+        is_cut = request.max_first_tokens or request.max_second_tokens
+        return not is_cut and not self._token_chars.fits(text, request.max_tokens)
+
+    def _encodings(self, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
+        """Encodes the texts at these places by one call; sides of pairs with limits of their own by one call each."""
+        texts = [request.prompt + request.texts[i] for i in wanted]
+        seconds = [request.seconds[i] for i in wanted] if request.seconds else []
+        special = request.add_special_tokens
+        try:
+            if not request.max_first_tokens and not request.max_second_tokens:
+                self._truncate(request.max_tokens if request.truncate else 0, request.truncates_left)
+                inputs = list(zip(texts, seconds, strict=True)) if seconds else texts
+                return list(self._tokenizer.encode_batch_fast(inputs, add_special_tokens=special))
+            sides = [
+                self._cut(side, most, request.truncates_left)
+                for side, most in ((texts, request.max_first_tokens), (seconds, request.max_second_tokens))
+            ]
+            self._truncate(request.max_tokens if request.truncate else 0, request.truncates_left)
+            others: list[Encoding | None] = [*sides[1]] if seconds else [None] * len(texts)
+            return [
+                self._tokenizer.post_process(one, other, special) for one, other in zip(sides[0], others, strict=True)
+            ]
+        finally:
+            self._tokenizer.no_truncation()
+
+    def _cut(self, texts: list[str], most: int, left: bool) -> list[Encoding]:
+        """Encodes texts without special tokens, up to `most` tokens (0: no limit)."""
+        self._truncate(most, left)
+        return list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+
+    def _truncate(self, most: int, left: bool) -> None:
+        if most:
+            self._tokenizer.enable_truncation(most, direction="left" if left else "right")
+        else:
+            self._tokenizer.no_truncation()
+
+    def _prompt_length(self, request: TokenizeTexts) -> int:
+        """Leading tokens of each text that are the prompt's, counted as sentence-transformers does."""
+        (encoding,) = self._tokenizer.encode_batch_fast([request.prompt], add_special_tokens=request.add_special_tokens)
+        ids = encoding.ids
+        return len(ids) - 1 if ids and ids[-1] in self._special_ids else len(ids)
+
+
+def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int) -> TextError | None:
+    if request.max_tokens and len(ids) > request.max_tokens:
+        return _too_long(index, str(len(ids)), len(ids), request.max_tokens)
+    if max(ids) >= vocab_size:
+        return TextError(index, f"token id {max(ids)} is outside the vocabulary of {vocab_size}")
+    return None
+
+
+def _too_long(index: int, how_many: str, num_tokens: int, most: int, is_second: bool = False) -> TextError:
+    message = (
+        f"This model's maximum context length is {most} tokens. However, the text has {how_many}. "
+        "`truncate_prompt_tokens` cuts it."
+    )
+    return TextError(index, message, is_second, TOO_LONG, num_tokens, most)
+
+
+def _second_start(encoding: Encoding) -> int:
+    """Where the tokens of type 1 begin."""
+    types = encoding.type_ids
+    return types.index(1) if 1 in types else len(types)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

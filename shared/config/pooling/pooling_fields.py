@@ -1,0 +1,111 @@
+"""Settings of services that follow from a pooling task, and lines about flags that have no effect with it."""
+
+from typing import Any
+
+import msgspec
+
+from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, context_limit, model_length
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
+from blockyard.shared.config.pooling.pooler_config import read_overrides
+from blockyard.shared.config.pooling.pooling_card import hidden_size
+from blockyard.shared.config.pooling.pooling_choice import choose_pooling
+from blockyard.shared.config.pooling.sentence_modules import read_modules
+from blockyard.shared.config.pooling.sentence_settings import read_settings
+from blockyard.shared.config.pooling.task_choice import GENERATE, settle_task
+from blockyard.shared.errors import ConfigError
+from blockyard.shared.json_objects import merge_patch
+
+_OF_DECODING = (
+    *("generation-config", "override-generation-config", "max-logprobs", "logprobs-mode", "run-ahead-penalties"),
+    *("logits-processors", "logits-processor-pattern", "guided-decoding-backend", "structured-outputs-config"),
+    *("enable-auto-tool-choice", "tool-call-parser", "tool-parser-plugin", "exclude-tools-when-tool-choice-none"),
+    *("reasoning-parser", "reasoning-config", "reasoning-parser-plugin", "stream-interval", "detokenizers"),
+    *("cudagraph-capture-sizes", "max-cudagraph-capture-size"),
+)
+_OF_KV = (
+    *("block-size", "enable-prefix-caching", "kv-cache-dtype", "swap-space", "num-gpu-blocks-override", "cpu-kv-gib"),
+    *("kv-cache-memory-bytes", "watermark", "preemption-mode", "enable-chunked-prefill"),
+    *("max-num-partial-prefills", "max-long-partial-prefills", "long-prefill-token-threshold"),
+)
+_OF_TRANSFERS = ("kv-transfer-config", "prefill-workers", "decode-workers", "role")
+_PADDED_POSITIONS = ("Roberta", "XLMRoberta", "Camembert")  # whose positions begin behind pad_token_id
+
+
+def settled_config(values: Values, model: Checkpoint) -> dict[str, Any]:
+    """Returns config.json with the values of flags."""
+    return merge_patch(model.config, config_overrides(values))
+
+
+def task_of(values: Values, model: Checkpoint) -> str:
+    """Returns the task of the model. Raises ConfigError for one that it cannot have."""
+    return settle_task(values, settled_config(values, model), model.path)
+
+
+def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
+    """Returns WorkerConfig's fields of a pooling task; {} for a model that generates text. Raises ConfigError."""
+    task = task_of(values, model)
+    given = values.maybe("override-pooler-config", dict)
+    if task == GENERATE:
+        if given:
+            raise ConfigError(
+                f"{values.where('override-pooler-config')}: this model generates text; --task embed makes vectors of it"
+            )
+        return {}
+    for name in _OF_TRANSFERS:
+        if values.is_given(name) and values[name]:
+            raise ConfigError(f"{values.where(name)}: with the task {task} no KV blocks are sent between workers")
+    config = settled_config(values, model)
+    if config.get("architectures"):
+        _check(values, model, config)
+    fields: dict[str, Any] = {"task": task, "max_model_len": _length(values, model, config)}
+    return fields | ({"pooler_config": msgspec.json.encode(given).decode()} if given else {})
+
+
+def pooling_notes(values: Values, model: Checkpoint) -> list[str]:
+    """Returns one line that names the flags without an effect on a pooling model."""
+    task = task_of(values, model)
+    if task == GENERATE:
+        return []
+    is_encoder = bool(model.config.get("architectures")) and not has_kv(settled_config(values, model))
+    names = (*_OF_DECODING, *_OF_KV) if is_encoder else _OF_DECODING
+    given = [values.where(name) for name in names if values.is_given(name)]
+    return [f"{', '.join(given)}: no effect with the task {task}"] if given else []
+
+
+def has_kv(config: dict[str, Any]) -> bool:
+    """Whether tokens of the model attend to earlier ones alone, whose keys and values are kept."""
+    name = str(config["architectures"][0])
+    is_encoder = name.startswith(("Bert", "Roberta", "XLMRoberta", "ModernBert"))
+    return not is_encoder and not config.get("use_bidirectional_attention")
+
+
+def _check(values: Values, model: Checkpoint, config: dict[str, Any]) -> None:
+    """Raises ConfigError if flags and folder contradict each other."""
+    kind = first_kind(config)
+    modules = read_modules(model.path)
+    if modules is not None and modules.logit_score is not None:
+        modules = None
+    choose_pooling(
+        default_pooling(kind, has_kv=has_kv(config), config=config),
+        hidden_size(config),
+        modules,
+        read_overrides(values.maybe("override-pooler-config", dict) or {}),
+        normalizes=kind in (OutputKind.NONE, OutputKind.TOKENS),
+    )
+    read_settings(model.path, modules.transformer_folder if modules is not None else "")
+
+
+def _length(values: Values, model: Checkpoint, config: dict[str, Any]) -> int | None:
+    """The most tokens of a text: --max-model-len, else that of the folder. None: as many as config.json allows."""
+    asked = context_limit(values, model.config)
+    if asked is not None or not model.path.is_dir():
+        return asked
+    modules = read_modules(model.path)
+    most = read_settings(model.path, modules.transformer_folder if modules is not None else "").max_seq_length
+    usable = model_length(config)
+    if most is None or usable is None:
+        return most
+    if str((config.get("architectures") or [""])[0]).startswith(_PADDED_POSITIONS):
+        usable -= int(config.get("pad_token_id", 1) or 0) + 1
+    return min(most, usable)

@@ -1,0 +1,222 @@
+"""Tokenizes the inputs of a call: many texts in one job, as many as a job's limits are for."""
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from blockyard.shared.errors import RequestError, TooLong
+from blockyard.shared.messages import ModelCard, PoolingCard, TextError, TextsTokenized, TokenizeTexts
+from blockyard.shared.ring_client.pooling.calls import WHOLE_LENGTH, PoolingCall, PoolingInput, TextPair
+from blockyard.shared.ring_client.pooling.params_check import pooling_card
+from blockyard.shared.ring_client.tokenizer_client import QUICK_BYTES, TokenizerClient
+from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, pack
+
+TRY_AGAIN = (429, 503)  # statuses that say nothing about the texts
+SIDES = ("left", "right")
+
+
+@dataclass(slots=True)
+class TokenizedInputs:
+    """The ids of all inputs, in order."""
+
+    prompts: list[bytes]
+    second_starts: "array[int] | None" = None  # None: no token has a type
+    skip: int = 0  # leading tokens that are not pooled
+
+
+def field_of(call: PoolingCall, index: int, is_second: bool = False) -> str:
+    """Returns the name of an input in errors."""
+    name = (call.second_field if is_second else call.first_field) or call.field
+    return name if call.is_single else f"{name}[{index}]"
+
+
+class TextJobs:
+    """Divides the texts of a call among tokenizers."""
+
+    def __init__(self, tokenizers: TokenizerClient) -> None:
+        self._tokenizers = tokenizers
+
+    async def tokenize(self, call: PoolingCall, card: ModelCard) -> TokenizedInputs:
+        """Raises RequestError, with the name of the input that is wrong."""
+        pooling = pooling_card(card)
+        most, truncates = _limits(call, pooling)
+        found = TokenizedInputs([b""] * len(call.inputs))
+        texts: list[int] = []
+        for i, one in enumerate(call.inputs):
+            if isinstance(one, str | TextPair):
+                _check_text(call, i, one, pooling)
+                texts.append(i)
+            else:
+                found.prompts[i] = _cut_ids(call, i, one, card, most, truncates)
+        template = TokenizeTexts(
+            "", card.names[0], [], [], most, truncates, call.truncation_side == "left",
+            call.max_first_tokens or 0, call.max_second_tokens or 0, call.add_special_tokens,
+            tenant=call.tenant, instruction=call.instruction,
+        )  # fmt: skip
+        plain = [i for i in texts if isinstance(call.inputs[i], str)]
+        pairs = [i for i in texts if not isinstance(call.inputs[i], str)]
+        prompt = _prompt(call, pooling)
+        of_texts = msgspec.structs.replace(template, prompt=prompt, counts_prompt=not pooling.include_prompt)
+        if pairs and pooling.has_types:
+            found.second_starts = array("I", [0]) * len(call.inputs)
+        jobs = [*self._jobs(call, of_texts, plain, pooling), *self._jobs(call, template, pairs, pooling)]
+        await _together([self._run(call, found, places, job) for places, job in jobs])
+        return found
+
+    def _jobs(
+        self, call: PoolingCall, template: TokenizeTexts, places: Sequence[int], pooling: PoolingCard
+    ) -> Iterator[tuple[list[int], TokenizeTexts]]:
+        """Yields frames of texts, each small enough to be quick, and the places of their texts in the call."""
+        part: list[int] = []
+        size = 0
+        for place in places:
+            length = sum(map(len, _texts(call.inputs[place])))
+            if part and size + length > QUICK_BYTES:
+                yield part, _job(call, template, part, pooling)
+                part, size = [], 0
+            part.append(place)
+            size += length
+        if part:
+            yield part, _job(call, template, part, pooling)
+
+    async def _run(self, call: PoolingCall, found: TokenizedInputs, places: list[int], job: TokenizeTexts) -> None:
+        """Runs one job. If it breaks the limits of a job, each half runs alone: so the text to blame is found."""
+        try:
+            answer = await self._tokenizers.submit(job)
+        except RequestError as e:
+            if e.status in TRY_AGAIN or len(places) == 1:
+                raise RequestError(
+                    str(e), field_of(call, places[0]), e.status, e.code, e.retry_after_s, e.too_long
+                ) from e
+            half = len(places) // 2
+            halves = [(places[:half], slice(half)), (places[half:], slice(half, None))]
+            await _together([self._run(call, found, part, _part(job, which)) for part, which in halves])
+            return
+        assert isinstance(answer, TextsTokenized)
+        _collect(call, found, places, answer)
+
+
+async def _together(runs: "list[object]") -> None:
+    """Awaits all; after the first error the others are cancelled, which drops their jobs."""
+    tasks = [asyncio.ensure_future(run) for run in runs]  # type: ignore[call-overload]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _collect(call: PoolingCall, found: TokenizedInputs, places: list[int], answer: TextsTokenized) -> None:
+    if answer.errors:
+        error = answer.errors[0]
+        raise _text_error(error, field_of(call, places[error.index], error.is_second))
+    end = 0
+    for place, length in zip(places, array("I", answer.lengths), strict=True):
+        first, end = end, end + ID_BYTES * length
+        if not length:
+            raise RequestError("the text has no tokens", field_of(call, place))
+        found.prompts[place] = answer.token_ids[first:end]
+    if found.second_starts is not None and answer.second_starts:
+        for place, start in zip(places, array("I", answer.second_starts), strict=True):
+            found.second_starts[place] = start
+    elif found.second_starts is not None:
+        for place in places:
+            found.second_starts[place] = num_ids(found.prompts[place])
+    found.skip = max(found.skip, answer.skip)
+
+
+def _text_error(error: TextError, name: str) -> RequestError:
+    too_long = TooLong(error.num_tokens, error.max_tokens) if error.max_tokens else None
+    return RequestError(error.message, name, code=error.code or None, too_long=too_long)
+
+
+def _texts(one: PoolingInput) -> tuple[str, ...]:
+    return (one,) if isinstance(one, str) else one if isinstance(one, TextPair) else ()
+
+
+def _job(call: PoolingCall, template: TokenizeTexts, places: list[int], pooling: PoolingCard) -> TokenizeTexts:
+    columns = [_texts(call.inputs[place]) for place in places]
+    if pooling.is_lower_case:
+        columns = [tuple(text.lower() for text in texts) for texts in columns]
+    seconds = [texts[1] for texts in columns if len(texts) > 1]
+    name = f"{call.request_id}-{'p' if seconds else 't'}{places[0]}"
+    return msgspec.structs.replace(template, request_id=name, texts=[texts[0] for texts in columns], seconds=seconds)
+
+
+def _part(job: TokenizeTexts, which: slice) -> TokenizeTexts:
+    name = f"{job.request_id}.{0 if which.start is None else 1}"
+    return msgspec.structs.replace(
+        job, request_id=name, texts=job.texts[which], seconds=job.seconds[which], quick=False
+    )
+
+
+def _limits(call: PoolingCall, pooling: PoolingCard) -> tuple[int, bool]:
+    """The most tokens of an input, and whether longer ones are cut."""
+    if call.truncation_side is not None and call.truncation_side not in SIDES:
+        raise RequestError(f"`truncation_side` {call.truncation_side!r} is not left or right", "truncation_side")
+    asked = call.truncate_prompt_tokens
+    if asked is None:
+        return pooling.max_len, False
+    if asked == WHOLE_LENGTH:
+        return pooling.max_len, True
+    if not 1 <= asked <= pooling.max_len:
+        raise RequestError(
+            f"`truncate_prompt_tokens` {asked} is not between 1 and the model's {pooling.max_len}, or -1 for these",
+            "truncate_prompt_tokens",
+        )
+    return asked, True
+
+
+def _prompt(call: PoolingCall, pooling: PoolingCard) -> str:
+    """The text that goes before each text."""
+    name = pooling.default_prompt_name if call.prompt_name is None else call.prompt_name
+    if not name:
+        return ""
+    texts = {prompt.name: prompt.text for prompt in pooling.prompts}
+    if name not in texts:
+        raise RequestError(
+            f"`prompt_name` {name!r} is not one of the model's prompts: {', '.join(texts) or 'it has none'}",
+            "prompt_name",
+        )
+    return texts[name]
+
+
+def _check_text(call: PoolingCall, index: int, one: str | TextPair, pooling: PoolingCard) -> None:
+    if isinstance(one, TextPair) and not pooling.takes_pairs:
+        raise RequestError(f"a model of the task {pooling.task} reads one text, not pairs", field_of(call, index))
+    for text, is_second in zip(_texts(one), (False, True), strict=False):
+        name = field_of(call, index, is_second)
+        if not text:
+            raise RequestError("the text is empty", name)
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise RequestError("the text has half a surrogate pair in it", name) from e
+
+
+def _cut_ids(
+    call: PoolingCall, index: int, ids: bytes | list[int], card: ModelCard, most: int, truncates: bool
+) -> bytes:
+    """Checks a prompt of ids, and cuts it if it is to be."""
+    name = field_of(call, index)
+    try:
+        data = ids if isinstance(ids, bytes) else pack(ids)
+        length = num_ids(data)
+    except (OverflowError, TypeError, ValueError) as e:
+        raise RequestError(f"token ids are whole numbers from 0 to {card.vocab_size - 1}", name) from e
+    if not length:
+        raise RequestError("the list of token ids is empty", name)
+    if (outside := first_outside(data, card.vocab_size)) is not None:
+        raise RequestError(f"token id {outside} is outside the vocabulary of {card.vocab_size}", name)
+    if length <= most:
+        return data
+    if truncates:
+        return data[-ID_BYTES * most :] if call.truncation_side == "left" else data[: ID_BYTES * most]
+    message = (
+        f"This model's maximum context length is {most} tokens. However, the input has {length}. "
+        "`truncate_prompt_tokens` cuts it."
+    )
+    raise RequestError(message, name, code="context_length_exceeded", too_long=TooLong(length, most))

@@ -1,0 +1,263 @@
+"""Requests for vectors of many prompts: from a gateway to the steps of workers, and back in one frame a step."""
+
+from array import array
+
+import msgspec
+import pytest
+
+from blockyard.shared.messages import (
+    Accepted,
+    Cancel,
+    ChoiceState,
+    Frame,
+    Generate,
+    PoolingParams,
+    Sampling,
+    StepPlan,
+    StepResult,
+    TextOptions,
+)
+
+from .harness.fake_pools import pool_frame, vector_of
+from .harness.fakes import FakeGateway, ids_bytes
+from .harness.world import FakeWorker, Shape, World
+
+LONG = [*range(10, 40)]  # more than a step of a decoder takes
+PROMPTS = [[5], LONG, [6, 7, 8], [*range(20, 32)]]
+KINDS = ["encoder", "last", "mean"]
+
+
+@pytest.fixture(params=KINDS)
+def world(request: pytest.FixtureRequest) -> World:
+    return World(Shape(pooling=request.param))
+
+
+def ready(world: World) -> tuple[FakeGateway, FakeWorker]:
+    gateway, worker = world.add_gateway(), world.add_worker()
+    world.settle()
+    return gateway, worker
+
+
+def plans(world: World) -> list[StepPlan]:
+    return [outgoing.frame for outgoing in world.sent if isinstance(outgoing.frame, StepPlan)]
+
+
+def test_vectors_reach_their_gateway_without_a_detokenizer(world: World) -> None:
+    gateway, _ = ready(world)
+    journal = world.pool(gateway, "p", PROMPTS)
+    world.settle()
+    assert journal.results == {i: vector_of(prompt) for i, prompt in enumerate(PROMPTS)}
+    assert journal.num_accepted == 1
+    world.check_idle()
+
+
+def test_the_vectors_of_a_step_are_one_frame_with_a_block_for_each_request() -> None:
+    world = World(Shape(pooling="encoder", max_num_batched_tokens=64))
+    gateway = world.add_gateway()
+    for name in ("a", "b", "c"):
+        world.pool(gateway, name, [[1, 2], [3]])
+    world.add_worker()
+    world.settle()
+    (batch,) = gateway.vectors
+    assert [(block.request_id, block.indexes) for block in batch.blocks] == [
+        (name, array("I", [0, 1]).tobytes()) for name in ("a", "b", "c")
+    ]
+    world.check_idle()
+
+
+def test_an_encoder_step_is_full_and_texts_stay_whole() -> None:
+    world = World(Shape(pooling="encoder", max_num_batched_tokens=16, max_model_len=16, max_num_seqs=2))
+    gateway = world.add_gateway()
+    lengths = [4, 4, 4, 4, 16, 1, 9, 7]
+    world.pool(gateway, "p", [[*range(n)] for n in lengths])
+    world.add_worker()
+    world.settle()
+    assert [[run.max_tokens for run in plan.runs] for plan in plans(world)] == [[4, 4, 4, 4], [16], [1, 9], [7]]
+    assert not any(start.blocks for plan in plans(world) for start in plan.starts)
+
+
+def test_priorities_order_the_texts_of_an_encoder() -> None:
+    world = World(Shape(pooling="encoder", max_num_batched_tokens=16, max_model_len=16, policy="priority"))
+    gateway = world.add_gateway()
+    world.pool(gateway, "late", [[*range(16)]] * 2, priority=1)
+    world.pool(gateway, "first", [[*range(16)]] * 2, priority=0)
+    world.add_worker()
+    world.settle()
+    names = [block.request_id for batch in gateway.vectors for block in batch.blocks]
+    assert names == ["first", "first", "late", "late"]
+
+
+def test_only_last_starts_behind_a_cached_prefix() -> None:
+    for kind, computed in (("last", [0, 28]), ("mean", [0, 0])):
+        world = World(Shape(pooling=kind, max_num_batched_tokens=64))
+        gateway, _ = ready(world)
+        for name in ("a", "b"):
+            world.pool(gateway, name, [LONG])
+            world.settle()
+        assert [start.num_computed for plan in plans(world) for start in plan.starts] == computed
+        (cached,) = {block.cached_tokens for block in gateway.vectors[-1].blocks}
+        assert cached == computed[1]
+        world.pool(gateway, "c", [LONG], params=PoolingParams(pooling_type="last" if kind == "mean" else "Mean"))
+        world.settle()
+        assert plans(world)[-1].starts[0].num_computed == (28 if kind == "mean" else 0)
+
+
+def test_it_survives_its_worker_and_a_new_attempt_asks_for_what_is_missing(world: World) -> None:
+    gateway, worker = ready(world)
+    journal = world.pool(gateway, "p", PROMPTS * 4)
+    while not journal.results:
+        world.work(worker)
+    had = set(journal.results)
+    world.kill(worker.incarnation)
+    world.tell(gateway.incarnation, journal.again())
+    world.add_worker()
+    world.settle()
+    assert journal.results.keys() == {*range(16)} and len(had) < 16
+    assert not {index for attempt, index in journal.seen if attempt == 1} & had
+    world.check_idle()
+
+
+def test_texts_that_run_go_on_in_a_new_attempt() -> None:
+    world = World(Shape(pooling="encoder", depth=0))
+    gateway, _ = ready(world)
+    journal = world.pool(gateway, "p", PROMPTS)
+    num_started = sum(len(plan.starts) for plan in plans(world))
+    world.tell(gateway.incarnation, journal.again())
+    world.settle()
+    assert num_started and sum(len(plan.starts) for plan in plans(world)) == len(PROMPTS)
+    assert {attempt for attempt, _ in journal.seen} == {1}
+    world.check_outputs()
+
+
+def test_a_cancel_drops_what_waits_and_what_runs(world: World) -> None:
+    gateway, worker = ready(world)
+    journal = world.pool(gateway, "p", PROMPTS * 4)
+    world.work(worker)
+    journal.cancelled = True
+    world.tell(gateway.incarnation, Cancel("p", 0))
+    assert not world.lifecycle.requests
+    world.settle()
+    world.check_idle()
+
+
+def test_the_bounds_of_the_queue_count_texts_and_tokens() -> None:
+    for shape in (Shape(pooling="encoder", max_queue_len=3), Shape(pooling="encoder", max_queue_tokens=40)):
+        world = World(shape)
+        gateway = world.add_gateway()
+        first = world.pool(gateway, "first", PROMPTS, tenant="a")  # an empty queue takes any
+        refused = world.pool(gateway, "second", [LONG], tenant="a").refused
+        assert refused is not None and refused.status == 429
+        other = world.pool(gateway, "third", [[1]], tenant="b")  # all texts of the larger tenant's newest one give way
+        assert first.refused is not None and first.refused.status == 429 and other.refused is None
+        world.add_worker()
+        world.settle()
+        world.check_outputs()
+        world.check_idle()
+
+
+def test_it_is_accepted_once_for_all_texts_after_a_while() -> None:
+    world = World(Shape(pooling="encoder"))
+    gateway = world.add_gateway()
+    journal = world.pool(gateway, "p", PROMPTS)
+    world.now += 6
+    world.turn()
+    assert journal.num_accepted == 1
+    world.tell(gateway.incarnation, journal.frame)
+    assert journal.num_accepted == 2, "a repeated frame gets a repeated answer"
+    world.add_worker()
+    world.settle()
+    assert len([out for out in world.sent if isinstance(out.frame, Accepted)]) == 2
+    world.check_outputs()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": "other"}, "model"),
+        ({"indexes": b""}, "input"),
+        ({"indexes": array("I", [0, 0, 1, 2]).tobytes()}, "input"),
+        ({"token_ids": b"\0\0\0\0"}, "input"),
+        ({"second_starts": b"\0\0\0\0"}, "input"),
+        ({"token_ids": array("I", [1000] * 46).tobytes()}, "input"),
+        ({"lengths": array("I", [1, 30, 0, 15]).tobytes()}, "input[2]"),
+        ({"lengths": array("I", [1, 30, 15, 0]).tobytes()}, "input[3]"),
+    ],
+)
+def test_what_is_refused(change: dict[str, object], field: str) -> None:
+    world = World(Shape(pooling="encoder"))
+    gateway, _ = ready(world)
+    journal = world.pool(gateway, "p", PROMPTS)
+    world.settle()
+    journal.results.clear()
+    frame = msgspec.structs.replace(pool_frame("q", dict(enumerate(PROMPTS))), **change)
+    journal.frame = frame
+    gateway.pools["q"] = journal
+    journal.num_accepted = 0
+    world.tell(gateway.incarnation, frame)
+    assert journal.refused is not None and journal.refused.field == field, journal.refused
+
+
+def test_a_pooling_model_generates_no_text_and_another_makes_no_vectors(world: World) -> None:
+    gateway, _ = ready(world)
+    world.submit(gateway, "text", 4)
+    refused = gateway.journals["text"].refused
+    assert refused is not None and refused.message == "the model 'm' serves embed, and generates no text"
+    other = World(Shape())
+    gateway, _ = ready(other)
+    refused = other.pool(gateway, "p", PROMPTS).refused
+    assert refused is not None and refused.message == "the model 'm' generates text, and makes no vectors"
+
+
+def test_a_request_without_text_is_refused() -> None:
+    world = World(Shape())
+    gateway, _ = ready(world)
+    world.submit(gateway, "r", 4)
+    frame = Generate("s", 0, "m", ids_bytes([1]), b"", Sampling(1), None, [ChoiceState(0)])
+    gateway.journals["s"] = gateway.journals["r"]
+    gateway.journals["s"].refused = None
+    world.tell(gateway.incarnation, frame)
+    assert gateway.journals["s"].refused is not None
+
+
+def test_a_worker_that_samples_instead_fails_the_text() -> None:
+    world = World(Shape(pooling="mean"))
+    gateway, worker = ready(world)
+    journal = world.pool(gateway, "p", [[1, 2]])
+    while worker.busy():
+        for answer in worker.work():
+            world.core.on_message(worker.incarnation, _sampled(answer), world.now)
+            world.turn()
+    assert "sampled tokens" in journal.failures[0]
+    world.check_idle()
+
+
+def _sampled(answer: Frame) -> Frame:
+    if not isinstance(answer, StepResult):
+        return answer
+    sampled = [
+        msgspec.structs.replace(s, vector=b"", token_ids=[5], finish=None) if s.vector else s for s in answer.slots
+    ]
+    return msgspec.structs.replace(answer, slots=sampled)
+
+
+def test_several_encoders_share_the_texts() -> None:
+    world = World(Shape(pooling="encoder", max_num_batched_tokens=16, max_model_len=16))
+    gateway = world.add_gateway()
+    workers = [world.add_worker(), world.add_worker()]
+    world.settle()
+    world.pool(gateway, "p", [[*range(16)]] * 6)
+    world.settle()
+    sent = [outgoing.to for outgoing in world.sent if isinstance(outgoing.frame, StepPlan)]
+    assert {sent.count(worker.incarnation) for worker in workers} == {3}
+    world.check_outputs()
+    world.check_idle()
+
+
+def test_requests_for_text_are_as_before() -> None:
+    world = World(Shape())
+    gateway, _ = ready(world)
+    world.add_detokenizer()
+    assert world.submit(gateway, "r", 5).text == TextOptions()
+    world.settle()
+    world.check_outputs()
+    assert not gateway.vectors
