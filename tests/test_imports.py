@@ -159,14 +159,6 @@ LAYERS["shared/ring_client"] += (
     "client",
 )
 LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_batches", "text_codec")
-    "workers",
-    "token_chars",
-    "chats",
-    "fill_in_middle",
-    "text_batches",
-    "text_codec",
-    "text_worker",
-)
 LAYERS["services/tokenizer_pool"] += ("text_worker", "grammar_worker", "grammar_checks", "service", "__main__")
 LAYERS["services/tokenizer_pool/chats"] = ("sandbox", "chat_messages", "instruction_turns", "chat_template")
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
