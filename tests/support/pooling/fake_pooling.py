@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from blockyard.shared.errors import RequestError, TooLong
 from blockyard.shared.messages import ModelCard, PoolingCard, PoolingTask
 from blockyard.shared.ring_client.pooling.calls import WHOLE_LENGTH, PooledAnswer, PooledText, PoolingCall, TextPair
-from blockyard.shared.token_ids import unpack
+from blockyard.shared.token_ids import pack, unpack
 
 EMBED = PoolingCard(PoolingTask.EMBED, width=4, max_len=64, pooling="MEAN", normalizes=True, dimensions=[2])
 SCORE = PoolingCard(PoolingTask.SCORE, width=1, max_len=64, takes_pairs=True, labels=["LABEL_0"])
@@ -59,6 +59,7 @@ class FakePooling:
         pooling = self.card.pooling
         assert pooling is not None and isinstance(given, str | bytes | TextPair)
         length = self._length(call, given, index)
+        ids = b"" if isinstance(given, TextPair) else given if isinstance(given, bytes) else pack(given.encode())
         if isinstance(given, TextPair):
             return packed([score_of(*given)], (1,), length)
         match pooling.task:
@@ -68,8 +69,8 @@ class FakePooling:
                 numbers = [0.25, 0.5, 0.25] if call.params.use_activation is not False else [-1.0, 2.0, -1.0]
             case _:
                 rows = [[float(i), 1.0] for i in range(length)]
-                return packed([n for row in rows for n in row], (length, 2), length)
-        return packed(numbers, (len(numbers),), length)
+                return packed([n for row in rows for n in row], (length, 2), length, ids)
+        return packed(numbers, (len(numbers),), length, ids)
 
     def _length(self, call: PoolingCall, given: str | bytes | TextPair, index: int) -> int:
         pooling = self.card.pooling
@@ -90,5 +91,5 @@ class FakePooling:
         )
 
 
-def packed(numbers: Sequence[float], shape: tuple[int, ...], num_tokens: int) -> PooledText:
-    return PooledText(memoryview(struct.pack(f"<{len(numbers)}f", *numbers)), shape, num_tokens)
+def packed(numbers: Sequence[float], shape: tuple[int, ...], num_tokens: int, ids: bytes = b"") -> PooledText:
+    return PooledText(memoryview(struct.pack(f"<{len(numbers)}f", *numbers)), shape, num_tokens, ids)
