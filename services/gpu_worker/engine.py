@@ -134,7 +134,11 @@ def start(
 def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any], geometry: Geometry) -> PoolingCard:
     """Returns what a decoder that pools serves."""
     task = PoolingTask(config.task) if config.task != "generate" else PoolingTask.EMBED
-    return make_card(task, choice, settings, Path(config.model_path), geometry.max_model_len, has_kv=True)
+    return make_card(
+        *(task, choice, settings, Path(config.model_path), geometry.max_model_len),
+        has_kv=True,
+        has_pair_template=config.has_pair_template,
+    )
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

@@ -85,7 +85,7 @@ class _Block:
         )
 
 
-class PooledSequence(Protocol):
+class HasVector(Protocol):
     """The part of a sequence that a block of results has."""
 
     index: int
@@ -101,7 +101,7 @@ class VectorOutbox:
     def __init__(self) -> None:
         self._blocks: dict[PoolAddress, _Block] = {}
 
-    def add(self, pool: PoolAddress, sequence: PooledSequence, slot: SlotResult) -> None:
+    def add(self, pool: PoolAddress, sequence: HasVector, slot: SlotResult) -> None:
         """The result of one prompt."""
         block = self._block(pool)
         block.indexes.append(sequence.index)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 from tokenizers import Encoding, Tokenizer
 
+from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import TextError, TextsTokenized, TokenizeTexts
 
 TOO_LONG = "context_length_exceeded"
@@ -14,9 +16,11 @@ TOO_LONG = "context_length_exceeded"
 class TextBatches:
     """One tokenizer. Its truncation is off between two calls."""
 
-    def __init__(self, tokenizer: Tokenizer, token_chars: TokenChars | None) -> None:
-        """token_chars: as in `TextCodec`."""
-        self._tokenizer, self._token_chars = tokenizer, token_chars
+    def __init__(
+        self, tokenizer: Tokenizer, token_chars: TokenChars | None, pair_template: PairTemplate | None = None
+    ) -> None:
+        """token_chars: as in `TextCodec`. pair_template: None for pairs that the tokenizer joins."""
+        self._tokenizer, self._token_chars, self._pair_template = tokenizer, token_chars, pair_template
         self._special_ids = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def encode(self, request: TokenizeTexts, vocab_size: int) -> TextsTokenized:
@@ -60,6 +64,10 @@ class TextBatches:
 
     def _encodings(self, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
         """Encodes the texts at these places by one call; sides of pairs with limits of their own by one call each."""
+        if request.seconds and self._pair_template is not None:
+            return self._rendered(self._pair_template, request, wanted)
+        if request.instruction is not None:
+            raise RequestError("this model has no template of pairs that shows an instruction", "instruction")
         texts = [request.prompt + request.texts[i] for i in wanted]
         seconds = [request.seconds[i] for i in wanted] if request.seconds else []
         special = request.add_special_tokens
@@ -79,6 +87,36 @@ class TextBatches:
             ]
         finally:
             self._tokenizer.no_truncation()
+
+    def _rendered(self, template: PairTemplate, request: TokenizeTexts, wanted: Sequence[int]) -> list[Encoding]:
+        """Encodes rendered pairs. Templates have special tokens. If a pair is too long, the document is cut."""
+        queries = self._cut_texts([request.texts[i] for i in wanted], request.max_first_tokens)
+        documents = self._cut_texts([request.seconds[i] for i in wanted], request.max_second_tokens)
+        texts = [
+            template.render(query, document, request.instruction)
+            for query, document in zip(queries, documents, strict=True)
+        ]
+        self._tokenizer.no_truncation()
+        found = list(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        for place, encoding in enumerate(found):
+            excess = len(encoding.ids) - request.max_tokens
+            if request.truncate and request.max_tokens and excess > 0:
+                (document,) = self._cut_texts(documents[place : place + 1], 0, excess)
+                text = template.render(queries[place], document, request.instruction)
+                (found[place],) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return found
+
+    def _cut_texts(self, texts: list[str], most: int, excess: int = 0) -> list[str]:
+        """Returns the beginnings of texts: the first `most` tokens (0: all), without `excess` tokens at the end."""
+        if not most and not excess:
+            return texts
+        self._tokenizer.no_truncation()
+        kept = []
+        for text, encoding in zip(texts, self._tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            count = max(0, (most or len(encoding.ids)) - excess)
+            end = encoding.offsets[count - 1][1] if count else 0
+            kept.append(text if count >= len(encoding.ids) else text[:end])
+        return kept
 
     def _cut(self, texts: list[str], most: int, left: bool) -> list[Encoding]:
         """Encodes texts without special tokens, up to `most` tokens (0: no limit)."""

@@ -6,6 +6,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
+from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
 from blockyard.services.tokenizer_pool.fill_in_middle import FillInMiddle
 from blockyard.services.tokenizer_pool.text_batches import TextBatches
 from blockyard.services.tokenizer_pool.token_chars import TokenChars
@@ -49,7 +50,8 @@ class TextCodec:
         self._config = config
         self._token_chars = token_chars
         self._fill_in_middle = FillInMiddle(tokenizer, config.fim_template)
-        self._batches = TextBatches(tokenizer, token_chars)
+        pairs = None if config.pair_template is None else PairTemplate(config.pair_template)
+        self._batches = TextBatches(tokenizer, token_chars, pairs)
         self._phases: Phases = Unlimited()
 
     def set_phases(self, phases: Phases) -> None:

@@ -28,7 +28,7 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.pooling.pooling_fields import pooling_notes, worker_pooling_fields
+from blockyard.shared.config.pooling.pooling_fields import pair_template, pooling_notes, worker_pooling_fields
 from blockyard.shared.config.server import access_keys, http_server, log_settings
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -161,6 +161,7 @@ def tokenizer(values: Values, model: Checkpoint, process: ProcessConfig) -> Toke
             "tokenizer_path": str(model.tokenizer_path),
             "served_model_names": served_names(values),
             "chat_template": chat_template(values),
+            "pair_template": pair_template(values, model),
             "block_scope": block_scope(values, model),
             "grammar_engine": structured_outputs.grammar_defaults(values).engine,
         },

@@ -3,8 +3,8 @@
 API gateways and the offline API each own one `RingClient` (client.py), which routes frames and membership events to
 the parts. `Schedulers` knows the models, their schedulers and the capacity of their queues; `TokenizerClient`
 tokenizes; `Journal` records the open requests and their output, and recovery/ sends them again after a failure;
-`Fanout` delivers text and vectors to them; request_fields/ checks fields that HTTP and offline requests share;
-metrics/ counts.
+`Fanout` delivers text and vectors to them; pooling/ asks for vectors of many texts; request_fields/ checks fields that
+HTTP and offline requests share; metrics/ counts.
 
-Imports: client -> fanout -> recovery -> metrics -> journal; nothing here imports a service.
+Imports: client -> pooling -> fanout -> recovery -> metrics -> journal; nothing here imports a service.
 """

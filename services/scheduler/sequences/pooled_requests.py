@@ -35,7 +35,7 @@ class PooledRequest:
         for request in self.requests.values():
             request.attempt, request.gateway = attempt, gateway
 
-    def add(self, prompt: "Prompt", frame: Pool) -> Sequence:
+    def add(self, prompt: "PooledPrompt", frame: Pool) -> Sequence:
         """Adds a prompt, and returns its sequence, which is to be queued."""
         generate = Generate(
             f"{self.id}\0{prompt.index}", self.attempt, frame.model, prompt.token_ids, b"", NO_TOKENS, None,
@@ -72,13 +72,13 @@ class PooledRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PooledPrompt:
     index: int
     token_ids: bytes
     start: PooledStart
 
 
-def prompts_of(frame: Pool) -> Iterator[Prompt]:
+def prompts_of(frame: Pool) -> Iterator[PooledPrompt]:
     """Yields the prompts of a frame that `frame_problem` has nothing against."""
     seconds = unpack(frame.second_starts) if frame.second_starts else None
     plain = PooledStart(frame.params, None, frame.skip)
@@ -86,7 +86,7 @@ def prompts_of(frame: Pool) -> Iterator[Prompt]:
     for i, (index, length) in enumerate(zip(unpack(frame.indexes), unpack(frame.lengths), strict=True)):
         end = first + ID_BYTES * length
         start = plain if seconds is None else PooledStart(frame.params, seconds[i], frame.skip)
-        yield Prompt(index, frame.token_ids[first:end], start)
+        yield PooledPrompt(index, frame.token_ids[first:end], start)
         first = end
 
 

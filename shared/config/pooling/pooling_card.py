@@ -19,7 +19,14 @@ def hidden_size(config: Mapping[str, Any]) -> int:
 
 
 def make_card(
-    task: PoolingTask, choice: PoolingChoice, config: Mapping[str, Any], folder: Path, max_len: int, *, has_kv: bool
+    task: PoolingTask,
+    choice: PoolingChoice,
+    config: Mapping[str, Any],
+    folder: Path,
+    max_len: int,
+    *,
+    has_kv: bool,
+    has_pair_template: bool = False,
 ) -> PoolingCard:
     """Returns the card. config: config.json with --hf-overrides. folder: of the model. Raises ConfigError."""
     modules = read_modules(folder)
@@ -43,6 +50,7 @@ def make_card(
         default_prompt_name=settings.default_prompt_name,
         include_prompt=choice.include_prompt,
         takes_pairs=task is PoolingTask.SCORE or (task is PoolingTask.CLASSIFY and not has_kv),
+        has_pair_template=has_pair_template,
         has_types=not has_kv and int(config.get("type_vocab_size") or 0) > 1,
         has_kv=has_kv,
         is_lower_case=settings.do_lower_case,

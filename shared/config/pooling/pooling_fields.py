@@ -4,9 +4,10 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.checkpoint import Checkpoint, config_overrides, context_limit, model_length
+from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
+from blockyard.shared.config.pooling.pair_templates import choose_pair_template
 from blockyard.shared.config.pooling.pooler_config import read_overrides
 from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_choice import choose_pooling
@@ -59,7 +60,14 @@ def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
     if config.get("architectures"):
         _check(values, model, config)
     fields: dict[str, Any] = {"task": task, "max_model_len": _length(values, model, config)}
+    fields["has_pair_template"] = pair_template(values, model) is not None
     return fields | ({"pooler_config": msgspec.json.encode(given).decode()} if given else {})
+
+
+def pair_template(values: Values, model: Checkpoint) -> str | None:
+    """Returns the template that renders pairs of texts for a reranker. Raises ConfigError."""
+    folder = model.tokenizer_path if model.tokenizer_path.is_dir() else model.path
+    return choose_pair_template(task_of(values, model), settled_config(values, model), folder, chat_template(values))
 
 
 def pooling_notes(values: Values, model: Checkpoint) -> list[str]:

@@ -20,4 +20,5 @@ class TokenizerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     block_scope: str = ""  # model, revision and KV dtype as text, hashed into the root of all block hashes
     trust_request_chat_template: bool = False  # requests may contain chat templates
     fim_template: str | None = None  # marks a hole between {prefix} and {suffix}; None: that of the tokenizer's family
+    pair_template: str | None = None  # renders a query and a document for a reranker; None: the tokenizer joins them
     grammar_engine: GrammarEngine = GrammarEngine.AUTO  # of requests that name none: loaded with the service

@@ -114,6 +114,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
     task: Literal["generate", "embed", "classify", "score", "reward"] = "generate"
     pooler_config: str = "{}"  # JSON object: --override-pooler-config
+    has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):

@@ -1,0 +1,35 @@
+"""Renders a query and a document to one prompt, for rerankers that are language models."""
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from blockyard.services.tokenizer_pool.chats.chat_template import RENDER_ERRORS
+from blockyard.services.tokenizer_pool.chats.sandbox import Sandbox
+from blockyard.shared.errors import ConfigError, RequestError
+
+
+class PairTemplate:
+    """A template with `query`, `document` and `instruction`, or with messages of these roles."""
+
+    def __init__(self, source: str) -> None:
+        """Raises ConfigError for a template that does not compile."""
+        try:
+            self._template = Sandbox().from_string(source)
+        except TemplateSyntaxError as e:
+            raise ConfigError(f"the template of pairs is wrong in line {e.lineno}: {e.message}") from e
+        except (TemplateError, RuntimeError, SyntaxError, TypeError, ValueError) as e:
+            raise ConfigError(f"the template of pairs does not compile: {e}") from e
+
+    def render(self, query: str, document: str, instruction: str | None) -> str:
+        """Raises RequestError for what the template refuses."""
+        roles = [("system", instruction), ("query", query), ("document", document)]
+        messages = [{"role": role, "content": text} for role, text in roles if text is not None]
+        try:
+            return self._template.render(
+                query=query,
+                document=document,
+                instruction=instruction,
+                messages=messages,
+                add_generation_prompt=True,
+            )
+        except RENDER_ERRORS as e:
+            raise RequestError(str(e) or repr(e), "input") from e

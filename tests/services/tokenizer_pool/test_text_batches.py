@@ -1,0 +1,94 @@
+"""Many texts in one frame, against each text by itself in transformers."""
+
+from array import array
+
+import pytest
+from sentence_folders import WORDS, make_tokenizer
+
+from blockyard.services.tokenizer_pool.chats.pair_template import PairTemplate
+from blockyard.services.tokenizer_pool.text_batches import TextBatches
+from blockyard.services.tokenizer_pool.token_chars import max_token_chars
+from blockyard.shared.config.pooling.pair_templates import QWEN3_RERANKER
+from blockyard.shared.errors import ConfigError, RequestError
+from blockyard.shared.messages import TextsTokenized, TokenizeTexts
+
+THEIRS = make_tokenizer()
+VOCAB = len(THEIRS)
+TEXTS = [" ".join(WORDS[i : i + n]) for i, n in enumerate((1, 7, 30, 3))]
+SECONDS = [" ".join(WORDS[50 + i : 50 + i + n]) for i, n in enumerate((9, 2, 20, 1))]
+
+
+def encode(texts: list[str], *, vocab_size: int = VOCAB, template: str | None = None, **more: object) -> TextsTokenized:
+    tokenizer = make_tokenizer().backend_tokenizer
+    pairs = None if template is None else PairTemplate(template)
+    batches = TextBatches(tokenizer, max_token_chars(tokenizer), pairs)
+    request = TokenizeTexts("r", "m", texts, **more)
+    found = batches.encode(request, vocab_size)
+    assert found == batches.encode(request, vocab_size), "a call leaves nothing behind"
+    return found
+
+
+def ids_of(found: TextsTokenized) -> list[list[int]]:
+    ids, lists, end = array("I", found.token_ids), [], 0
+    for length in array("I", found.lengths):
+        lists.append(ids[end : end + length].tolist())
+        end += length
+    return lists
+
+
+def test_texts_and_pairs_are_those_of_transformers() -> None:
+    assert ids_of(encode(TEXTS)) == THEIRS(TEXTS)["input_ids"]
+    assert ids_of(encode(TEXTS, add_special_tokens=False)) == THEIRS(TEXTS, add_special_tokens=False)["input_ids"]
+    found, expected = encode(TEXTS, seconds=SECONDS), THEIRS(TEXTS, SECONDS)
+    assert ids_of(found) == expected["input_ids"]
+    assert array("I", found.second_starts).tolist() == [types.index(1) for types in expected["token_type_ids"]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("seconds", [[], SECONDS])
+def test_truncation(seconds: list[str], side: str) -> None:
+    theirs = make_tokenizer()
+    theirs.truncation_side = side
+    expected = theirs(TEXTS, seconds or None, truncation=True, max_length=12)["input_ids"]
+    found = encode(TEXTS, seconds=seconds, max_tokens=12, truncate=True, truncates_left=side == "left")
+    assert ids_of(found) == expected and not found.errors
+
+
+def test_sides_with_limits_of_their_own() -> None:
+    found = encode(TEXTS, seconds=SECONDS, max_first_tokens=4, max_second_tokens=6, max_tokens=13)
+    cut = [" ".join(text.split()[:4]) for text in TEXTS], [" ".join(text.split()[:6]) for text in SECONDS]
+    assert ids_of(found) == THEIRS(*cut)["input_ids"] and not found.errors
+
+
+def test_a_text_that_is_wrong_fails_alone() -> None:
+    found = encode([TEXTS[0], "aa " * 20, "\ud800", TEXTS[1]], max_tokens=12)
+    assert [(error.index, error.code) for error in found.errors] == [(1, "context_length_exceeded"), (2, "")]
+    assert ids_of(found) == [THEIRS(TEXTS[0])["input_ids"], [], [], THEIRS(TEXTS[1])["input_ids"]]
+    (error,) = encode(TEXTS[:1], vocab_size=4).errors
+    assert "outside the vocabulary of 4" in error.message
+
+
+def test_the_tokens_of_a_prompt_are_counted_as_sentence_transformers_does() -> None:
+    found = encode(TEXTS, prompt="aa ba ", counts_prompt=True)
+    assert found.skip == 3  # [CLS] too, and [SEP] not
+    assert ids_of(found) == THEIRS([f"aa ba {text}" for text in TEXTS])["input_ids"]
+
+
+def test_a_template_of_pairs() -> None:
+    template = "aa {{ instruction or 'ba' }} {{ query }} ca {{ document }} da"
+    found = encode(TEXTS, seconds=SECONDS, template=template, instruction="ea")
+    texts = [f"aa ea {query} ca {document} da" for query, document in zip(TEXTS, SECONDS, strict=True)]
+    assert ids_of(found) == THEIRS(texts, add_special_tokens=False)["input_ids"]
+    cut = encode([TEXTS[1]], seconds=[SECONDS[2]], template=template, max_tokens=15, truncate=True)
+    kept = " ".join(SECONDS[2].split()[:4])  # the document is cut, and not what is behind it
+    assert ids_of(cut) == THEIRS([f"aa ba {TEXTS[1]} ca {kept} da"], add_special_tokens=False)["input_ids"]
+    with pytest.raises(RequestError, match="no template of pairs"):
+        encode(TEXTS, instruction="ea")
+    with pytest.raises(ConfigError, match="line 1"):
+        PairTemplate("{{ query")
+
+
+def test_the_template_of_qwen3_reranker() -> None:
+    text = PairTemplate(QWEN3_RERANKER).render("q", "d", None)
+    assert text.startswith("<|im_start|>system\nJudge whether") and text.endswith("<think>\n\n</think>\n\n")
+    assert "<Instruct>: Given a web search query" in text and "\n<Query>: q\n<Document>: d<|im_end|>\n" in text
