@@ -98,7 +98,7 @@ class PoolingBatch:
                 return await self._send(named, part)
             except RequestError as e:
                 if e.status != 429:
-                    raise _moved(e, part.start) from e
+                    raise _named(e, part.start) from e
                 await asyncio.sleep(e.retry_after_s or RETRY_S)
             attempt += 1
 
@@ -137,11 +137,13 @@ class PoolingBatch:
             first = end
 
 
-def _moved(error: RequestError, by: int) -> RequestError:
-    """The error of an input of a part, with its place in the whole call."""
-    name, bracket, rest = error.field.rpartition("[")
-    if not by or not bracket or not rest[:-1].isdecimal():
-        return error
-    field = f"{name}[{int(rest[:-1]) + by}]"
-    text = str(error).replace(error.field, field)
+def _named(error: RequestError, by: int) -> RequestError:
+    """The error with the input it is about, whose place in the whole call is `by` behind that in its part."""
+    field = error.field
+    name, bracket, rest = field.rpartition("[")
+    if by and bracket and rest[:-1].isdecimal():
+        field = f"{name}[{int(rest[:-1]) + by}]"
+    text = str(error).replace(error.field, field) if error.field else str(error)
+    if field not in text:
+        text = f"{field}: {text}"
     return RequestError(text, field, error.status, error.code, error.retry_after_s, error.too_long)

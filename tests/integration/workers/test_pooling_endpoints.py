@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cohere
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -58,7 +59,9 @@ def test_clients_get_the_vectors_of_sentence_transformers(url: str, theirs: Sent
         assert caught.value.param == "input[1]" and caught.value.code == "context_length_exceeded"
         with pytest.raises(openai.BadRequestError, match="has the task embed") as caught:
             client.completions.create(model="tiny", prompt="ab")
-    reranked = cohere.ClientV2("none", base_url=url).rerank(model="tiny", query=TEXTS[0], documents=TEXTS, top_n=5)
+    with httpx.Client() as http:
+        client_of_cohere = cohere.ClientV2("none", base_url=url, httpx_client=http)
+        reranked = client_of_cohere.rerank(model="tiny", query=TEXTS[0], documents=TEXTS, top_n=5)
     vectors = expected(theirs, TEXTS)
     similar = vectors @ vectors[0]
     best = np.argsort(-similar, kind="stable")[:5]

@@ -59,7 +59,7 @@ class FakePooling:
         pooling = self.card.pooling
         assert pooling is not None and isinstance(given, str | bytes | TextPair)
         length = self._length(call, given, index)
-        ids = b"" if isinstance(given, TextPair) else given if isinstance(given, bytes) else pack(given.encode())
+        ids = b"" if isinstance(given, TextPair) else given if isinstance(given, bytes) else pack(list(given.encode()))
         if isinstance(given, TextPair):
             return packed([score_of(*given)], (1,), length)
         match pooling.task:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import cohere
+import httpx
 import msgspec
 import openai
 import pytest
@@ -44,16 +45,19 @@ async def test_cohere_embeds_and_reranks(pooling_rig) -> None:
 
 
 def _embed(url: str) -> Any:
-    client = cohere.ClientV2("key", base_url=url)
-    return client.embed(model="tiny", texts=TEXTS, input_type="search_query", embedding_types=["float"])
+    with httpx.Client() as http:
+        client = cohere.ClientV2("key", base_url=url, httpx_client=http)
+        return client.embed(model="tiny", texts=TEXTS, input_type="search_query", embedding_types=["float"])
 
 
 def _rerank(url: str) -> tuple[Any, Any, Exception]:
-    client, documents = cohere.ClientV2("key", base_url=url, max_retries=0), ["c", "a b", "b"]
-    second = client.rerank(model="tiny", query="a b", documents=documents, top_n=2)
-    first = cohere.Client("key", base_url=url).rerank(
-        model="tiny", query="a b", documents=[{"text": one} for one in documents], return_documents=True
-    )
-    with pytest.raises(cohere.BadRequestError) as caught:
-        client.rerank(model="tiny", query="a b", documents=documents, top_n=0)
+    documents = ["c", "a b", "b"]
+    with httpx.Client() as http:
+        client = cohere.ClientV2("key", base_url=url, max_retries=0, httpx_client=http)
+        second = client.rerank(model="tiny", query="a b", documents=documents, top_n=2)
+        first = cohere.Client("key", base_url=url, httpx_client=http).rerank(
+            model="tiny", query="a b", documents=[{"text": one} for one in documents], return_documents=True
+        )
+        with pytest.raises(cohere.BadRequestError) as caught:
+            client.rerank(model="tiny", query="a b", documents=documents, top_n=0)
     return second, first, caught.value
