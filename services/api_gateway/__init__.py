@@ -20,8 +20,8 @@ Any number of gateways may run; each serves alone.
     garbage.py           when Python's cyclic garbage is collected
 
 Imports point one way: server -> endpoints -> http -> batch_api -> batches -> service -> request_pipeline ->
-pooling_pipeline, metrics -> responses -> bodies -> apis -> requests. Tokenizing, dispatch, and the journal of open requests are in
-`shared/ring_client`, which offline inference uses too.
+pooling_pipeline, metrics -> responses -> bodies -> apis -> requests. Tokenizing, dispatch, and the journal of open
+requests are in `shared/ring_client`, which offline inference uses too.
 
 To add an API: write one file in `apis/` that ends in its `Api` (paths, the Struct of its body, `parse` to a
 `GenerateRequest`, `events` of a streamed answer, the `whole` answer, the body of its errors), and add it to

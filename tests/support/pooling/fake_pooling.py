@@ -43,8 +43,8 @@ class FakePooling:
 
     async def pool(self, call: PoolingCall) -> PooledAnswer:
         self.calls.append(call)
-        await asyncio.sleep(0)
         try:
+            await asyncio.sleep(0)
             await self.answers.wait()
         except asyncio.CancelledError:
             self.num_dropped += 1
