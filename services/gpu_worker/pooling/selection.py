@@ -8,7 +8,8 @@ import msgspec
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput, make_output
 from blockyard.shared.config.pooling.activations import Activation, choose_activation
-from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
+from blockyard.shared.config.pooling.modes import PoolingMode
+from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, default_step_tag, first_kind
 from blockyard.shared.config.pooling.pooler_config import FLAG, read_overrides
 from blockyard.shared.config.pooling.pooling_card import hidden_size
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice, choose_pooling
@@ -34,6 +35,8 @@ def choose_output(config: WorkerConfig, settings: dict[str, Any], model: Model) 
         read_overrides(values),
         normalizes=kind in VECTORS,
     )
+    if choice.modes == (PoolingMode.STEP,) and choice.step_tag_id is None:
+        choice = msgspec.structs.replace(choice, step_tag_id=default_step_tag(settings))
     labels = model.shape.num_outputs or 1
     activation = None if kind in VECTORS else _activation(config.task, kind, choice, settings, labels)
     if activation is not None and choice.returned_token_ids is None:

@@ -36,6 +36,15 @@ _POOLING = {
 }
 
 
+_STEP_TAGS = {"Qwen2ForProcessRewardModel": 151651}  # <extra_0> of Qwen 2.5
+
+
+def default_step_tag(config: Mapping[str, Any]) -> int | None:
+    """Returns the token that ends a step of a solution, if the model's release has one; None: all tokens count."""
+    tag = _STEP_TAGS.get(str(config["architectures"][0]))
+    return tag if tag is not None and tag < int(config.get("vocab_size") or 0) else None
+
+
 def output_kind(architecture: str) -> OutputKind:
     """Returns the kind of an architecture's output layer. Names of no known form are those of language models."""
     return next((kind for suffix, kind in _SUFFIXES.items() if architecture.endswith(suffix)), OutputKind.TOKENS)
