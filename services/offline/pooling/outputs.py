@@ -14,10 +14,13 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class PoolingOutput:
+class PooledNumbers:
     """A result in the shape that the model's pooling makes: numbers, or a row of them for each of several tokens."""
 
     data: "npt.NDArray[np.float32]"
+
+
+PoolingOutput = PooledNumbers  # vLLM's name
 
 
 @dataclass(slots=True)
