@@ -158,10 +158,23 @@ LAYERS["shared/ring_client"] += (
     "pooling",
     "client",
 )
-LAYERS["services/tokenizer_pool"] = ("workers", "token_chars", "chats", "fill_in_middle", "text_batches", "text_codec")
-LAYERS["services/tokenizer_pool"] += ("text_worker", "grammar_worker", "grammar_checks", "service", "__main__")
-LAYERS["services/tokenizer_pool/chats"] = ("sandbox", "chat_messages", "instruction_turns", "chat_template")
-LAYERS["services/tokenizer_pool/chats"] += ("pair_template",)
+LAYERS["services/tokenizer_pool"] = (
+    "workers",
+    "token_chars",
+    "chats",
+    "fill_in_middle",
+    "text_batches",
+    "text_codec",
+    "text_worker",
+)
+LAYERS["services/tokenizer_pool"] += ("grammar_worker", "grammar_checks", "service", "__main__")
+LAYERS["services/tokenizer_pool/chats"] = (
+    "sandbox",
+    "chat_messages",
+    "instruction_turns",
+    "chat_template",
+    "pair_template",
+)
 LAYERS["services/tokenizer_pool/workers"] = ("worker_frames", "job_limits", "fork_server", "job_turns", "job_queue")
 LAYERS["services/tokenizer_pool/workers"] += ("job_workers",)
 LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "stream", "streams", "service", "__main__")

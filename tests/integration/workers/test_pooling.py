@@ -1,5 +1,6 @@
 """Pooling models behind a real ring: a cross-encoder with pairs, and a decoder whose prompts are computed in chunks."""
 
+import asyncio
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,8 +12,9 @@ from sentence_transformers import CrossEncoder
 from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import PoolingParams, PoolingTask
-from blockyard.shared.ring_client.pooling.calls import TextPair
+from blockyard.shared.messages import Control, ControlVerb, PoolingParams, PoolingTask
+from blockyard.shared.ring_client.client import RingClient
+from blockyard.shared.ring_client.pooling.calls import PooledAnswer, TextPair
 
 RNG = np.random.default_rng(7)
 VOCAB = len(SPECIAL) + len(WORDS)
@@ -35,7 +37,7 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Po
     )  # fmt: skip
     BertForSequenceClassification(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-    with pooling_ring(folder, "--tool-call-parser", "hermes", log=folder.parent / "log") as ring:
+    with pooling_ring(folder, "--tool-call-parser", "hermes", "--enable-sleep-mode", log=folder.parent / "log") as ring:
         yield ring, CrossEncoder(str(folder), device="cpu")
 
 
@@ -90,6 +92,23 @@ def test_what_is_refused(
     with pytest.raises(RequestError) as caught:
         ring.pool(inputs, **fields)
     assert (caught.value.field, caught.value.status) == (field, 400), caught.value
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_texts_wait_while_the_worker_sleeps(cross_encoder: tuple[PoolingRing, CrossEncoder], level: int) -> None:
+    ring, _ = cross_encoder
+    before = ring.vectors(TEXTS)
+
+    async def asleep(client: RingClient) -> PooledAnswer:
+        await client.controls.ask(Control("", ControlVerb.SLEEP, level=level))
+        waits = asyncio.ensure_future(client.pooling.pool(ring.call(TEXTS)))
+        await asyncio.sleep(0.1)
+        assert not waits.done()
+        await client.controls.ask(Control("", ControlVerb.WAKE_UP))
+        return await waits
+
+    found = np.stack([item.data for item in ring.run(asleep).items])
+    np.testing.assert_allclose(found, before, atol=1e-6)
 
 
 def test_flags_of_decoding_are_named(cross_encoder: tuple[PoolingRing, CrossEncoder]) -> None:
