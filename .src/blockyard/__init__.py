@@ -18,6 +18,17 @@ if TYPE_CHECKING:
         RequestOutput,
         RingLost,
     )
+    from blockyard.services.offline.pooling.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from blockyard.services.offline.pooling.params import PoolingParams
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
     from blockyard.services.offline.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
     from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
@@ -33,20 +44,29 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "BlockyardError",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "CompletionToolCall",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "GenerationError",
     "GuidedDecodingParams",
     "LLMEngine",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RingLost",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StartFailed",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -62,10 +82,12 @@ def __getattr__(name: str) -> object:
     from blockyard.services.launcher.supervision import supervisor  # noqa: PLC0415
     from blockyard.services.offline import answers, beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
     from blockyard.services.offline.engines import async_engine  # noqa: PLC0415
+    from blockyard.services.offline.pooling import outputs as pooling_outputs  # noqa: PLC0415
+    from blockyard.services.offline.pooling import params as pooling_params  # noqa: PLC0415
     from blockyard.shared import errors  # noqa: PLC0415
 
     modules = (
         *(llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers),
-        *(errors, supervisor),
+        *(pooling_outputs, pooling_params, errors, supervisor),
     )
     return next(getattr(module, name) for module in modules if hasattr(module, name))

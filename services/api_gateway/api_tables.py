@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
+from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
@@ -11,6 +14,7 @@ from blockyard.services.api_gateway.endpoints.files import FileEndpoints
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.info import InfoEndpoints, TokenizerInfoEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.pooling import PoolingEndpoints
 from blockyard.services.api_gateway.endpoints.scale_out import ScaleOutEndpoints
 from blockyard.services.api_gateway.endpoints.status import StatusEndpoints
 from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
@@ -21,11 +25,13 @@ from blockyard.shared.errors import ConfigError
 
 BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
 END = "<!-- end of routes and fields -->"
+Columns = Sequence[tuple[Api | PoolingApi, tuple[str, ...]]]  # with the paths that are shown
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
 ENDPOINTS = (
     GenerationEndpoints,
     ScaleOutEndpoints,
     StoredResponseEndpoints,
+    PoolingEndpoints,
     FileEndpoints,
     BatchEndpoints,
     StatusEndpoints,
@@ -53,13 +59,20 @@ def markdown() -> str:
     rows += [
         f"| `{each.method} {_path(each)}` | {KEYS[each.access]} | {_cell(summary_of(each))} |" for each in _routes()
     ]
-    names = [f"`{path}`" for api in APIS.values() for path in api.paths]
-    fields = [f"| field | type | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    by_name = _fields()
-    for name, types in by_name.items():
-        here = [" | ".join(_mark(name, path in types) for api in APIS.values() for path in api.paths)]
-        fields.append(f"| `{name}` | {_cell(next(iter(types.values())))} | {here[0]} |")
-    return "\n".join([*rows, "", *fields])
+    generation = [(api, api.paths) for api in APIS.values()]
+    # all paths of an endpoint take the same fields
+    pooling = [(api, api.paths[:1]) for api in POOLING_APIS.values()]
+    return "\n".join([*rows, "", *_field_table(generation), "", *_field_table(pooling)])
+
+
+def _field_table(apis: Columns) -> list[str]:
+    """Returns the lines of a table with a column for each path."""
+    paths = [path for _, shown in apis for path in shown]
+    lines = [f"| field | type | {' | '.join(f'`{path}`' for path in paths)} |", f"|---|---|{'---|' * len(paths)}"]
+    for name, types in _fields(apis).items():
+        marks = " | ".join(_mark(name, path in types) for path in paths)
+        lines.append(f"| `{name}` | {_cell(next(iter(types.values())))} | {marks} |")
+    return lines
 
 
 def with_tables(document: str) -> str:
@@ -72,13 +85,13 @@ def _routes() -> list[Route]:
     return [route for kind in ENDPOINTS for route in kind.routes(cast(Any, kind))]
 
 
-def _fields() -> dict[str, dict[str, str]]:
+def _fields(apis: Columns) -> dict[str, dict[str, str]]:
     """The fields of all bodies -> their type, by path."""
     components, found = Components(), dict[str, dict[str, str]]()
-    for api in APIS.values():
+    for api, paths in apis:
         components.reference(api.schema)
         for name, schema in components.schemas[api.schema.__name__]["properties"].items():
-            found.setdefault(name, {}).update(dict.fromkeys(api.paths, _type(schema)))
+            found.setdefault(name, {}).update(dict.fromkeys(paths, _type(schema)))
     return dict(sorted(found.items()))
 
 

@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api, Echo
+from blockyard.services.api_gateway.pooling_pipeline import PoolingPipeline
 from blockyard.services.api_gateway.requests.dropped_turns import TOO_LONG, longest_fitting
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
@@ -53,6 +54,7 @@ class RequestPipeline:
     def __init__(self, client: RingClient, formats: ModelFormats, config: GatewayConfig) -> None:
         self._config, self._formats = config, formats
         self._open = OpenRequests(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self.pooling = PoolingPipeline(client, self._open, config)
         self._logs_prompts = config.log_requests and bool(config.max_log_len)
         self.tokenizer_client, self.schedulers, self._dispatch = (
             client.tokenizer_client,
@@ -63,7 +65,7 @@ class RequestPipeline:
 
     @property
     def num_active(self) -> int:
-        """Generation requests from their parsed body to the end of their answer."""
+        """Requests of generation and of pooling, from their parsed body to the end of their answer."""
         return self._open.num_requests
 
     def counted(self, request: GenerateRequest) -> AbstractContextManager[None]:
@@ -228,11 +230,12 @@ class RequestPipeline:
     def abort(self, answer_ids: set[str]) -> int:
         """Ends the open requests whose answers have these ids, for an operator. Returns how many."""
         error = RequestError("An operator aborted this request.", status=499, code="request_aborted")
-        return self._open.fail_named(answer_ids, error)
+        return self._open.fail_named(answer_ids, error) + self.pooling.abort(answer_ids, error)
 
     def abandon(self, error: RequestError) -> None:
         """Fails every open request, before the process ends."""
         self._open.fail_all(error)
+        self.pooling.abandon(error)
 
     def _sink(
         self,

@@ -20,6 +20,7 @@ from blockyard.services.api_gateway.endpoints.followed_responses import Followed
 from blockyard.services.api_gateway.endpoints.generation import GenerationEndpoints
 from blockyard.services.api_gateway.endpoints.info import InfoEndpoints, TokenizerInfoEndpoints
 from blockyard.services.api_gateway.endpoints.operations import OperatorEndpoints
+from blockyard.services.api_gateway.endpoints.pooling import PoolingEndpoints
 from blockyard.services.api_gateway.endpoints.scale_out import ScaleOutEndpoints
 from blockyard.services.api_gateway.endpoints.status import Pages, StatusEndpoints, installed_version
 from blockyard.services.api_gateway.endpoints.stored_responses import StoredResponseEndpoints
@@ -173,6 +174,7 @@ def build_app(
         generation,
         StoredResponseEndpoints(gateway.stored, following),
         *((ScaleOutEndpoints(generation, gateway.pipeline),) if config.scale_out else ()),
+        PoolingEndpoints(gateway.pipeline, gateway.body_parser, uploads),
         InfoEndpoints(gateway.pipeline, version, config.server_info),
         *((TokenizerInfoEndpoints(gateway.pipeline),) if config.tokenizer_info else ()),
         FileEndpoints(store, config.max_file_bytes, config.body_timeout_s),

@@ -5,9 +5,11 @@ import math
 from typing import NoReturn
 
 from blockyard.services.bench import metrics
+from blockyard.services.bench.report import POOLING_ENDPOINTS
 from blockyard.shared.errors import ConfigError
 
 DATASETS = ("random", "prefix-shared", "sharegpt")
+TEXT_ENDPOINTS = ("completions", "chat")
 DEFINITIONS = (metrics.__doc__ or "").partition("\n\n")[2].rstrip()
 
 
@@ -23,12 +25,13 @@ def serve_parser() -> Parser:
     add = parser.add_argument_group("server").add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="of the server, with or without /v1 (%(default)s)")
     add("--model", help="(the first model that the server lists)")
-    add("--endpoint", choices=("completions", "chat"), default="completions", help="(%(default)s)")
+    add("--endpoint", choices=(*TEXT_ENDPOINTS, *POOLING_ENDPOINTS), default="completions", help="(%(default)s)")
     add("--api-key", help="(OPENAI_API_KEY)")
     add("--extra-body", metavar="JSON", default="{}", help="more fields for each request")
     _add_dataset(parser)
     add = parser.add_argument_group("requests").add_argument
     add("--temperature", type=float, default=0.0, help="(%(default)s)")
+    add("--batch-size", type=count, default=1, help="embeddings, rerank: texts or documents a request (%(default)s)")
     add("--ignore-eos", action="store_true", help="request exactly the output length; another length is exit code 1")
     add("--request-rate", type=positive, default=math.inf, help="requests a second; inf: all at once (%(default)s)")
     add("--burstiness", type=positive, default=1.0, help="1: Poisson, less: bursty, inf: constant gaps (%(default)s)")

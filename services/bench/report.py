@@ -15,6 +15,7 @@ from blockyard.shared.percentiles import Percentiles, percentiles_head, percenti
 
 BUSY = 0.8  # share of a core above which the client may limit the measured rate
 MAX_FAILURES = 5  # shown on the terminal
+POOLING_ENDPOINTS = ("embeddings", "rerank")  # their answers have no tokens, and so no times between them
 
 
 class ClientLoad(msgspec.Struct, frozen=True):
@@ -103,17 +104,36 @@ def text(report: ServeReport) -> str:
     s, client = report.summary, report.client
     lines = [
         f"{report.model} at {report.url}: {s.completed} requests completed, {s.failed} failed, in {s.duration_s:.2f} s",
+    ]
+    lines += _pooling_rates(report) if report.settings.get("endpoint") in POOLING_ENDPOINTS else _rates(s)
+    if s.goodput_per_s is not None and s.good_share is not None:
+        lines.append(f"goodput   {s.goodput_per_s:,.2f} requests/s within the limits, {s.good_share:.1%} of all")
+    lines += ["", percentiles_head("ms")]
+    if report.settings.get("endpoint") not in POOLING_ENDPOINTS:
+        lines += [percentiles_row("TTFT", s.ttft_ms), percentiles_row("TPOT", s.tpot_ms)]
+        lines.append(percentiles_row("ITL", s.itl_ms))
+    lines += [percentiles_row("E2EL", s.e2el_ms), ""]
+    late = f", sent {client.late_ms.p99:.1f} ms late (p99)" if client.late_ms else ""
+    lines.append(f"client    {client.cpu_share:.0%} of a core, {client.peak_cpu_share:.0%} in its busiest second{late}")
+    return "\n".join([*lines, *(f"warning: {line}" for line in warnings(report))])
+
+
+def _rates(s: LoadSummary) -> list[str]:
+    return [
         f"tokens    {s.input_tokens:,} in, {s.output_tokens:,} out of {s.asked_output_tokens:,} asked for",
         f"a second  {s.requests_per_s:,.2f} requests, {s.output_tokens_per_s:,.1f} tokens out,"
         f" {s.total_tokens_per_s:,.1f} in and out; at most {s.peak_running} running",
     ]
-    if s.goodput_per_s is not None and s.good_share is not None:
-        lines.append(f"goodput   {s.goodput_per_s:,.2f} requests/s within the limits, {s.good_share:.1%} of all")
-    lines += ["", percentiles_head("ms"), percentiles_row("TTFT", s.ttft_ms), percentiles_row("TPOT", s.tpot_ms)]
-    lines += [percentiles_row("ITL", s.itl_ms), percentiles_row("E2EL", s.e2el_ms), ""]
-    late = f", sent {client.late_ms.p99:.1f} ms late (p99)" if client.late_ms else ""
-    lines.append(f"client    {client.cpu_share:.0%} of a core, {client.peak_cpu_share:.0%} in its busiest second{late}")
-    return "\n".join([*lines, *(f"warning: {line}" for line in warnings(report))])
+
+
+def _pooling_rates(report: ServeReport) -> list[str]:
+    s, texts = report.summary, report.settings.get("batch_size")
+    assert isinstance(texts, int)
+    return [
+        f"tokens    {s.input_tokens:,} in, {texts} texts a request",
+        f"a second  {s.requests_per_s:,.2f} requests, {s.requests_per_s * texts:,.1f} texts,"
+        f" {s.total_tokens_per_s:,.1f} tokens; at most {s.peak_running} running",
+    ]
 
 
 def warnings(report: ServeReport) -> list[str]:

@@ -22,12 +22,14 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.percentiles import percentiles_of
 
 WARM_UP_OUTPUT = 16  # tokens
+QUERY_TOKENS = 16  # of rerank
 
 
 def main(args: Sequence[str]) -> int:
     """Returns 1 if no request completed, or with --ignore-eos one had another length. Raises BlockyardError."""
     options = flags.serve_parser().parse_args(list(args))
     workload.check(options)
+    check_pooling(options)
     limits = metrics.read_limits(options.goodput)
     extra = read_extra(options.extra_body)
     found = server.find(options.base_url, options.api_key)
@@ -35,10 +37,12 @@ def main(args: Sequence[str]) -> int:
     make_prompt = _prompt_maker(options, found, model)
     count = _counter(found, model) if options.dataset_path else datasets.estimate_tokens
     requests = workload.requests(options, make_prompt, count)
+    if options.endpoint in report.POOLING_ENDPOINTS:
+        requests = workload.without_output(requests)
     endpoint = found.endpoint(options.endpoint)
 
     def encode(request: SampleRequest) -> bytes:
-        return endpoint.request(body(options, model, request) | extra)
+        return endpoint.request(fields_of(options, model, request, make_prompt) | extra)
 
     _warm_up(options, endpoint, make_prompt, requests[0], encode)
     rng = random.Random(options.seed + 1)  # other numbers than the prompts'
@@ -66,6 +70,33 @@ def main(args: Sequence[str]) -> int:
         report.write(options.html, report.page(done, results, load.started_s).encode())
     wrong_length = options.ignore_eos and done.summary.requests_off_length > 0
     return 1 if wrong_length or not done.summary.completed else 0
+
+
+def check_pooling(options: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that the endpoint does not have."""
+    if options.endpoint not in report.POOLING_ENDPOINTS:
+        if options.batch_size > 1:
+            raise ConfigError(f"--batch-size: {options.endpoint} takes one prompt a request")
+        return
+    if options.output_len or options.ignore_eos:
+        flag = "--output-len" if options.output_len else "--ignore-eos"
+        raise ConfigError(f"{flag}: --endpoint {options.endpoint} generates nothing")
+    if wrong := [word for word in options.goodput if not word.startswith("e2el:")]:
+        raise ConfigError(f"--goodput {wrong[0]}: --endpoint {options.endpoint} has e2el alone")
+
+
+def fields_of(
+    options: argparse.Namespace, model: str, request: SampleRequest, make_prompt: PromptMaker
+) -> dict[str, object]:
+    """Returns the request's JSON body. The other texts of a batch are of the length of the first one."""
+    if options.endpoint not in report.POOLING_ENDPOINTS:
+        return body(options, model, request)
+    rng = random.Random(str(request.prompt))
+    texts = [request.prompt, *(make_prompt(rng, request.num_input) for _ in range(options.batch_size - 1))]
+    if options.endpoint == "embeddings":
+        return {"model": model, "input": texts, "encoding_format": "base64"}
+    query = make_prompt(rng, QUERY_TOKENS)
+    return {"model": model, "query": query, "documents": texts, "return_documents": False}
 
 
 def body(options: argparse.Namespace, model: str, request: SampleRequest) -> dict[str, object]:

@@ -15,7 +15,12 @@ from blockyard.services.bench.load.results import BenchError, error_text
 from blockyard.shared.errors import ConfigError
 
 ANSWER_S = 30.0
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+PATHS = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings",
+    "rerank": "/rerank",
+}
 T = TypeVar("T")
 
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from blockyard.services.bench import datasets
@@ -44,6 +45,11 @@ def requests(flags: argparse.Namespace, make_prompt: PromptMaker, count: Callabl
             flags.num_prompts, flags.prefix_len, flags.num_prefixes, inputs, outputs, make_prompt, rng
         )
     return datasets.random_requests(flags.num_prompts, inputs, outputs, make_prompt, rng)
+
+
+def without_output(requests: list[SampleRequest]) -> list[SampleRequest]:
+    """The requests for a model that generates nothing."""
+    return [replace(request, num_output=0) for request in requests]
 
 
 def due_times(num: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:

@@ -1,18 +1,17 @@
 """`blockyard.LLM`, the offline API: a model to call from Python."""
 
-import concurrent.futures
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
 
-from blockyard.services.offline.batch import RequestBatch
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.llm_engine import LLMEngine
 from blockyard.services.offline.operations import RingOperations
 from blockyard.services.offline.outputs import GenerationError, RequestOutput
-from blockyard.services.offline.progress import RichProgressBar, TqdmProgressBar
+from blockyard.services.offline.pooling.methods import PoolingMethods
+from blockyard.services.offline.progress import UseTqdm, check_bar, wait
 from blockyard.services.offline.prompts import ChatOptions, Prompt, read_conversations, read_prompts, with_token_ids
 from blockyard.services.offline.running_model import Params, Priority, RunningModel
 from blockyard.services.offline.sampling_params import SamplingParams
@@ -20,11 +19,8 @@ from blockyard.services.offline.tokenizer import LLMTokenizer
 from blockyard.shared.config.services.tokenizer import ContentFormat
 from blockyard.shared.errors import RequestError, not_built
 
-REFRESH_S = 0.1  # of the progress bar
-UseTqdm = bool | Callable[..., Any]  # whether to show a progress bar, or a factory of bars such as `tqdm`
 
-
-class LLM(RingOperations):
+class LLM(RingOperations, PoolingMethods):
     """Runs the services of `blockyard serve` as child processes of this one, without HTTP.
 
     `model` and the keywords are the flags of `blockyard serve` with `_` for `-`; an unknown or refused one is a
@@ -147,30 +143,16 @@ class LLM(RingOperations):
         show_bar: UseTqdm,
         priority: Priority,
     ) -> list[RequestOutput]:
-        if not isinstance(show_bar, bool) and not callable(show_bar):
-            raise RequestError(f"use_tqdm must be a bool or a factory of progress bars, got {show_bar!r}", "use_tqdm")
+        check_bar(show_bar)
         requests = self._running.requests(prompts, params, priority)
         batch, future = self._session.submit(requests)
         try:
-            _wait(batch, future, len(requests), show_bar)
+            wait(batch.progress, future, len(requests), show_bar)
         finally:
             future.cancel()  # cancels it if waiting was interrupted
         if batch.failures:
             raise GenerationError(batch.failures, batch.outputs)
         return [output for output in batch.outputs if output is not None]
-
-
-def _wait(batch: RequestBatch, future: "concurrent.futures.Future[None]", num_prompts: int, show_bar: UseTqdm) -> None:
-    """Waits until the batch is done, showing its progress."""
-    if not show_bar or not num_prompts:
-        future.result()
-        return
-    with TqdmProgressBar(show_bar, num_prompts) if callable(show_bar) else RichProgressBar(num_prompts) as bar:
-        bar.show(batch.progress)
-        while concurrent.futures.wait([future], REFRESH_S).not_done:
-            bar.show(batch.progress)
-        bar.show(batch.progress)
-    future.result()
 
 
 def _refuse(name: str, value: object) -> None:

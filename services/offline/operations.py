@@ -11,7 +11,6 @@ from blockyard.shared.ring_client.client import RingClient
 
 MODES = ("abort", "wait", "keep")
 SCHEDULING = "scheduling"  # the part that sleep level 0 stops
-NO_POOLING = "models that generate text are served, and no pooling models"
 PROFILE_FROM_OUTSIDE = "the services are processes: a profiler such as py-spy or Nsight Systems attaches to them"
 TAGS = (*MemoryTag, SCHEDULING)
 
@@ -71,21 +70,6 @@ class RingOperations:
             return snapshot(client.meters, client.counts)
 
         return self._session.call(read)
-
-    def encode(self, *_: object, **__: object) -> NoReturn:
-        raise not_built("encode", NO_POOLING)
-
-    def embed(self, *_: object, **__: object) -> NoReturn:
-        raise not_built("embed", NO_POOLING)
-
-    def classify(self, *_: object, **__: object) -> NoReturn:
-        raise not_built("classify", NO_POOLING)
-
-    def score(self, *_: object, **__: object) -> NoReturn:
-        raise not_built("score", NO_POOLING)
-
-    def reward(self, *_: object, **__: object) -> NoReturn:
-        raise not_built("reward", NO_POOLING)
 
     def start_profile(self, *_: object, **__: object) -> NoReturn:
         raise not_built("start_profile", PROFILE_FROM_OUTSIDE)

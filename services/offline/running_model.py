@@ -53,6 +53,7 @@ class RunningModel:
 
     def requests(self, prompts: list[Prompt], params: Params, priority: Priority) -> list[OfflineRequest]:
         """Builds requests from prompts with the parameters and priorities of all or of each. Raises RequestError."""
+        check_generates(self.session.card)
         priorities = _priorities(priority, len(prompts))
         checked = self._check_params(params, len(prompts))
         return [
@@ -79,7 +80,6 @@ class RunningModel:
 
     def _check_params(self, params: Params, num_prompts: int) -> list[CheckedParams]:
         card, settings = self.session.card, self.session.settings
-        check_generates(card)
         flags = (settings.max_logprobs, settings.grammars, settings.logits_processors)
         if params is None:
             params = self.default_params()

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -30,7 +30,18 @@ from blockyard.shared.messages import GatewayIn, ModelCard, QueueCapacityChanged
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats
 
+
+class OfflineBatch(Protocol):
+    """What one call runs in the ring."""
+
+    async def run(self) -> None: ...
+
+    def abort(self, error: RequestError) -> None:
+        """Ends it, with this error."""
+
+
 T = TypeVar("T")
+B = TypeVar("B", bound=OfflineBatch)
 NAME = "llm"
 MakeDisplay = Callable[[Deployment], StartupDisplay]
 
@@ -58,7 +69,7 @@ class Session:
         self._ready: concurrent.futures.Future[ModelCard] = concurrent.futures.Future()
         self._served = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._batches: set[RequestBatch] = set()
+        self._batches: set[OfflineBatch] = set()
         self._num_batches = 0
         self._end_reason = ""  # why the ring has ended; empty while it runs
         self._loop = asyncio.new_event_loop()
@@ -93,10 +104,15 @@ class Session:
         self, requests: list[OfflineRequest], progress: BatchProgress | None = None
     ) -> tuple[RequestBatch, "concurrent.futures.Future[None]"]:
         """Runs a batch; cancelling the future cancels it. Raises RingLost, and so does the future if the ring ends."""
+        return self.submit_batch(
+            lambda name, client: RequestBatch(name, requests, self.card, client, self._limiter, progress)
+        )
+
+    def submit_batch(self, make: Callable[[str, RingClient], B]) -> tuple[B, "concurrent.futures.Future[None]"]:
+        """As `submit`, of any batch. `make` is called with a name of its own."""
         self._check_alive()
         self._num_batches += 1
-        name = f"llm{self._num_batches}"
-        batch = RequestBatch(name, requests, self.card, self._client, self._limiter, progress)
+        batch = make(f"llm{self._num_batches}", self._client)
         return batch, asyncio.run_coroutine_threadsafe(self._serve(batch), self._loop)
 
     def call(self, work: Callable[[RingClient], Coroutine[Any, Any, T]]) -> T:
@@ -199,7 +215,7 @@ class Session:
         self._display.say(f"{NAME}: ready after {self._ring.start_up.seconds:.1f} s")
         self._ready.set_result(self._client.schedulers.card(self.config.served_model_names[0]))
 
-    async def _serve(self, batch: RequestBatch) -> None:
+    async def _serve(self, batch: OfflineBatch) -> None:
         self._batches.add(batch)
         try:
             await self._until_ring_ends(batch.run())

@@ -29,6 +29,7 @@ from blockyard.shared.messages import (
     Member,
     ModelCard,
     ModelSettings,
+    PoolingCard,
     QueueCapacity,
     Refused,
     Role,
@@ -82,10 +83,15 @@ class Running:
 class FakeRing(FakeLinks):
     """Answers on the running loop. Tests set its attributes, read `sent`, and may send frames themselves."""
 
-    def __init__(self, settings: ModelSettings = DEFAULT_SETTINGS, max_model_len: int = CARD.max_model_len) -> None:
-        """Both are of the model."""
+    def __init__(
+        self,
+        settings: ModelSettings = DEFAULT_SETTINGS,
+        max_model_len: int = CARD.max_model_len,
+        pooling: PoolingCard | None = None,
+    ) -> None:
+        """All are of the model. pooling: None: it generates text."""
         super().__init__(Member("api_gateway", Role.API_GATEWAY, 99, "ipc:///99"), *MEMBERS)
-        card = msgspec.structs.replace(CARD, settings=settings, max_model_len=max_model_len)
+        card = msgspec.structs.replace(CARD, settings=settings, max_model_len=max_model_len, pooling=pooling)
         self.members[SCHEDULER] = member(Role.SCHEDULER, SCHEDULER, card=card)
         self.receive: Receive = lambda peer, event: None
         self.running: dict[str, Running] = {}

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
+from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 
-BY_URL: dict[str, Api] = {path: api for api in APIS.values() for path in api.paths}
+LineApi = Api | PoolingApi
+_APIS: list[LineApi] = [*APIS.values(), *POOLING_APIS.values()]
+BY_URL: dict[str, LineApi] = {path: api for api in _APIS for path in api.paths}
 REPEATED = "duplicate_custom_id"
 MAX_SHOWN = 200  # characters of the input in a message
 
@@ -60,7 +64,7 @@ class BatchRequest:
     """A request of the input."""
 
     custom_id: str
-    api: Api
+    api: LineApi
     body: bytes
 
 

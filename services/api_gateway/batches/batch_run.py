@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
+from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.batches.batch_files import OutputFile, read_lines
 from blockyard.services.api_gateway.batches.batch_lines import (
     BatchRequest,
@@ -25,7 +27,7 @@ from blockyard.services.api_gateway.batches.batch_lines import (
 from blockyard.services.api_gateway.batches.line_groups import LineGroups
 from blockyard.services.api_gateway.batches.line_records import Known, LineRecords
 from blockyard.services.api_gateway.bodies.body_parser import BodyParser
-from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedGeneration
+from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedGeneration, ParsedPooling
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
 from blockyard.shared.config.services.batch import BatchConfig
@@ -192,15 +194,19 @@ class BatchRun:
         if len(line.body) > self._limits.max_body_bytes:
             raise RequestError("The body is larger than this server takes.", "body", status=413)
         parsed = await self._body_parser.parse(line.body, context)
-        assert isinstance(parsed, ParsedGeneration)
+        assert isinstance(parsed, ParsedGeneration | ParsedPooling)
         if parsed.ignored:
             self._ignored.note(parsed.ignored)
+        behind, tenant = self._limits.behind_online, self._limits.tenant
+        if isinstance(parsed, ParsedPooling):
+            asked = msgspec.structs.replace(parsed.request, batch_line=behind)
+            return await self._pipeline.pooling.answer(POOLING_APIS[parsed.api], asked, tenant)
         if parsed.request.options.stream:
             raise RequestError("a line of a batch is answered whole; leave `stream` out", "stream")
-        request = replace(parsed.request, batch_line=self._limits.behind_online)
+        request = replace(parsed.request, batch_line=behind)
         turn = self._groups.turn()
         try:
-            return await self._pipeline.whole_answer(line.api, request, self._limits.tenant, turn.enter)
+            return await self._pipeline.whole_answer(APIS[parsed.api], request, tenant, turn.enter)
         finally:
             turn.leave()
 

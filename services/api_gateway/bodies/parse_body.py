@@ -7,8 +7,10 @@ import msgspec
 from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.completions import COMPLETIONS
 from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, StoredTurn
+from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
 from blockyard.services.api_gateway.requests.schemas import (
     ChatRequest,
@@ -40,7 +42,7 @@ class Invocation(msgspec.Struct):
 class ParseContext(msgspec.Struct, frozen=True):
     """Everything but the body and the configuration that parsing depends on."""
 
-    endpoint: str  # the name of an API, or one of the constants above
+    endpoint: str  # the name of an API of either registry, or one of the constants above
     request_id: str  # used where the body has none
     served: Served
     stored: StoredTurn | None = None  # set: the answer may be stored
@@ -66,7 +68,13 @@ class ParsedText(msgspec.Struct, frozen=True, tag=True):
     ignored: list[str]
 
 
-ParsedBody = ParsedGeneration | ParsedText
+class ParsedPooling(msgspec.Struct, frozen=True, tag=True):
+    api: str  # its name
+    request: PoolingRequest
+    ignored: list[str]
+
+
+ParsedBody = ParsedGeneration | ParsedText | ParsedPooling
 
 
 def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, formats: ModelFormats) -> ParsedBody:
@@ -75,10 +83,13 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
         return _tokenize(body, context, config)
     if context.endpoint == DETOKENIZE:
         return _detokenize(body, context, config)
+    if context.endpoint in POOLING_APIS:
+        return _pooling(body, context, config)
     api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
-    check_generates(card)
+    if api.count is None:
+        check_generates(card)
     try:
         if context.stored is None or api.parse_stored is None:
             request = api.parse(fields, card, config, formats.of(card), context.request_id)
@@ -88,6 +99,16 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
         raise RequestError("the body is nested too deeply") from e
     check_lengths(request)
     return ParsedGeneration(api.name, request, [*ignored, *request.ignored])
+
+
+def _pooling(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedPooling:
+    api = POOLING_APIS[context.endpoint]
+    fields, ignored = decode(body, api.schema, config.strict_fields)
+    try:
+        request = api.parse(fields, context.served.card(fields.model), context.request_id)
+    except RecursionError as e:
+        raise RequestError("the body is nested too deeply") from e
+    return ParsedPooling(api.name, request, ignored)
 
 
 def check_lengths(request: GenerateRequest) -> None:

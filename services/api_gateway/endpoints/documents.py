@@ -10,6 +10,7 @@ from aiohttp import web
 from msgspec import inspect as types
 
 from blockyard.services.api_gateway.apis.chat import CHAT
+from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.batch_api.objects import CreateBatch
 from blockyard.services.api_gateway.endpoints.files import FORM as UPLOAD
@@ -54,6 +55,7 @@ SUMMARIES = {
 }
 PAGES = ("/", "/page/{name}")  # are not part of the API
 BODIES |= {path: (api.schema,) for api in APIS.values() for path in api.paths}
+BODIES |= {path: (pooling.schema,) for pooling in POOLING_APIS.values() for path in pooling.paths}
 NUMBERS = {types.IntType: "integer", types.FloatType: "number"}
 SIMPLE = {types.BoolType: "boolean", types.StrType: "string", types.NoneType: "null", types.BytesType: "string"}
 

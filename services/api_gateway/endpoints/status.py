@@ -16,7 +16,7 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Member, ModelCard, Role
 from blockyard.shared.ring_client.ring_links import RingLinks
 
-# roles of which every deployment needs a ready member
+# roles of which a deployment needs a ready member; one of pooling models alone makes no text
 NEEDED = (Role.TOKENIZER_POOL, Role.SCHEDULER, Role.GPU_WORKER, Role.DETOKENIZER)
 PAGE_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml", ".css": "text/css", ".html": "text/html"}
 
@@ -225,7 +225,9 @@ def _ring_json(links: RingLinks) -> bytes:
 
 
 def _missing_roles(links: RingLinks) -> list[str]:
-    return [role.value for role in NEEDED if not links.of(role)]
+    cards = [member.card for member in links.members.values() if member.card is not None]
+    pools = bool(cards) and all(card.pooling is not None for card in cards)
+    return [role.value for role in NEEDED if not links.of(role) and not (pools and role is Role.DETOKENIZER)]
 
 
 def _makes_progress(links: RingLinks, stalled: frozenset[int]) -> bool:

@@ -5,6 +5,7 @@ and are refused, unless they hold one of the listed values, which change nothing
 """
 
 import codecs
+import json
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -23,6 +24,11 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
     "prompt_embeds": ([],),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "images": ([],),
+    "rank_fields": ([], ["text"]),
+    "data": (),
 }
 
 
@@ -204,6 +210,8 @@ def decode(body: bytes, kind: type[T], strict: bool = False) -> tuple[T, list[st
     except msgspec.ValidationError as e:
         raise _invalid(str(e)) from e
     except msgspec.DecodeError as e:
+        if (half := half_surrogate(body)) is not None:
+            raise RequestError(f"`{half}` has half of a surrogate pair, which is no character", half) from e
         at = _byte_offset(str(e))
         field = "" if at is None else field_before(body, at)
         raise RequestError(f"the body is not valid JSON: {e}" + (f", in `{field}`" if field else ""), field) from e
@@ -236,6 +244,32 @@ def _invalid(text: str) -> RequestError:
             name = name.removesuffix("`")
             field = f"{field}.{name}" if field else name
     return RequestError(shortened(text, MAX_CHARS).replace("`$.", "`"), shortened(field, MAX_CHARS))
+
+
+def half_surrogate(body: bytes) -> str | None:
+    """The path of the first text with half of a surrogate pair, which the decoder takes for a cut body; None: none."""
+    if b"\\u" not in body:
+        return None
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    return _half_in(value, "")
+
+
+def _half_in(value: object, where: str) -> str | None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return where
+    elif isinstance(value, list):
+        return next((at for i, one in enumerate(value) if (at := _half_in(one, f"{where}[{i}]")) is not None), None)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            if (at := _half_in(one, f"{where}.{name}" if where else name)) is not None:
+                return at
+    return None
 
 
 def _byte_offset(text: str) -> int | None:

@@ -61,6 +61,12 @@ class StreamChunk(msgspec.Struct):
 decode_chunk = msgspec.json.Decoder(StreamChunk).decode
 
 
+class WholeAnswer(msgspec.Struct):
+    """The field read from an answer of a pooling model, which is not streamed."""
+
+    usage: ChunkUsage
+
+
 class _ErrorText(msgspec.Struct):
     message: str = ""
 
@@ -116,7 +122,10 @@ class FinishedExchange(Protocol):
 
 
 def read(ended: FinishedExchange, asked_output: int) -> RequestResult:
-    """Failures: a status other than 200, an error event, a stream without [DONE], a stream without a token."""
+    """Failures: a status other than 200, an error event, a stream without [DONE], a stream without a token.
+
+    A request without output is of a pooling model: its answer is whole, and its one event is the answer's end.
+    """
     result = RequestResult(ended.sent_s, ended.ended_s, ended.due_s, asked_output=asked_output, failure=ended.failure)
     if result.failure:
         return result
@@ -124,13 +133,25 @@ def read(ended: FinishedExchange, asked_output: int) -> RequestResult:
         found = http_response.read(ended.pieces)
         if found.status != 200:
             result.fail(f"HTTP {found.status}: {error_text(found.body)}")
-        else:
+        elif asked_output:
             _read_events(found.events(), result)
+        else:
+            _read_whole(found, result)
     except BadResponse as e:
         result.fail(str(e))
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        result.fail(f"an event that is not a completion chunk: {e}")
+        result.fail(f"not a completion chunk, or not an answer of a pooling model: {e}")
     return result
+
+
+def _read_whole(found: http_response.HttpResponse, result: RequestResult) -> None:
+    if not found.complete:
+        result.fail("the connection ended before the answer")
+        return
+    usage = msgspec.json.decode(found.body, type=WholeAnswer).usage
+    result.set_usage(ChunkUsage(usage.prompt_tokens, 0))
+    result.tokens_s.append(found.complete_at(len(found.body)))
+    result.end(0.0)
 
 
 def _read_events(events: Iterable[tuple[float, bytes]], result: RequestResult) -> None:

@@ -117,13 +117,11 @@ class AsyncOperations:
         states = await self._ask(Control("", ControlVerb.STATUS))
         return any(state.paused for state in states)
 
-    async def encode(self, *_: object, **__: object) -> None:
-        self._operations.encode()
-
     async def collective_rpc(self, *_: object, **__: object) -> None:
         self._operations.collective_rpc()
 
     add_request = _refused("add_request", "`generate` returns the outputs of a request")
+    encode = _refused("encode", "`LLM` has it")
     get_vllm_config = _refused("get_vllm_config", "`model_config` has the model's name, length and vocabulary")
     start_profile = _refused("start_profile", PROFILE_FROM_OUTSIDE)
     stop_profile = _refused("stop_profile", PROFILE_FROM_OUTSIDE)

@@ -60,6 +60,7 @@ class PooledText:
     raw: memoryview  # the bytes of the numbers, little-endian
     shape: tuple[int, ...]
     num_tokens: int  # of the input, with special tokens
+    token_ids: bytes = b""  # of the input, as in frames
 
     @property
     def data(self) -> "npt.NDArray[np.float32]":

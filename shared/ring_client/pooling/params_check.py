@@ -1,46 +1,57 @@
 """Checks what a request asks of a pooling model against the model's card. Raises RequestError, a 400."""
 
+from typing import NoReturn
+
 from blockyard.shared.config.pooling.modes import PoolingMode, read_vllm_name
 from blockyard.shared.config.pooling.pooling_choice import dimensions_problem
 from blockyard.shared.errors import ConfigError, RequestError
 from blockyard.shared.messages import ModelCard, PoolingCard, PoolingParams, PoolingTask
 
-ENDPOINTS = {
-    PoolingTask.EMBED: "/v1/embeddings, /v2/embed, /score, /rerank and /pooling",
-    PoolingTask.CLASSIFY: "/classify and /pooling",
-    PoolingTask.SCORE: "/score, /rerank and /pooling",
-    PoolingTask.REWARD: "/pooling",
+SCORES = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+# the endpoints of each task, besides /pooling
+ENDPOINTS: dict[PoolingTask, tuple[str, ...]] = {
+    PoolingTask.EMBED: ("/v1/embeddings", "/v2/embed", *SCORES),
+    PoolingTask.CLASSIFY: ("/classify",),
+    PoolingTask.SCORE: SCORES,
+    PoolingTask.REWARD: (),
 }
+GENERATION = "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages"
 _OF_VECTORS = ("dimensions", "normalize")
 _OF_OUTPUTS = ("use_activation", "softmax", "returned_token_ids")
 
 
 def serves(card: ModelCard) -> str:
-    """Says what a model is for, in errors about another use of it."""
+    """Says what a model serves, for errors of calls for anything else."""
     if card.pooling is None:
-        return f"the model `{card.names[0]}` generates text"
+        return f"the model `{card.names[0]}` generates text; it serves {GENERATION}. --task embed makes vectors"
     task = card.pooling.task
-    return f"the model `{card.names[0]}` serves the task {task}: {ENDPOINTS[task]}"
+    paths = ", ".join((*ENDPOINTS[task], "/pooling"))
+    return f"the model `{card.names[0]}` has the task {task.value}; it serves {paths}"
 
 
-def pooling_card(card: ModelCard) -> PoolingCard:
-    """Returns the card of a pooling model. Raises RequestError for a model that generates text."""
-    if card.pooling is None:
-        raise RequestError(f"{serves(card)}, and makes no vectors; --task of the server chooses", "model")
-    return card.pooling
+def refuse_task(card: ModelCard) -> NoReturn:
+    """Raises the error of a call for a task that the model does not have."""
+    raise RequestError(serves(card), "model", code="unsupported_task")
 
 
 def check_generates(card: ModelCard) -> None:
-    """Raises RequestError for a pooling model."""
+    """Raises RequestError if the model generates no text."""
     if card.pooling is not None:
-        raise RequestError(f"{serves(card)}; it generates no text", "model")
+        refuse_task(card)
+
+
+def pooling_card(card: ModelCard, *tasks: PoolingTask) -> PoolingCard:
+    """The card of a pooling model with one of these tasks; with any, if none is named. Raises RequestError."""
+    if card.pooling is None or (tasks and card.pooling.task not in tasks):
+        refuse_task(card)
+    return card.pooling
 
 
 def check_params(params: PoolingParams, card: ModelCard) -> None:
     """Raises RequestError if the model cannot make such results."""
     pooling = pooling_card(card)
     if params.task not in (PoolingTask.ENCODE, pooling.task):
-        raise RequestError(f"{serves(card)}, and not {params.task}", "model")
+        refuse_task(card)
     makes_vectors = pooling.task is PoolingTask.EMBED
     for name in _OF_OUTPUTS if makes_vectors else _OF_VECTORS:
         if getattr(params, name) is not None:

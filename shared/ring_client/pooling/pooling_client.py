@@ -1,6 +1,6 @@
 """Asks the ring for vectors, scores and classes of texts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Pool
@@ -50,7 +50,7 @@ class PoolingClient:
             await entry.done
         finally:
             self._dispatch.close(entry)
-        return PooledAnswer(card, _items(entry), entry.cached_tokens)
+        return PooledAnswer(card, _items(entry, inputs.prompts), entry.cached_tokens)
 
     def _entry(self, call: PoolingCall, card: ModelCard, inputs: TokenizedInputs, arrived_s: float) -> PooledEntry:
         seconds = b"" if inputs.second_starts is None else inputs.second_starts.tobytes()
@@ -73,11 +73,11 @@ class PoolingClient:
         return PooledEntry(request, inputs.prompts, lambda index: field_of(call, index), arrived_s)
 
 
-def _items(entry: PooledEntry) -> list[PooledText]:
+def _items(entry: PooledEntry, prompts: Sequence[bytes]) -> list[PooledText]:
     items = []
-    for result, num_tokens in zip(entry.results, entry.lengths, strict=True):
+    for result, num_tokens, ids in zip(entry.results, entry.lengths, prompts, strict=True):
         assert result is not None, "the entry is done"
         numbers, width = result
         count = len(numbers) // FLOAT_BYTES
-        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens))
+        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens, ids))
     return items

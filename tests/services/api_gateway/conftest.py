@@ -68,8 +68,9 @@ async def _silence() -> AsyncIterator[Any]:
 @asynccontextmanager
 async def _rig(join: bool = True, max_model_len: int = CARD.max_model_len, **fields: Any) -> AsyncIterator[Rig]:
     settings = {name: fields.pop(name) for name in ModelSettings.__struct_fields__ if name in fields}
+    pooling = fields.pop("pooling", None)
     config = GatewayConfig(process=PROCESS, **{"host": "127.0.0.1", "port": 0, "reuse_port": False} | fields)
-    ring = FakeRing(ModelSettings(**settings), max_model_len)
+    ring = FakeRing(ModelSettings(**settings), max_model_len, pooling)
     gateway = Gateway(config, ring)
     ring.receive = gateway.handle
     store = BatchStore(Path(config.batch_dir), config.batch_retention_s) if config.batch_dir else None
@@ -90,7 +91,7 @@ async def _rig(join: bool = True, max_model_len: int = CARD.max_model_len, **fie
 
 @pytest.fixture
 def rig() -> Callable[..., AbstractAsyncContextManager[Rig]]:
-    """`async with rig(**fields of GatewayConfig and ModelSettings) as r`, also with the model's `max_model_len`."""
+    """`async with rig(**fields of GatewayConfig and ModelSettings) as r`, with its `max_model_len`, `pooling`."""
     return _rig
 
 

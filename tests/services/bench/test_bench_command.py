@@ -28,6 +28,12 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def pooling_server() -> Iterator[Server]:
+    with serve("demo", "--worker-cls", "mock", "--task", "embed") as server:
+        yield server
+
+
 def bench(*args: str, program: tuple[str, ...] = ("-m", "blockyard", "bench")) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("BLOCKYARD_", "OPENAI_"))}
     return subprocess.run(
@@ -85,6 +91,16 @@ def test_chat_with_a_shared_prefix(server: Server, tmp_path: Path) -> None:
     assert all(60 <= count <= 180 for count in counts), "words are about as many tokens as asked for, and a template"
 
 
+@pytest.mark.parametrize("endpoint", ["embeddings", "rerank"])
+def test_pooling_endpoints(pooling_server: Server, tmp_path: Path, endpoint: str) -> None:
+    words = ["--endpoint", endpoint, "--batch-size", "4", "--num-prompts", "6", "--input-len", "8"]
+    done = bench("serve", *words, "--base-url", pooling_server.url, "--output", str(tmp_path / "o.json"))
+    assert (done.returncode, done.stderr) == (0, "")
+    s = json.loads((tmp_path / "o.json").read_text())["summary"]
+    assert (s["completed"], s["failed"], s["output_tokens"], s["requests_without_usage"]) == (6, 0, 0, 0)
+    assert s["input_tokens"] > 6 * 4 * 6 and "TTFT" not in done.stdout and "4 texts a request" in done.stdout
+
+
 def test_text_codec_of_a_sharegpt_file_are_counted_by_the_server(server: Server, tmp_path: Path) -> None:
     talk = {"conversations": [{"value": "def add(a, b):\n    return"}, {"value": "    return a + b, of course"}]}
     (tmp_path / "s.json").write_text(json.dumps([talk]))
@@ -117,6 +133,9 @@ def test_refusals_are_failures(server: Server, tmp_path: Path) -> None:
         ),
         (["serve", "--base-url", "localhost:8000"], "--base-url localhost:8000: expected http://HOST:PORT"),
         (["serve", "--extra-body", "1"], "--extra-body 1: not a JSON object: Expected `object`, got `int`"),
+        (["serve", "--endpoint", "rerank", "--ignore-eos"], "--ignore-eos: --endpoint rerank generates nothing"),
+        (["serve", "--endpoint", "embeddings", "--goodput", "ttft:1"], "--goodput ttft:1: --endpoint embeddings has"),
+        (["serve", "--batch-size", "2"], "--batch-size: completions takes one prompt a request"),
         (["latency", "a", "b"], "expected one model, got a b"),
         (["latency", "a", "--model", "b"], "model a and --model b: give one"),
         (["throughput", "demo", "--nonsense", "3"], "--nonsense: no such flag"),

@@ -38,7 +38,7 @@ def test_a_line_is_a_request_of_its_api() -> None:
     ("fields", "code", "words"),
     [
         ({"method": "GET"}, "invalid_method", "GET"),
-        ({"url": "/v1/embeddings"}, "invalid_url", "/v1/embeddings"),
+        ({"url": "/v1/moderations"}, "invalid_url", "/v1/moderations"),
         ({"url": 5}, "invalid_json_line", "url"),
         ({"method": None}, "invalid_json_line", "method"),
     ],

@@ -103,7 +103,7 @@ async def test_a_bad_line_fails_alone(batch: Batch) -> None:
         line("good"),
         b"{",
         line("good", CHAT),
-        line("url", "/v1/embeddings"),
+        line("url", "/v1/moderations"),
         line("stream", stream=True),
         line("stream-message", MESSAGES, stream=True),
         line("field", temperature="hot"),

@@ -1,0 +1,77 @@
+"""Sends a checked request to a pooling model into the ring, and waits for all of its results."""
+
+import asyncio
+import logging
+import secrets
+from contextlib import nullcontext
+
+from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
+from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
+from blockyard.services.api_gateway.responses.http_generation import OpenRequests
+from blockyard.shared.config.services.gateway import GatewayConfig
+from blockyard.shared.errors import RequestError
+from blockyard.shared.ring_client.client import RingClient
+from blockyard.shared.ring_client.pooling.calls import PooledAnswer
+from blockyard.shared.ring_client.pooling.pair_scores import score_pairs
+from blockyard.shared.ring_client.schedulers import not_ready
+
+log = logging.getLogger(__name__)
+
+
+class PoolingPipeline:
+    def __init__(self, client: RingClient, open_requests: OpenRequests, config: GatewayConfig) -> None:
+        """`open_requests` counts them with those of generation."""
+        self._client, self._open_requests, self._config = client, open_requests, config
+        self._running: dict[asyncio.Task[PooledAnswer], str] = {}  # to the id of its answer
+        self._errors: dict[asyncio.Task[PooledAnswer], RequestError] = {}  # of those that were ended
+
+    async def answer(self, api: PoolingApi, request: PoolingRequest, tenant: str) -> bytes:
+        """Returns the body of the answer. Cancelling it drops the request in the ring. Raises RequestError."""
+        model = request.card.names[0]
+        with self._open_requests.counted(request.num_results) if not request.batch_line else nullcontext():
+            self._client.schedulers.check_capacity(model, self._client.clock(), tenant, request.user)
+            if request.batch_line and not self._client.schedulers.of(model):
+                raise not_ready(f"the model `{model}`")  # it is repeated, and so not held
+            pooled = await self._run(request, tenant)
+        if self._config.log_requests:
+            text = "%s: %d results of %d tokens for %s"
+            log.info(text, request.options.answer_id, len(pooled.items), pooled.num_tokens, model)
+        return api.answer(request, pooled)
+
+    def abort(self, answer_ids: set[str], error: RequestError) -> int:
+        """Ends the open requests whose answers have these ids. Returns how many."""
+        return self._end([task for task, answer_id in self._running.items() if answer_id in answer_ids], error)
+
+    def abandon(self, error: RequestError) -> None:
+        """Fails every open request, before the process ends."""
+        self._end(list(self._running), error)
+
+    def _end(self, tasks: list["asyncio.Task[PooledAnswer]"], error: RequestError) -> int:
+        for task in tasks:
+            self._errors[task] = error
+            task.cancel()
+        return len(tasks)
+
+    async def _run(self, request: PoolingRequest, tenant: str) -> PooledAnswer:
+        """Runs in a task of its own, which `abort` and `abandon` end."""
+        task = asyncio.create_task(self._pool(request, tenant))
+        self._running[task] = request.options.answer_id
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if (error := self._errors.get(task)) is not None:
+                raise error from None
+            raise
+        finally:
+            del self._running[task]
+            self._errors.pop(task, None)
+
+    async def _pool(self, request: PoolingRequest, tenant: str) -> PooledAnswer:
+        name = secrets.token_hex(10)
+        if request.pairs is not None:
+            call = request.call([], name, tenant)
+            return await score_pairs(self._client.pooling, call, request.pairs.pairs(), request.pairs.compares)
+        if request.messages is None:
+            return await self._client.pooling.pool(request.call(request.inputs(), name, tenant))
+        [rendered] = await self._client.tokenizer_client.tokenize([request.messages], f"{name}-messages", tenant=tenant)
+        return await self._client.pooling.pool(request.call([rendered.token_ids], name, tenant))
