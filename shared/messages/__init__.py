@@ -7,6 +7,7 @@ ordered. Each socket accepts one union of frames, defined here (`GatewayIn`, `Sc
 conversations to `base`, never back.
 """
 
+from blockyard.shared.messages.adapters import AdapterCard, AdapterLoaded, AdapterPlaced, DropAdapter, LoadAdapter
 from blockyard.shared.messages.base import NO_TOKEN, PROTOCOL_VERSION, FinishReason, Frame, FrameStruct, Hello, Role
 from blockyard.shared.messages.controls import Control, Controlled, ControlVerb, MemoryTag, Sleep, Slept, Wake
 from blockyard.shared.messages.grammars import MAX_GRAMMAR_BYTES, Grammar, GrammarEngine, GrammarKind, OutputConstraint
@@ -140,6 +141,7 @@ SchedulerIn = (
     | KVLanded
     | KVSendEnded
     | KVOpenTransfers
+    | AdapterLoaded
 )
 DetokenizerIn = TokenBatch
-WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort | KVAudit
+WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort | KVAudit | LoadAdapter | DropAdapter

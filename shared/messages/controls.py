@@ -12,6 +12,8 @@ class ControlVerb(enum.IntEnum):
     RESUME = 3
     SLEEP = 4
     WAKE_UP = 5
+    LOAD_ADAPTER = 6
+    UNLOAD_ADAPTER = 7
 
 
 class MemoryTag(enum.StrEnum):
@@ -30,6 +32,9 @@ class Control(Frame, frozen=True):
     drain: bool = False  # pause: True lets running sequences finish, False holds them
     clear_cache: bool = True  # pause: compute all KV again, as after a change of weights
     tags: list[MemoryTag] = []  # wake_up: only these; empty: all
+    adapter: str = ""  # name of the adapter to load or unload
+    adapter_path: str = ""  # load: of its folder
+    replace: bool = False  # load: the name may be in use; running requests finish with the adapter that they began with
 
 
 class Controlled(Frame, frozen=True):

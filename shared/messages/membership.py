@@ -1,5 +1,6 @@
 """Members <-> message bus: the membership list, with each member's role, state and counters."""
 
+from blockyard.shared.messages.adapters import AdapterCard
 from blockyard.shared.messages.base import Frame, FrameStruct, Role
 from blockyard.shared.messages.kv_transfer import KVRole
 from blockyard.shared.messages.model_settings import ModelSettings
@@ -22,6 +23,7 @@ class ModelCard(FrameStruct, frozen=True):
     created: int  # seconds since the epoch
     eos_token_ids: list[int] = []
     settings: ModelSettings = ModelSettings()
+    adapters: list[AdapterCard] = []  # that requests may name as their model
 
 
 class RefusalCount(FrameStruct, frozen=True):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from blockyard.shared.messages.adapters import AdapterPlaced
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.kv_transfer import KVRole, KVSend
 from blockyard.shared.messages.requests import Sampling
@@ -36,6 +37,7 @@ class Geometry(FrameStruct, frozen=True):
     kv_generation: int = 0  # of the KV memory: it rises whenever that is another one
     kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
     vector_size: int = 0  # numbers in the vector of a request without text; 0: the model makes none
+    num_adapter_places: int = 0  # adapters on the device at a time; 0: the worker serves none
 
 
 class Attached(Frame, frozen=True):
@@ -76,6 +78,7 @@ class SlotStart(FrameStruct, frozen=True):
     choice: int
     prompt_logprobs_from: int = 0  # earlier positions were delivered already
     has_text: bool = True  # False: no token is sampled, and the result is a vector
+    adapter_place: int | None = None  # of the adapter that its tokens are computed with; None: with none
 
 
 class SlotBlocks(FrameStruct, frozen=True):
@@ -141,6 +144,7 @@ class StepPlan(Frame, frozen=True):
     fetches: list[BlockFetch] = []
     copies: list[BlockCopy] = []
     sends: list[KVSend] = []
+    adapters: list[AdapterPlaced] = []  # before the plan's starts
 
 
 class SlotResult(FrameStruct, frozen=True):

@@ -1,0 +1,128 @@
+"""The linear layers of a model under the names of their modules, and what an adapter's matrices become there."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.loading.checkpoint_names import bare
+from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, listed
+from blockyard.shared.errors import AdapterError
+
+OTHER_NAMES = {"embed_out": "lm_head"}  # of modules that checkpoints of some families call otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One module: a part of a layer's product."""
+
+    name: str
+    layer: int  # index in the model's linear layers
+    part: MatrixPart
+    start: int  # first output of the part
+    in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an adapter adds to one part of a layer's product: (x @ a.T) @ b.T + bias."""
+
+    start: int  # first output
+    a: Tensor | None  # [rank, in]; None: a bias alone
+    b: Tensor | None  # [out, rank], rows in the order of the product, times the scale
+    bias: Tensor | None = None  # [out]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else self.a.shape[0]
+
+    @property
+    def size(self) -> int:
+        """Outputs."""
+        some = self.bias if self.b is None else self.b
+        assert some is not None
+        return some.shape[0]
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (one for one in (self.a, self.b, self.bias) if one is not None)
+
+
+class ModelTargets:
+    """Finds the modules of adapters in one model."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+        self._targets: dict[str, Target] = {}
+        for layer, linear in enumerate(linears):
+            start = 0
+            for one in linear.spec.parts:
+                if one.name:
+                    target = Target(one.name, layer, one, start, linear.spec.in_features)
+                    self._targets[bare(one.name)] = target
+                start += one.size
+
+    def find(self, module: str) -> Target | None:
+        name = bare(module)
+        return self._targets.get(name) or self._targets.get(OTHER_NAMES.get(name, ""))
+
+    def names(self) -> list[str]:
+        return [target.name for target in self._targets.values()]
+
+    def arrange(self, modules: Sequence[ModuleTensors], dtype: torch.dtype) -> dict[int, list[Delta]]:
+        """Returns the deltas of each linear layer by its index, in `dtype`. Raises AdapterError."""
+        if missing := [module.name for module in modules if self.find(module.name) is None]:
+            raise AdapterError(f"this model has no linear layer for {listed(missing)}")
+        found: dict[int, list[Delta]] = {}
+        for module in modules:
+            target = self.find(module.name)
+            assert target is not None
+            found.setdefault(target.layer, []).append(self._delta(target, module, dtype))
+        return found
+
+    def _delta(self, target: Target, module: ModuleTensors, dtype: torch.dtype) -> Delta:
+        one = target.part
+        stored = one.stored_rows or one.size
+        _check_shape(module, "lora_A", module.a, 1, target.in_features)
+        for name, tensor in (("lora_B", module.b), ("lora_B.bias", module.b_bias), ("bias", module.bias)):
+            _check_shape(module, name, tensor, 0, stored)
+        b = None if module.b is None else (in_order(one, module.b.float()) * module.scale).to(dtype)
+        bias = None
+        if module.b_bias is not None:
+            bias = in_order(one, module.b_bias.float()) * module.scale
+        if module.bias is not None:
+            other = in_order(one, module.bias.float()) - self._bias_of(target)
+            bias = other if bias is None else bias + other
+        a = None if module.a is None else module.a.to(dtype).contiguous()
+        _check_finite(module, dtype, a, b)
+        b = None if b is None else b.contiguous()
+        return Delta(target.start, a, b, None if bias is None else bias.to(dtype).contiguous())
+
+    def _bias_of(self, target: Target) -> Tensor:
+        """The bias of the model itself, which any format gives as the product of zeros."""
+        linear = self._linears[target.layer]
+        if not linear.spec.bias:
+            raise AdapterError(f"the adapter has a bias for {target.name}, which has none in this model")
+        tensors = list(linear.method.tensors().values())
+        zeros = torch.zeros(1, target.in_features, dtype=tensors[0].dtype, device=tensors[0].device)
+        with torch.inference_mode():
+            return linear.method.apply(zeros)[0, target.start : target.start + target.part.size].float().cpu()
+
+
+def in_order(one: MatrixPart, rows: Tensor) -> Tensor:
+    """Brings a part's rows [out, ...] from the checkpoint's order into that of the product."""
+    if one.interleaved:
+        rows = torch.unflatten(rows, 0, (-1, len(one.rows))).transpose(0, 1).flatten(0, 1)
+    return rows if one.arrange is None else one.arrange(rows)
+
+
+def _check_shape(module: ModuleTensors, name: str, tensor: Tensor | None, dim: int, size: int) -> None:
+    if tensor is not None and tensor.shape[dim] != size:
+        raise AdapterError(f"{name} of {module.name} has the shape {tuple(tensor.shape)}; this model has {size} there")
+
+
+def _check_finite(module: ModuleTensors, dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    if not all(bool(torch.isfinite(one).all()) for one in tensors if one is not None):
+        raise AdapterError(f"the matrices of {module.name} are too large for {str(dtype).removeprefix('torch.')}")
