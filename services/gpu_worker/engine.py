@@ -22,6 +22,10 @@ from blockyard.services.gpu_worker.loading.classifier_tokens import settle_class
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
+from blockyard.services.gpu_worker.lora.places import AdapterPlaces
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
@@ -32,6 +36,7 @@ from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
+from blockyard.shared.config.lora import LoraConfig
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
@@ -70,10 +75,7 @@ def start(
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
     share = check(build, settings, dtype, config, backend)
-    table = WeightTable(dtype, backend.device, share)
-    table.link = backend.link
-    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
-    model = build(settings, table)
+    model = build(settings, make_table(dtype, share, config, backend))
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     by = ", by its class in transformers" if is_of_transformers(family) else ""
@@ -85,6 +87,7 @@ def start(
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
         prepare(model, config, max_model_len, backend, report)
+        adapters = make_adapters(model, config.lora, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = KVMemoryNeed(
             block_size=config.block_size,
@@ -124,9 +127,33 @@ def start(
         else:
             start_pooled_steps(again, pools[1], backend, report)
 
-    runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode)
+    runner = Runner(model, pool, geometry, store, start_steps, matchers, config.logprobs_mode, adapters)
     start_steps(runner)
     return runner
+
+
+def make_table(dtype: torch.dtype, share: HostShare, config: WorkerConfig, backend: Backend) -> WeightTable:
+    """Makes the table of a model with memory."""
+    table = WeightTable(dtype, backend.device, share)
+    table.link = backend.link
+    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    return table
+
+
+def make_adapters(model: Model, config: LoraConfig | None, report: StartReport) -> WorkerAdapters | None:
+    """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
+    if config is None:
+        return None
+    linears = model.linears()
+    targets, wanted = ModelTargets(linears), tuple(config.target_modules)
+    known = {name.rpartition(".")[2] for name in targets.names()}
+    if unknown := sorted(set(wanted) - known):
+        raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
+    dtype = model.table.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    limits = AdapterLimits(dtype=dtype, max_rank=config.max_rank, with_bias=config.with_bias, target_modules=wanted)
+    held = f"{config.max_cpu_loras} in host memory"
+    report.note(f"adapters: {config.max_loras} in a step, {held}, each of rank {config.max_rank} at most")
+    return WorkerAdapters(targets, AdapterPlaces(linears, model.adapter_rows, config.max_loras), limits)
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
@@ -180,6 +207,8 @@ def geometry_of(
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_host_blocks=num_host_blocks,
         window=window_of(model.shape.windows, max_model_len),
+        num_adapter_places=0 if config.lora is None else config.lora.max_loras,
+        num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
     )
 
 

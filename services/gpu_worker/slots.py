@@ -9,7 +9,6 @@ import numpy as np
 from blockyard.services.gpu_worker.arrays import Bools, Integers, Ints
 from blockyard.shared.messages import Sampling, SlotBlocks, SlotRun, SlotStart
 
-
 NO_PLACE = -1  # in arrays of adapters' places: a sequence without an adapter
 
 

@@ -38,6 +38,7 @@ class Geometry(FrameStruct, frozen=True):
     kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
     vector_size: int = 0  # numbers in the vector of a request without text; 0: the model makes none
     num_adapter_places: int = 0  # adapters on the device at a time; 0: the worker serves none
+    num_host_adapters: int = 0  # in its host memory
 
 
 class Attached(Frame, frozen=True):

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from blockyard.services.gpu_worker.lora.adapter_config import CONFIG_FILE, AdapterConfig, parse_config
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import CONFIG_FILE, AdapterConfig, parse_config
 
 SAFETENSORS = "adapter_model.safetensors"
 BIN = "adapter_model.bin"

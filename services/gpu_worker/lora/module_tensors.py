@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.lora.adapter_config import AdapterConfig
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import AdapterConfig
 
 PREFIX = "base_model.model."  # of PEFT, before the names of modules
 # what a name ends with -> field of `ModuleTensors`; adapters saved by old releases have the adapter's name in it

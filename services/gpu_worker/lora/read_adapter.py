@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from blockyard.services.gpu_worker.lora.adapter_config import MAX_RANK
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import MAX_RANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, Report, StoredLayers
+from blockyard.services.gpu_worker.interfaces import AdapterHost, CompletedPlan, Report, StoredLayers
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
@@ -38,6 +38,8 @@ class MockRunner:
         self._batch = MockBatch(geometry, 0, pattern, self.block_hashes)
         self._done_at = 0.0
         self._done: list[CompletedPlan] = []  # not collected yet
+
+    adapters: AdapterHost | None = None
 
     @property
     def kv_memory(self) -> TransferBlocks:

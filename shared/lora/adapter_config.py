@@ -1,4 +1,4 @@
-"""Reads `adapter_config.json` of PEFT: which modules an adapter changes, with which rank and scale. Imports no torch."""
+"""Reads `adapter_config.json` of PEFT: which modules an adapter changes, with which rank and scale."""
 
 import math
 import re
@@ -36,9 +36,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 # fields that only training reads
 TRAINING = frozenset(
-    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config fan_in_fan_out inference_mode "
-    "loftq_config lora_dropout lora_ga_config megatron_core peft_type peft_version qalora_group_size revision "
-    "runtime_config task_type init_lora_weights".split()
+    [
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+        *("fan_in_fan_out", "inference_mode", "init_lora_weights", "loftq_config", "lora_dropout", "lora_ga_config"),
+        *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+    ]
 )
 
 
@@ -141,7 +143,7 @@ def _refuse(fields: Mapping[str, Any]) -> None:
     if isinstance(how, str) and how.lower().startswith(OTHER_BASES):
         raise AdapterError(
             f"{CONFIG_FILE}: init_lora_weights {how!r} is not served, because its base weights differ from the "
-            "model's: convert the adapter to plain LoRA when it is saved (PEFT: path_initial_model_for_weight_conversion)"
+            "model's: save it as plain LoRA (path_initial_model_for_weight_conversion of PEFT)"
         )
 
 

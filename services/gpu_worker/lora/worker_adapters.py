@@ -1,0 +1,81 @@
+"""The adapters of one worker: read into host memory beside the steps, and placed by plans."""
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from blockyard.services.gpu_worker.interfaces import LoadedAdapter
+from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.messages import AdapterPlaced
+
+log = logging.getLogger(__name__)
+
+_Job = tuple[int, int, str]  # round, number of the adapter, path
+
+
+class WorkerAdapters:
+    """Implements `AdapterHost`. A thread reads folders, one at a time: files and conversions release the lock."""
+
+    def __init__(self, targets: ModelTargets, places: AdapterPlaces, limits: AdapterLimits) -> None:
+        self.places = places
+        self._targets, self._limits = targets, limits
+        self._held: dict[int, HostAdapter] = {}  # by the scheduler's number
+        self._round = 0  # rises with each reset: what was asked before it is dropped
+        self._num_open = 0
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[int, LoadedAdapter, HostAdapter | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._read_all, name="adapters", daemon=True).start()
+
+    @property
+    def is_loading(self) -> bool:
+        return self._num_open > 0
+
+    def load(self, adapter: int, path: str) -> None:
+        self._num_open += 1
+        self._jobs.put((self._round, adapter, path))
+
+    def drop(self, adapter: int) -> None:
+        self._held.pop(adapter, None)
+
+    def reset(self) -> None:
+        self._round += 1
+        self._num_open = 0
+        self._held.clear()
+
+    def poll(self) -> list[LoadedAdapter]:
+        done: list[LoadedAdapter] = []
+        while not self._results.empty():
+            number, loaded, adapter = self._results.get()
+            if number != self._round:
+                continue
+            self._num_open -= 1
+            if adapter is not None:
+                self._held[loaded.adapter] = adapter
+            done.append(loaded)
+        return done
+
+    def place(self, placed: Sequence[AdapterPlaced]) -> None:
+        """Call it at the launch of the plan that places them."""
+        for one in placed:
+            self.places.put(one.place, self._held[one.adapter])
+
+    def _read_all(self) -> None:
+        while True:
+            number, adapter, path = self._jobs.get()
+            if number != self._round:
+                continue
+            try:
+                held, notes = read_adapter(Path(path), self._targets, self._limits)
+            except AdapterError as e:
+                self._results.put((number, LoadedAdapter(adapter, error=str(e)), None))
+            except Exception as e:  # a broken folder is no reason to end the worker
+                log.exception("adapter %s cannot be read", path)
+                self._results.put((number, LoadedAdapter(adapter, error=f"{path}: {e!r}"), None))
+            else:
+                loaded = LoadedAdapter(adapter, held.digest, held.size_bytes, notes=notes)
+                self._results.put((number, loaded, held))
