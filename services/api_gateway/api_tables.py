@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.endpoints.adapters import AdapterEndpoints
 from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
@@ -19,7 +20,7 @@ from blockyard.shared.errors import ConfigError
 BEGIN = "<!-- routes and fields: written by `blockyard api --write services/api_gateway/README.md` -->"
 END = "<!-- end of routes and fields -->"
 KEYS = {Access.OPEN: "", Access.KEY: "`--api-key`", Access.OPERATOR: "`--admin-key`"}
-ENDPOINTS = (GenerationEndpoints, FileEndpoints, BatchEndpoints, StatusEndpoints, OperatorEndpoints)
+ENDPOINTS = (GenerationEndpoints, FileEndpoints, BatchEndpoints, StatusEndpoints, OperatorEndpoints, AdapterEndpoints)
 
 
 def main(args: Sequence[str]) -> int:

@@ -109,6 +109,8 @@ class RequestPipeline:
                 cache_salt=request.cache_salt,
                 beam=request.choices.beam,
                 batch_line=request.batch_line,
+                adapter="" if request.card.adapter is None else request.card.adapter.name,
+                adapter_digest=request.card.adapter_digest,
             )
             logs = [ChoiceLog(k, self._outer(generation, frame, k, sink)) for k, sink in enumerate(sinks)]
             entry = JournalEntry(

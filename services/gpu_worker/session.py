@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 
-from blockyard.services.gpu_worker.interfaces import KVTransfers, SleepModeRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import AdapterHost, KVTransfers, SleepModeRunner, WorkerLinks
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
     AdapterLoaded,
@@ -37,6 +37,7 @@ class SchedulerSession:
         """transfers: of KV blocks; None: this worker exchanges blocks with no other."""
         self._links, self._runner, self._transfers = links, runner, transfers
         self.plans: deque[StepPlan] = deque()
+        self._drops: list[int] = []  # adapters that are not used any more
         self._scheduler: int | None = None
         self._next = 0  # number of the next plan; 0: none is accepted before the next Attach
 
@@ -78,7 +79,11 @@ class SchedulerSession:
     def is_loading_adapters(self) -> bool:
         """Answers for the adapters that were read since the last call. Returns whether more will be."""
         adapters = self._runner.adapters
-        if adapters is None or not adapters.is_loading:
+        if adapters is None:
+            return False
+        if self._drops:
+            self._drop_adapters(adapters)
+        if not adapters.is_loading:
             return False
         for done in adapters.poll():
             if self._scheduler is not None and self._next > 0:
@@ -101,6 +106,7 @@ class SchedulerSession:
             self._runner.reset_prefix_cache()
         if self._runner.adapters is not None:
             self._runner.adapters.reset()
+            self._drops.clear()
         self._scheduler, self._next = attach.scheduler, 1
         block_ids, names = self._runner.block_hashes.blocks_and_hashes()
         me, geometry, still_open = self._links.me.incarnation, self._runner.geometry, dict[int, list[int]]()
@@ -145,7 +151,14 @@ class SchedulerSession:
         elif isinstance(frame, LoadAdapter):
             self._runner.adapters.load(frame.adapter, frame.path)
         else:
-            self._runner.adapters.drop(frame.adapter)
+            self._drops.append(frame.adapter)
+
+    def _drop_adapters(self, adapters: AdapterHost) -> None:
+        """Drops adapters that no plan in the queue places."""
+        placed = {one.adapter for plan in self.plans for one in plan.adapters}
+        for adapter in [one for one in self._drops if one not in placed]:
+            self._drops.remove(adapter)
+            adapters.drop(adapter)
 
     def _take_transfer(self, peer: int, frame: KVReceive | KVAbort | KVAudit) -> None:
         if peer != self._scheduler:

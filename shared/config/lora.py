@@ -28,3 +28,10 @@ class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     name: str
     path: str
     parent: str = ""  # shown as its base; empty: the first served name
+
+
+class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scheduler's settings of adapters."""
+
+    sources: list[AdapterSource] = []
+    max_wait_s: float = 2.0  # for a place, before the least recently used adapter takes no new sequences

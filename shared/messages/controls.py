@@ -46,6 +46,7 @@ class Controlled(Frame, frozen=True):
     sleep_level: int
     paused: bool
     freed_bytes: int = 0  # by the workers that sleep now
+    field: str = ""  # of the command that is wrong
 
 
 class Sleep(Frame, frozen=True):

@@ -24,6 +24,17 @@ class ModelCard(FrameStruct, frozen=True):
     eos_token_ids: list[int] = []
     settings: ModelSettings = ModelSettings()
     adapters: list[AdapterCard] = []  # that requests may name as their model
+    adapter: AdapterCard | None = None  # that one request names; never on a scheduler's own card
+
+    @property
+    def answer_name(self) -> str:
+        """The model as an answer names it."""
+        return self.names[0] if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """Of the request's adapter; empty: it has none."""
+        return b"" if self.adapter is None else self.adapter.digest
 
 
 class RefusalCount(FrameStruct, frozen=True):

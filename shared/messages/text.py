@@ -37,6 +37,7 @@ class Tokenize(Frame, frozen=True):
     quick: bool = False  # is expected to take little time: runs before long jobs, with a small limit of CPU time
     inner_end: str = ""  # the special token that ends reasoning within the grammar; empty: there is none in it
     suffix: str | None = None  # the text behind the hole that follows `text`; both are cut to `max_tokens`
+    adapter_digest: bytes = b""  # of the adapter's bytes: its blocks are no other's
 
 
 class Tokenized(Frame, frozen=True):

@@ -30,6 +30,9 @@ class Served(msgspec.Struct, frozen=True):
         for card in cards:
             if model in card.names:
                 return card
+            for adapter in card.adapters:
+                if model == adapter.name:
+                    return msgspec.structs.replace(card, adapter=adapter)
         if model in self.expected or not (self.expected or cards):
             raise not_ready(f"the model `{model}`")
         raise RequestError(f"The model `{model[:200]}` does not exist.", "model", 404, code="model_not_found")

@@ -22,7 +22,7 @@ class JoinedDeltas:
 
     def products(self, x: Tensor) -> list[tuple[int, Tensor]]:
         """x [rows, in] -> for each part its first output, and what is added there: [rows, outputs] or [outputs]."""
-        shrunk = [] if self._a is None else self._product(x, self._a).split(self._ranks, dim=1)
+        shrunk = [] if self._a is None else torch.split(self._product(x, self._a), self._ranks, dim=1)
         found = []
         for i, (start, _, b, bias) in enumerate(self._deltas):
             if b is None:

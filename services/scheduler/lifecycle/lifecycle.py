@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from blockyard.services.scheduler.adapters.registry import AdapterRegistry
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
@@ -23,16 +24,19 @@ class Lifecycle:
         handovers: Handovers,
         streams: DetokenizerStreams,
         vectors: VectorOutbox,
+        adapters: AdapterRegistry,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
         self._groups, self._waiting, self._policy = groups, waiting, waiting.policy
         self._parallel_sampling, self._handovers = parallel_sampling, handovers
-        self._streams, self._vectors = streams, vectors
+        self._streams, self._vectors, self._adapters = streams, vectors, adapters
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
+        if request.adapter is not None:
+            self._adapters.use(request.adapter, request.id)
 
     def end(self, sequence: Sequence) -> None:
         """Ends a sequence whose last tokens have been sent. Results in flight are ignored."""
@@ -48,6 +52,8 @@ class Lifecycle:
         self.release(sequence)
         if not request.sequences:
             del self.requests[request.id]
+            if request.adapter is not None:
+                self._adapters.on_request_ended(request.id, request.adapter)
             if request.search is not None:
                 for beam in request.search.replace_beams([]):
                     self.release(beam)

@@ -95,4 +95,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     batch_retention_s: float = 30 * 86400.0  # files and ended batches are removed after it
     batch_lines: int = 256  # of a batch that are answered at a time
     middleware: list[str] = []  # importable names, the first is the outermost
+    lora_dir: str = ""  # below which operators load adapters; empty: they load none
     batch: BatchConfig | None = None  # set: this gateway does not listen

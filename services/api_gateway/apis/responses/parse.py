@@ -100,7 +100,7 @@ def _options(
     return ResponseOptions(
         answer_id="resp_" + (limits.name("request_id", request.request_id, MAX_ID_CHARS) or name),
         created=int(time.time()),
-        model=card.names[0],
+        model=card.answer_name,
         role="assistant",
         stream=bool(request.stream),
         logprobs=LOGPROBS in include,

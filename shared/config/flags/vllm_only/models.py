@@ -203,7 +203,6 @@ ADAPTERS = (
     _adapters("enable-moe-shared-loras", FlagKind.BOOL, False, "Adapters that experts share."),
     _adapters("enable-tower-connector-lora", FlagKind.BOOL, False, "Adapters of image encoders."),
     _adapters("default-mm-loras", FlagKind.JSON, None, "Adapters by kind of media.", harmless=({},)),
-    _adapters("lora-target-modules", FlagKind.LIST, [], "Layers that may have adapters."),
     _adapters("max-lora-cls-labels", FlagKind.INT, None, "Labels of an adapter that classifies.", ge=1),
     _adapters("specialize-active-lora", FlagKind.BOOL, False, "CUDA graphs by number of adapters."),
 )
