@@ -145,7 +145,7 @@ def make_adapters(model: Model, config: LoraConfig | None, report: StartReport) 
     if config is None:
         return None
     linears = model.linears()
-    targets, wanted = ModelTargets(linears), tuple(config.target_modules)
+    targets, wanted = ModelTargets(model), tuple(config.target_modules)
     known = {name.rpartition(".")[2] for name in targets.names()}
     if unknown := sorted(set(wanted) - known):
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")

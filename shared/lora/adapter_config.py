@@ -86,8 +86,8 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         return _is_named(self.target_modules, module) and self._has_layer(module)
 
     def idle_targets(self, modules: Sequence[str]) -> list[str]:
-        """The entries of `target_modules` that name none of these modules."""
-        if not isinstance(self.target_modules, list):
+        """The entries of `target_modules` that name none of these modules. With `exclude_modules` none is told."""
+        if not isinstance(self.target_modules, list) or self.exclude_modules:
             return []
         return [one for one in self.target_modules if not any(_is_named([one], module) for module in modules)]
 

@@ -19,6 +19,7 @@ ENDINGS = {
     "lora_B.bias": "b_bias",
     "lora_B.default.bias": "b_bias",
     "base_layer.bias": "bias",
+    "base_layer.weight": "base",
     "bias": "bias",
 }
 MAX_NAMED = 5  # tensors in one message
@@ -34,6 +35,7 @@ class ModuleTensors:
     b: Tensor | None = None  # [out, rank]
     b_bias: Tensor | None = None  # [out]
     bias: Tensor | None = None  # [out]
+    base: Tensor | None = None  # the module's own weight, which PEFT saves of a head
 
 
 def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_bias: bool) -> list[ModuleTensors]:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, listed
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 
+COMPARED = 16  # columns of a weight, about
 OTHER_NAMES = {"embed_out": "lm_head"}  # of modules that checkpoints of some families call otherwise
 
 
@@ -53,10 +54,10 @@ class Delta:
 class ModelTargets:
     """Finds the modules of adapters in one model."""
 
-    def __init__(self, linears: Sequence[Linear]) -> None:
-        self._linears = linears
+    def __init__(self, model: Model) -> None:
+        self._linears, self._table = model.linears(), model.table
         self._targets: dict[str, Target] = {}
-        for layer, linear in enumerate(linears):
+        for layer, linear in enumerate(self._linears):
             start = 0
             for one in linear.spec.parts:
                 if one.name:
@@ -85,6 +86,8 @@ class ModelTargets:
     def _delta(self, target: Target, module: ModuleTensors, dtype: torch.dtype) -> Delta:
         one = target.part
         stored = one.stored_rows or one.size
+        if module.base is not None:
+            self._check_base(target, module.base)
         _check_shape(module, "lora_A", module.a, 1, target.in_features)
         for name, tensor in (("lora_B", module.b), ("lora_B.bias", module.b_bias), ("bias", module.bias)):
             _check_shape(module, name, tensor, 0, stored)
@@ -100,13 +103,30 @@ class ModelTargets:
         b = None if b is None else b.contiguous()
         return Delta(target.start, a, b, None if bias is None else bias.to(dtype).contiguous())
 
+    def _check_base(self, target: Target, stored: Tensor) -> None:
+        """Raises AdapterError if a weight that came with the adapter is not the model's, by some of its columns."""
+        size = target.in_features
+        columns = torch.arange(0, size, max(1, size // COMPARED))
+        differs = AdapterError(
+            f"the adapter has a weight of its own for {target.name}, which is not the model's: merge it into its base"
+        )
+        if stored.shape != (target.part.stored_rows or target.part.size, size):
+            raise differs
+        units = torch.eye(size, dtype=self._table.dtype)[columns].to(self._table.device)
+        linear, end = self._linears[target.layer], target.start + target.part.size
+        with torch.inference_mode():
+            bias = linear.method.apply(torch.zeros_like(units[:1]))
+            own = (linear.method.apply(units) - bias)[:, target.start : end].float().cpu().T
+        given = in_order(target.part, stored[:, columns].float())
+        if not torch.allclose(own, given, rtol=0.05, atol=0.05 * float(given.abs().mean())):
+            raise differs
+
     def _bias_of(self, target: Target) -> Tensor:
         """The bias of the model itself, which any format gives as the product of zeros."""
         linear = self._linears[target.layer]
         if not linear.spec.bias:
             raise AdapterError(f"the adapter has a bias for {target.name}, which has none in this model")
-        tensors = list(linear.method.tensors().values())
-        zeros = torch.zeros(1, target.in_features, dtype=tensors[0].dtype, device=tensors[0].device)
+        zeros = torch.zeros(1, target.in_features, dtype=self._table.dtype, device=self._table.device)
         with torch.inference_mode():
             return linear.method.apply(zeros)[0, target.start : target.start + target.part.size].float().cpu()
 

@@ -42,6 +42,8 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
         config.max_num_seqs,
         config.max_num_batched_tokens,
         num_host_blocks=mock.num_host_blocks if config.swap_space_gib else 0,
+        num_adapter_places=0 if config.lora is None else config.lora.max_loras,
+        num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
     )
     # Tokenizers have special tokens and single bytes at both ends; ids between them are text.
     first_id = mock.first_id or vocab_size // 8

@@ -5,6 +5,7 @@ keeps its adapter until another one needs it, the least recently used first.
 """
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.plan_pacer import PlanClock
@@ -19,6 +20,7 @@ class HeldAdapter:
 
     number: int
     is_loaded: bool = False
+    has_started: bool = False  # a sequence with it has started here since it was loaded
     used: int = 0  # turn of its last use
 
 
@@ -80,12 +82,16 @@ class GroupAdapters:
         if adapter not in self._held and adapter not in self._wanted and not self.is_refused(adapter):
             self._wanted.append(adapter)
 
-    def take_changes(self) -> HostChanges:
-        """What to tell the worker now. Adapters that nothing uses make room, the least recently used first."""
+    def take_changes(self, wanted: Container[int] = ()) -> HostChanges:
+        """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
+
+        wanted: adapters of waiting sequences. One that was loaded for them stays until the first of them has started:
+        otherwise two adapters could displace each other for ever.
+        """
         changes = HostChanges()
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
             if len(self._held) >= self._num_host:
-                idle = self._least_used_in_host()
+                idle = self._least_used_in_host(wanted)
                 if idle is None:
                     break
                 self._drop(idle)
@@ -141,8 +147,8 @@ class GroupAdapters:
         place = self._places[index]
         place.num_sequences += 1
         place.used = self._turn
-        if adapter in self._held:
-            self._held[adapter].used = self._turn
+        if (held := self._held.get(adapter)) is not None:
+            held.used, held.has_started = self._turn, True
         return index
 
     def take_placed(self) -> list[AdapterPlaced]:
@@ -177,8 +183,14 @@ class GroupAdapters:
         free = [i for i, one in enumerate(self._places) if not one.num_sequences and one.last_plan <= done]
         return min(free, key=lambda i: (self._places[i].adapter is not None, self._places[i].used), default=None)
 
-    def _least_used_in_host(self) -> int | None:
-        idle = [held for held in self._held.values() if held.is_loaded and not self.num_sequences(held.number)]
+    def _least_used_in_host(self, wanted: Container[int]) -> int | None:
+        idle = [
+            held
+            for held in self._held.values()
+            if held.is_loaded
+            and not self.num_sequences(held.number)
+            and (held.has_started or held.number not in wanted)
+        ]
         return min(idle, key=lambda held: held.used).number if idle else None
 
     def _drop(self, adapter: int) -> bool:

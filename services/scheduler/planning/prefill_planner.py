@@ -128,7 +128,7 @@ class PrefillPlanner:
         Only waiting sequences of classes lower than `below` start.
         """
         longs: LongPrefills | None = None
-        if not self._adapter_waits.is_empty:
+        if self._adapter_waits.deferred:
             self._adapter_waits.release(group.adapters)
         if self._partial is not None:
             longs, unfinished = self._partial.begin_plan(group, builder.token_budget, unfinished)

@@ -9,12 +9,8 @@ class AdapterWaits:
     def __init__(self, waiting: WaitingQueue) -> None:
         self._waiting = waiting
         # by adapter, each with its ticket: if the sequence has another one, it has left
-        self._deferred: dict[int, list[tuple[int, Sequence]]] = {}
+        self.deferred: dict[int, list[tuple[int, Sequence]]] = {}
         self._since: dict[int, float] = {}  # by adapter
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._deferred
 
     def defer(self, sequence: Sequence, now: float) -> None:
         """Passes over a sequence until its adapter may start."""
@@ -22,26 +18,26 @@ class AdapterWaits:
         if sequence.is_set_aside:  # in a group's queue
             self._waiting.requeue(sequence)
         self._waiting.set_aside(sequence)
-        self._deferred.setdefault(sequence.request.adapter, []).append((sequence.ticket, sequence))
+        self.deferred.setdefault(sequence.request.adapter, []).append((sequence.ticket, sequence))
         self._since.setdefault(sequence.request.adapter, now)
 
     def wanted(self) -> dict[int, float]:
         """The adapters of sequences that wait, in the order in which they began to, and since when."""
-        for adapter in [one for one, waits in self._deferred.items() if not any(s.ticket == t for t, s in waits)]:
-            del self._deferred[adapter]
-        self._since = {adapter: since for adapter, since in self._since.items() if adapter in self._deferred}
+        for adapter in [one for one, waits in self.deferred.items() if not any(s.ticket == t for t, s in waits)]:
+            del self.deferred[adapter]
+        self._since = {adapter: since for adapter, since in self._since.items() if adapter in self.deferred}
         return self._since
 
     def release(self, adapters: GroupAdapters) -> None:
         """Puts sequences back into the order of the queue whose adapter may start in this group."""
-        for adapter in [one for one in self._deferred if adapters.can_start(one)]:
+        for adapter in [one for one in self.deferred if adapters.can_start(one)]:
             self.release_all(adapter)
 
     def sequences(self, adapter: int) -> list[Sequence]:
-        return [sequence for ticket, sequence in self._deferred.get(adapter, ()) if sequence.ticket == ticket]
+        return [sequence for ticket, sequence in self.deferred.get(adapter, ()) if sequence.ticket == ticket]
 
     def release_all(self, adapter: int) -> None:
         self._since.pop(adapter, None)
-        for ticket, sequence in self._deferred.pop(adapter, ()):
+        for ticket, sequence in self.deferred.pop(adapter, ()):
             if sequence.ticket == ticket:
                 self._waiting.requeue(sequence)

@@ -1,6 +1,7 @@
 """Loads adapters into workers and unloads them: those of the start, those of operators, and by need of sequences."""
 
 import logging
+from collections.abc import Container
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
@@ -117,7 +118,7 @@ class AdapterLoads:
         if self._registry.has_unused:
             for retired in self._registry.take_unused():
                 self._drop(retired)
-        if not self._is_dirty and self._waits.is_empty:
+        if not self._is_dirty and not self._waits.deferred:
             return
         self._is_dirty = False
         wanted = self._waits.wanted()
@@ -129,7 +130,7 @@ class AdapterLoads:
                 if now - since >= self._max_wait_s:
                     self._make_room(group, adapter, preempts=now - since >= 2 * self._max_wait_s)
             if group.adapters.has_work:
-                self._change_host_memory(worker, group)
+                self._change_host_memory(worker, group, wanted)
 
     def _make_room(self, group: WorkerGroup, adapter: int, *, preempts: bool) -> None:
         """An adapter has waited for a place for too long: another one takes no new sequences, and later has none."""
@@ -138,8 +139,8 @@ class AdapterLoads:
             for running in [one for one in group.running if one.adapter_place == place]:
                 self._lifecycle.preempt(group, running)
 
-    def _change_host_memory(self, worker: int, group: WorkerGroup) -> None:
-        changes = group.adapters.take_changes()
+    def _change_host_memory(self, worker: int, group: WorkerGroup, wanted: Container[int]) -> None:
+        changes = group.adapters.take_changes(wanted)
         for number in changes.drop:
             self._outbox.send(worker, DropAdapter(self._scheduler, number))
         for number in changes.load:
