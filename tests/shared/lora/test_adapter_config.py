@@ -73,7 +73,7 @@ def test_ranks_and_scales() -> None:
         (
             {"target_modules": ["p"], "layers_to_transform": [1]},
             ["m.h.1.p", "m.h.1.e.0.p"],
-            ["m.h.0.p", "p", "m.h.0.e.1.p"],
+            ["m.h.0.p", "m.h.0.e.1.p"],
         ),
         ({"target_modules": ["p"], "layers_to_transform": 1, "layers_pattern": "h"}, ["m.h.1.p"], ["m.l.1.p"]),
         ({"target_modules": ["m.h.0.p"], "layers_to_transform": 1}, ["m.h.0.p"], ["m.h.1.p"]),

@@ -16,6 +16,7 @@ from blockyard.shared.errors import AdapterError
 
 PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
 A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
+A7, B7 = A.replace("layers.1", "layers.7"), B.replace("layers.1", "layers.7")
 LIMITS = AdapterLimits(dtype=torch.float32, max_rank=8, with_bias=False)
 
 
@@ -95,9 +96,8 @@ WRONG = [
     (replaced(**{A: torch.ones(4, 64, dtype=torch.int32)}), "int32"),
     (replaced(**{f"{PREFIX}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),
     (replaced(**{f"{PREFIX}.lora_B.bias": torch.ones(64)}), "--enable-lora-bias"),
-    (replaced(**{A.replace("layers.1", "layers.7"): torch.ones(4, 64), B.replace("layers.1", "layers.7"): torch.ones(64, 4)}),
-     "layers.7"),
-]  # fmt: skip
+    (replaced(**{A7: torch.ones(4, 64), B7: torch.ones(64, 4)}), "layers.7"),
+]
 
 
 @pytest.mark.parametrize(("change", "cause"), WRONG, ids=range(len(WRONG)))

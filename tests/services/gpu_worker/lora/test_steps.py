@@ -49,7 +49,7 @@ def run(
     runner: Runner, places: list[int | None], placed: list[AdapterPlaced], **sampling: object
 ) -> list[list[object]]:
     """Tokens and log-probabilities of one sequence for each of `places`, in one batch: by sequence."""
-    wanted = greedy(num_logprobs=2, **sampling)
+    wanted = greedy(num_logprobs=2)
     starts, runs = [], []
     for slot, place in enumerate(places):
         ids = prompt_of(9 + slot, 50 + slot)
@@ -68,11 +68,11 @@ def run(
     return found
 
 
-def alone(runner: Runner, place: int | None, slot: int, number: int, **sampling: object) -> list[object]:
+def alone(runner: Runner, place: int | None, slot: int, number: int) -> list[object]:
     """The sequence of a slot as `run` computes it beside others, all of which have its adapter."""
     runner.reset(8)
     placed = [] if place is None else [AdapterPlaced(place, number)]
-    return run(runner, [place] * (slot + 1), placed, **sampling)[slot]
+    return run(runner, [place] * (slot + 1), placed)[slot]
 
 
 def test_a_mixed_batch_is_as_each_adapter_alone(folders: list[Path]) -> None:
