@@ -22,9 +22,8 @@ from blockyard.services.gpu_worker.loading.classifier_tokens import settle_class
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
-from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
@@ -87,7 +86,7 @@ def start(
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
         prepare(model, config, max_model_len, backend, report)
-        adapters = make_adapters(model, config.lora, report)
+        adapters = make_adapters(model, config.lora, backend, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = KVMemoryNeed(
             block_size=config.block_size,
@@ -140,20 +139,21 @@ def make_table(dtype: torch.dtype, share: HostShare, config: WorkerConfig, backe
     return table
 
 
-def make_adapters(model: Model, config: LoraConfig | None, report: StartReport) -> WorkerAdapters | None:
+def make_adapters(
+    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport
+) -> WorkerAdapters | None:
     """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
     if config is None:
         return None
-    linears = model.linears()
     targets, wanted = ModelTargets(model), tuple(config.target_modules)
-    known = {name.rpartition(".")[2] for name in targets.names()}
+    known = {last_name(name) for name in targets.names()}
     if unknown := sorted(set(wanted) - known):
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
     dtype = model.table.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     limits = AdapterLimits(dtype=dtype, max_rank=config.max_rank, with_bias=config.with_bias, target_modules=wanted)
     held = f"{config.max_cpu_loras} in host memory"
     report.note(f"adapters: {config.max_loras} in a step, {held}, each of rank {config.max_rank} at most")
-    return WorkerAdapters(targets, AdapterPlaces(linears, model.adapter_rows, config.max_loras), limits)
+    return WorkerAdapters(targets, backend.make_places(model, config.max_loras, limits), limits)
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

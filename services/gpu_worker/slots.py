@@ -121,6 +121,10 @@ class Slots:
             self.adapter_places[slot] = NO_PLACE
             self.num_tokens[slot] = self.num_known[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
 
+    def are_adapted(self, slots: Ints) -> bool:
+        """Whether one of these slots has an adapter."""
+        return self.num_adapted > 0 and bool((self.adapter_places[slots] != NO_PLACE).any())
+
     def finish(self, slot: int) -> None:
         """Stops scheduling a slot. Its state is kept until it is ended."""
         self.live[slot] = False

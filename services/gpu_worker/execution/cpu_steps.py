@@ -104,8 +104,8 @@ class CpuSteps:
         attend = self._metadata_builder.attention(
             blocks, positions % size, tables, counts, lengths, step.owners, step.rows.num_decodes
         )
-        places = table.adapter_places[rows] if table.num_adapted else None
-        self._model.adapter_rows.begin(None if places is None or places.max() < 0 else torch.from_numpy(places))
+        places = torch.from_numpy(table.adapter_places[rows]) if table.are_adapted(slots) else None
+        self._model.adapter_rows.begin(places)
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
         return self._model.forward(Step(token_ids, torch.from_numpy(positions), attend))
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.linear import Linear, in_groups
+from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import Delta
 
 
@@ -65,3 +66,23 @@ class CpuAdaptedRows:
                     part.add_(added)
                 else:
                     part.index_add_(0, rows, added.to(out.dtype))
+
+
+class CpuPlaces:
+    """Implements `AdapterPlaces`: a place refers to the matrices in host memory."""
+
+    def __init__(self, linears: Sequence[Linear], rows: AdapterRows, num_places: int) -> None:
+        """rows: of the model."""
+        self.num_places = num_places
+        self._layers = [CpuAdaptedRows(linear, rows) for linear in linears]
+        for linear, layer in zip(linears, self._layers, strict=True):
+            linear.adapt(layer)
+
+    def prepare(self, adapter: HostAdapter) -> HostAdapter:
+        return adapter
+
+    def put(self, place: int, adapter: HostAdapter) -> None:
+        assert 0 <= place < self.num_places, f"place {place} of {self.num_places}"
+        with torch.inference_mode():
+            for index, layer in enumerate(self._layers):
+                layer.put(place, adapter.deltas.get(index, ()))

@@ -8,7 +8,7 @@ import torch
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
 from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK
 
@@ -37,7 +37,6 @@ def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
         raise AdapterError(
             f"the adapter has rank {module.a.shape[0]} for {module.name}; --max-lora-rank is {limits.max_rank}"
         )
-    last = module.name.rpartition(".")[2]
-    if limits.target_modules and last not in limits.target_modules:
+    if limits.target_modules and last_name(module.name) not in limits.target_modules:
         allowed = ", ".join(limits.target_modules)
         raise AdapterError(f"the adapter changes {module.name}; --lora-target-modules allows {allowed}")

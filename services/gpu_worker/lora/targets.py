@@ -131,6 +131,11 @@ class ModelTargets:
             return linear.method.apply(zeros)[0, target.start : target.start + target.part.size].float().cpu()
 
 
+def last_name(module: str) -> str:
+    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
+    return module.rpartition(".")[2]
+
+
 def in_order(one: MatrixPart, rows: Tensor) -> Tensor:
     """Brings a part's rows [out, ...] from the checkpoint's order into that of the product."""
     if one.interleaved:

@@ -71,6 +71,7 @@ class WorkerAdapters:
                 continue
             try:
                 held, notes = read_adapter(Path(path), self._targets, self._limits)
+                held = self.places.prepare(held)
             except AdapterError as e:
                 self._results.put((number, LoadedAdapter(adapter, error=str(e)), None))
             except Exception as e:  # a broken folder is no reason to end the worker

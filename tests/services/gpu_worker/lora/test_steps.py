@@ -1,18 +1,15 @@
 """Sequences with and without adapters in the steps of a runner."""
 
-import time
 from pathlib import Path
 
-import msgspec
 import pytest
-from peft_adapters import save_adapter
-from plan_driver import as_bytes
+from peft_adapters import Batch, load_adapters, save_adapter
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.lora import LoraConfig
-from blockyard.shared.messages import AdapterPlaced, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import AdapterPlaced
 
 LORA = LoraConfig(max_loras=2, max_cpu_loras=3)
 STEPS = 6
@@ -33,42 +30,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def loaded(folders: list[Path], **fields: object) -> Runner:
     runner = start(folders[0], lora=LORA, **fields)
     runner.reset(8)
-    adapters = runner.adapters
-    assert adapters is not None
-    for number, folder in enumerate(folders[1:], 1):
-        adapters.load(number, str(folder))
-    done = []
-    while adapters.is_loading:
-        done += adapters.poll()
-        time.sleep(0.001)
-    assert [one.error for one in done] == ["", ""] and done[0].digest != done[1].digest
+    load_adapters(runner, folders[1:])
     return runner
 
 
-def run(
-    runner: Runner, places: list[int | None], placed: list[AdapterPlaced], **sampling: object
-) -> list[list[object]]:
-    """Tokens and log-probabilities of one sequence for each of `places`, in one batch: by sequence."""
-    wanted = greedy(num_logprobs=2)
-    starts, runs = [], []
-    for slot, place in enumerate(places):
-        ids = prompt_of(9 + slot, 50 + slot)
-        blocks = list(range(slot * 8, slot * 8 + 8))
-        first = SlotStart(slot, as_bytes(ids), len(ids), 0, blocks, wanted, 0)
-        starts.append(msgspec.structs.replace(first, adapter_place=place))
-        runs.append(SlotRun(slot, len(ids)))
-    found: list[list[object]] = [[] for _ in places]
-    for number in range(1, STEPS + 1):
-        begins = number == 1
-        steps = runs if begins else [SlotRun(slot, 1) for slot in range(len(places))]
-        plan = StepPlan(1, number, [], starts if begins else [], [], steps, adapters=placed if begins else [])
-        for result in runner.execute(plan):
-            assert not result.detail, result.detail
-            found[result.slot].append((result.token_ids, result.logprobs[0].logprob))
-    return found
+def run(runner: Runner, places: list[int | None], placed: list[AdapterPlaced]) -> list[list[tuple[list[int], float]]]:
+    return Batch(runner, places, placed).run(STEPS)
 
 
-def alone(runner: Runner, place: int | None, slot: int, number: int) -> list[object]:
+def alone(runner: Runner, place: int | None, slot: int, number: int) -> list[tuple[list[int], float]]:
     """The sequence of a slot as `run` computes it beside others, all of which have its adapter."""
     runner.reset(8)
     placed = [] if place is None else [AdapterPlaced(place, number)]
@@ -85,7 +55,7 @@ def test_a_mixed_batch_is_as_each_adapter_alone(folders: list[Path]) -> None:
     assert mixed[0] != mixed[3]
 
 
-def _with(folders: list[Path], place: int | None, slot: int, number: int) -> list[object]:
+def _with(folders: list[Path], place: int | None, slot: int, number: int) -> list[tuple[list[int], float]]:
     return alone(loaded(folders), place, slot, number)
 
 
@@ -97,7 +67,7 @@ def test_a_batch_invariant_sequence_has_the_same_bits_beside_others(folders: lis
     assert mixed[1] == _with_invariant(folders, None, 1, 0)
 
 
-def _with_invariant(folders: list[Path], place: int | None, slot: int, number: int) -> list[object]:
+def _with_invariant(folders: list[Path], place: int | None, slot: int, number: int) -> list[tuple[list[int], float]]:
     return alone(loaded(folders, batch_invariant=True), place, slot, number)
 
 
@@ -126,13 +96,10 @@ def test_a_place_that_gets_another_adapter(folders: list[Path]) -> None:
 def test_prompt_logprobs_are_of_the_adapter(folders: list[Path]) -> None:
     """Of an adapter of the head, too."""
     runner = loaded(folders)
-    ids = prompt_of(9, 50)
     found = []
     for place in (None, 1):
         runner.batch.reset(8)
         sampling = greedy(num_prompt_logprobs=0)
-        first = SlotStart(0, as_bytes(ids), len(ids), 0, [0, 1], sampling, 0, adapter_place=place)
-        placed = [AdapterPlaced(1, 2)]
-        [result] = runner.execute(StepPlan(1, 1, [], [first], [], [SlotRun(0, len(ids))], adapters=placed))
+        [result] = Batch(runner, [place], [AdapterPlaced(1, 2)], sampling, [prompt_of(9, 50)]).first()
         found.append([one.logprob for one in result.prompt_logprobs])
     assert len(found[0]) == 8 and all(abs(a - b) > 1e-4 for a, b in zip(*found, strict=True))
