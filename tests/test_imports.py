@@ -82,6 +82,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 LAYERS["shared"] = (
     "errors",
+    "lora",
     "architectures",
     "charts",
     "percentiles",
@@ -111,12 +112,14 @@ LAYERS["shared/grammars"] = (
 )
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
-LAYERS["shared/messages"] = ("base", "grammars", "requests", "streams", "kv_transfer", "steps", "text", "controls")
+LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "streams", "kv_transfer", "steps", "text")
+LAYERS["shared/messages"] += ("controls",)
 LAYERS["shared/messages"] += ("model_settings", "membership", "metrics")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
     "text_part",
+    "lora",
     "services",
     "flags",
     "flag_values",
@@ -126,6 +129,7 @@ LAYERS["shared/config"] = (
 )
 LAYERS["shared/config"] += (
     "kv_transfer",
+    "adapters",
     "structured_outputs",
     "host_memory",
     "checkpoint",
@@ -215,6 +219,7 @@ LAYERS["services/gpu_worker"] = (
 )
 LAYERS["services/gpu_worker"] += (
     "models",
+    "lora",
     "kv",
     "linear_tuning",
     "attention",
@@ -247,9 +252,10 @@ LAYERS["kernels"] = (
     "layers",
     "kv_cache",
 )
-LAYERS["kernels"] += ("attention", "quantized", "moe")
+LAYERS["kernels"] += ("attention", "quantized", "moe", "lora")
 
-LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "transfers")
+LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "adapters", "sequences", "kv_cache", "batch", "queue")
+LAYERS["services/scheduler"] += ("transfers",)
 LAYERS["services/scheduler"] += (
     "lifecycle",
     "admission",

@@ -25,7 +25,7 @@ class HeldAdapter:
 
 
 @dataclass(slots=True)
-class Place:
+class AdapterPlace:
     adapter: int | None = None
     num_sequences: int = 0
     last_plan: int = 0  # number of the last plan that may read it, once it has no sequences
@@ -45,7 +45,7 @@ class GroupAdapters:
     """Pure state: numbers of adapters and plans. No frames, no time."""
 
     def __init__(self, geometry: Geometry, plan_clock: PlanClock) -> None:
-        self._places = [Place() for _ in range(geometry.num_adapter_places)]
+        self._places = [AdapterPlace() for _ in range(geometry.num_adapter_places)]
         self._num_host = geometry.num_host_adapters
         self._plan_clock = plan_clock
         self._held: dict[int, HeldAdapter] = {}
