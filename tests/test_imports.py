@@ -172,6 +172,7 @@ LAYERS["services/launcher"] += ("batches",)
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
 LAYERS["services/offline"] += (
     "session",
+    "adapters",
     "engine_args",
     "metrics",
     "operations",

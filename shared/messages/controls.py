@@ -2,6 +2,7 @@
 
 import enum
 
+from blockyard.shared.messages.adapters import AdapterCard
 from blockyard.shared.messages.base import Frame
 
 
@@ -47,6 +48,7 @@ class Controlled(Frame, frozen=True):
     paused: bool
     freed_bytes: int = 0  # by the workers that sleep now
     field: str = ""  # of the command that is wrong
+    adapters: list[AdapterCard] | None = None  # that are served once the command is done; None: it is of none
 
 
 class Sleep(Frame, frozen=True):

@@ -80,7 +80,7 @@ class RingClient:
             case QueueCapacityChanged():
                 self.schedulers.heard(peer, event.capacity, self.clock())
             case Controlled():
-                self.controls.answered(peer, event)
+                self._controlled(peer, event)
             case StatsResponse():
                 self.counts.on_response(peer, event)
             case Joined() | Changed():
@@ -102,6 +102,11 @@ class RingClient:
     def num_open(self) -> int:
         """Returns the number of choices that have not ended."""
         return sum(entry.num_open for entry in self.journal.entries.values())
+
+    def _controlled(self, peer: int, answer: Controlled) -> None:
+        if answer.adapters is not None:
+            self.schedulers.on_adapters(peer, answer.adapters)
+        self.controls.answered(peer, answer)
 
     def _changed(self, member: Member) -> None:
         self.schedulers.changed(member)

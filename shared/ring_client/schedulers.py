@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Member, ModelCard, QueueCapacity, Role
+from blockyard.shared.messages import AdapterCard, Member, ModelCard, QueueCapacity, Role
 
 FULL_FOR_S = 5.0  # a queue counts as full for at most this long, in case the frame of new capacity is lost
 # A model still takes requests for this long after its last scheduler was lost. One that stands still is lost after 4 s,
@@ -56,6 +56,13 @@ class Schedulers:
             self._away.pop(member.card.names[0], None)
         else:
             self._schedulers.pop(member.incarnation, None)
+
+    def on_adapters(self, scheduler: int, adapters: list[AdapterCard]) -> None:
+        """A scheduler has answered a command with the adapters that it serves: its card with them comes later."""
+        member = self._schedulers.get(scheduler)
+        if member is not None and member.card is not None:
+            card = msgspec.structs.replace(member.card, adapters=adapters)
+            self._schedulers[scheduler] = msgspec.structs.replace(member, card=card)
 
     def gone(self, member: Member, now: float) -> None:
         lost = self._schedulers.pop(member.incarnation, None)

@@ -234,5 +234,6 @@ class AdapterLoads:
                 self._answer(gateway, frame.request_id, 200, "")
 
     def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "lora_name") -> None:
-        answer = Controlled(request_id, status, message, 0, False, field=field if status >= 400 else "")
+        cards, field = self._registry.cards, field if status >= 400 else ""
+        answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards)
         self._outbox.answer(gateway, answer)
