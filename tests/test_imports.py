@@ -145,6 +145,7 @@ LAYERS["shared/ring_client"] = (
     "ring_links",
     "request_fields",
     "choice_reader",
+    "lost_adapters",
     "schedulers",
     "controls",
     "grammar_verdicts",

@@ -57,7 +57,7 @@ class RingClient:
         self.journal = Journal()
         self.schedulers = Schedulers(served_model_names)
         self.tokenizer_client = TokenizerClient(links, check_wait_s)
-        self.controls = ControlClient(links)
+        self.controls, self._links = ControlClient(links), links
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.schedulers, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.schedulers, self.dispatch, stall_timeout_s)
@@ -105,11 +105,14 @@ class RingClient:
 
     def _controlled(self, peer: int, answer: Controlled) -> None:
         if answer.adapters is not None:
+            self.schedulers.lost_adapters.on_answer(peer, answer)
             self.schedulers.on_adapters(peer, answer.adapters)
         self.controls.answered(peer, answer)
 
     def _changed(self, member: Member) -> None:
         self.schedulers.changed(member)
+        for scheduler, command in self.schedulers.lost_adapters.take_commands():
+            self._links.send(scheduler, command)
         self.tokenizer_client.changed(member)
         self._recovery.changed(member, self.clock())
         if member.role is Role.SCHEDULER and (cards := self.schedulers.cards()):

@@ -86,16 +86,17 @@ class GroupAdapters:
         """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
 
         wanted: adapters of waiting sequences. One that was loaded for them stays until the first of them has started:
-        otherwise two adapters could displace each other for ever.
+        otherwise two adapters could displace each other for ever. One that no sequence waits for is read to be checked,
+        and has room of its own: a command need not wait for requests.
         """
         changes = HostChanges()
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
-            if len(self._held) >= self._num_host:
-                idle = self._least_used_in_host(wanted)
-                if idle is None:
-                    break
+            room = self._num_host + (self._wanted[0] not in wanted)
+            while len(self._held) >= room and (idle := self._least_used_in_host(wanted)) is not None:
                 self._drop(idle)
                 changes.drop.append(idle)
+            if len(self._held) >= room:
+                break
             self._turn += 1
             adapter = self._wanted.popleft()
             self._held[adapter] = HeldAdapter(adapter, used=self._turn)

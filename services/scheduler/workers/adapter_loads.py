@@ -131,6 +131,7 @@ class AdapterLoads:
                     self._make_room(group, adapter, preempts=now - since >= 2 * self._max_wait_s)
             if group.adapters.has_work:
                 self._change_host_memory(worker, group, wanted)
+                self._is_dirty = self._is_dirty or group.adapters.has_work  # there is no room yet
 
     def _make_room(self, group: WorkerGroup, adapter: int, *, preempts: bool) -> None:
         """An adapter has waited for a place for too long: another one takes no new sequences, and later has none."""

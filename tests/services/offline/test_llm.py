@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blockyard import LLM, EngineArgs, GenerationError, LoRARequest, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from blockyard import (
+    LLM,
+    EngineArgs,
+    GenerationError,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from blockyard.services.offline.metrics import Histogram
 from blockyard.services.offline.outputs import RingLost
 from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
