@@ -151,9 +151,11 @@ def make_adapters(
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
     dtype = model.table.dtype if config.dtype == "auto" else DTYPES[config.dtype]
     limits = AdapterLimits(dtype=dtype, max_rank=config.max_rank, with_bias=config.with_bias, target_modules=wanted)
-    held = f"{config.max_cpu_loras} in host memory"
-    report.note(f"adapters: {config.max_loras} in a step, {held}, each of rank {config.max_rank} at most")
-    return WorkerAdapters(targets, backend.make_places(model, config.max_loras, limits), limits)
+    places = backend.make_places(model, config.max_loras, limits)
+    held, size = f"{config.max_cpu_loras} in host memory", places.size_bytes
+    on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
+    report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
+    return WorkerAdapters(targets, places, limits)
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

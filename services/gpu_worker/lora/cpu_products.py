@@ -78,6 +78,10 @@ class CpuPlaces:
         for linear, layer in zip(linears, self._layers, strict=True):
             linear.adapt(layer)
 
+    @property
+    def size_bytes(self) -> int:
+        return 0
+
     def prepare(self, adapter: HostAdapter) -> HostAdapter:
         return adapter
 

@@ -29,6 +29,10 @@ class AdapterPlaces(Protocol):
 
     num_places: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the device."""
+
     def prepare(self, adapter: HostAdapter) -> HostAdapter:
         """Moves an adapter to the host memory that `put` takes. May be called from any thread."""
 

@@ -3,7 +3,9 @@
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
@@ -15,7 +17,31 @@ from blockyard.shared.messages import AdapterPlaced
 
 log = logging.getLogger(__name__)
 
-_Job = tuple[int, int, str]  # round, number of the adapter, path
+
+@dataclass(frozen=True, slots=True)
+class _ReadJob:
+    """An adapter to read. It has all that the thread needs, which keeps nothing between jobs."""
+
+    number: int  # of the round
+    adapter: int
+    path: str
+    targets: ModelTargets
+    limits: AdapterLimits
+    places: AdapterPlaces
+
+    def read(self) -> tuple[LoadedAdapter, HostAdapter | None]:
+        try:
+            held, notes = read_adapter(Path(self.path), self.targets, self.limits)
+            held = self.places.prepare(held)
+        except AdapterError as e:
+            return LoadedAdapter(self.adapter, error=str(e)), None
+        except Exception as e:  # a broken folder is no reason to end the worker
+            log.exception("adapter %s cannot be read", self.path)
+            return LoadedAdapter(self.adapter, error=f"{self.path}: {e!r}"), None
+        return LoadedAdapter(self.adapter, held.digest, held.size_bytes, notes=notes), held
+
+
+_ReadResult = tuple[int, LoadedAdapter, HostAdapter | None]  # of a round
 
 
 class WorkerAdapters:
@@ -27,9 +53,10 @@ class WorkerAdapters:
         self._held: dict[int, HostAdapter] = {}  # by the scheduler's number
         self._round = 0  # rises with each reset: what was asked before it is dropped
         self._num_open = 0
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[int, LoadedAdapter, HostAdapter | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._read_all, name="adapters", daemon=True).start()
+        self._jobs: queue.SimpleQueue[_ReadJob | None] = queue.SimpleQueue()  # None: no more
+        self._results: queue.SimpleQueue[_ReadResult] = queue.SimpleQueue()
+        threading.Thread(target=_read_all, args=(self._jobs, self._results), name="adapters", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)  # the thread holds no model whose memory is to be freed
 
     @property
     def is_loading(self) -> bool:
@@ -37,7 +64,7 @@ class WorkerAdapters:
 
     def load(self, adapter: int, path: str) -> None:
         self._num_open += 1
-        self._jobs.put((self._round, adapter, path))
+        self._jobs.put(_ReadJob(self._round, adapter, path, self._targets, self._limits, self.places))
 
     def drop(self, adapter: int) -> None:
         self._held.pop(adapter, None)
@@ -64,19 +91,8 @@ class WorkerAdapters:
         for one in placed:
             self.places.put(one.place, self._held[one.adapter])
 
-    def _read_all(self) -> None:
-        while True:
-            number, adapter, path = self._jobs.get()
-            if number != self._round:
-                continue
-            try:
-                held, notes = read_adapter(Path(path), self._targets, self._limits)
-                held = self.places.prepare(held)
-            except AdapterError as e:
-                self._results.put((number, LoadedAdapter(adapter, error=str(e)), None))
-            except Exception as e:  # a broken folder is no reason to end the worker
-                log.exception("adapter %s cannot be read", path)
-                self._results.put((number, LoadedAdapter(adapter, error=f"{path}: {e!r}"), None))
-            else:
-                loaded = LoadedAdapter(adapter, held.digest, held.size_bytes, notes=notes)
-                self._results.put((number, loaded, held))
+
+def _read_all(jobs: "queue.SimpleQueue[_ReadJob | None]", results: "queue.SimpleQueue[_ReadResult]") -> None:
+    while (job := jobs.get()) is not None:
+        results.put((job.number, *job.read()))
+        del job

@@ -19,6 +19,7 @@ from blockyard.services.scheduler.workers.group_queue import GroupQueue, RoutedS
 from blockyard.services.scheduler.workers.role_router import RoleRouter
 
 TOO_LONG = 1 << 40  # the cost of a group in which the sequence reaches the length limit
+ADAPTER_TOKENS = 1024  # the cost of a place for an adapter, in prompt tokens: another one may have to leave it
 MAX_PLANS_WAITED = 4  # in a group queue, before a sequence may go to another group
 
 _NOTHING = PrefixMatch()
@@ -150,6 +151,7 @@ class Router:
         known, size, first = sequence.num_tokens, 0, None
         near = sibling_groups(sequence)
         own = max(1, known - sequence.request.num_prompt)  # tokens that other sequences of the request do not compute
+        adapter = sequence.request.adapter
         for queue in queues:
             pool = queue.group.kv_cache.blocks
             if pool.block_size != size:
@@ -163,8 +165,10 @@ class Router:
                 num_tokens = own
             elif queue.is_busy:
                 continue
-            too_long = TOO_LONG if known >= queue.group.max_model_len else 0
-            price = cost(num_tokens, backlog + too_long, len(queue.group.running) + len(queue.entries))
+            extra = TOO_LONG if known >= queue.group.max_model_len else 0
+            if adapter is not None and not queue.group.adapters.is_placed(adapter):
+                extra += TOO_LONG if queue.group.adapters.is_refused(adapter) else ADAPTER_TOKENS
+            price = cost(num_tokens, backlog + extra, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
                 continue
             num_blocks = queue.group.kv_cache.num_blocks_to_take(known, found, alone=not queue.group.running)

@@ -185,3 +185,21 @@ def test_prompts_of_two_adapters_share_no_block() -> None:
     stats = world.core.stats()
     assert stats.prefix_hits_total == 16, "the fourth request finds the blocks of the first alone"
     world.check_outputs()
+
+
+def test_a_request_goes_where_its_adapter_is() -> None:
+    world = make(workers=2)
+    submit(world, "1", "a0", 30)
+    first, second = world.workers.values()
+    for _ in range(3):
+        world.work(first)
+        world.work(second)
+    holders = [group for group in world.core.groups.values() if group.running]
+    submit(world, "2", "a0", 30)
+    world.turn()
+    for _ in range(3):
+        world.work(first)
+        world.work(second)
+    assert [len(group.running) for group in holders] == [2], "the other group would need a place for it"
+    world.settle()
+    world.check_outputs()
