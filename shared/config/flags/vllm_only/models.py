@@ -7,7 +7,7 @@ from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 _POOLING = not_built("pooling models")
 _SPECULATION = not_built("speculative decoding")
 _STATES = not_built("Mamba and other models with a state in place of KV")
-_ADAPTERS = not_built("LoRA adapters")
+_ADAPTERS = not_built("adapters of this kind")
 _WHOLE_SLEEP = "--enable-sleep-mode is enough: CUDA graphs and links stay, weights and KV memory are freed"
 
 _drafts = partial(Flag, refused=_SPECULATION)
