@@ -85,6 +85,10 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
             return True
         return _is_named(self.target_modules, module) and self._has_layer(module)
 
+    def targets_parameter(self, parameter: str) -> bool:
+        """Whether the adapter changes a parameter by its own name, as stacks of experts and some routers have."""
+        return _is_named(self.target_parameters or [], parameter)
+
     def idle_targets(self, modules: Sequence[str]) -> list[str]:
         """The entries of `target_modules` that name none of these modules. With `exclude_modules` none is told."""
         if not isinstance(self.target_modules, list) or self.exclude_modules:
@@ -152,8 +156,6 @@ def _check(config: AdapterConfig) -> None:
         raise AdapterError(f"{CONFIG_FILE}: bias {config.bias!r} is not one of none, all, lora_only")
     if config.target_modules is None and not config.target_parameters:
         raise AdapterError(f"{CONFIG_FILE}: target_modules is missing")
-    if config.target_parameters:
-        raise AdapterError(f"{CONFIG_FILE}: target_parameters {config.target_parameters} are not served yet")
     for name in ("modules_to_save", "trainable_token_indices"):
         if getattr(config, name):
             raise AdapterError(f"{CONFIG_FILE}: {name} {getattr(config, name)} is not served yet")

@@ -9,6 +9,7 @@ group. Without the copy they did, because the alignment differed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +50,9 @@ class AdaptedRows(Protocol):
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         """Adds the products of x [rows, in] to out [rows, out], in place."""
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        """Meanwhile products are of these rows of the step alone: rows [n] int64."""
 
 
 class Linear:
@@ -160,6 +164,10 @@ class Linear:
         the layer's own input, and its product is added to the layer's own output.
         """
         self._adapted = adapted
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        """Meanwhile products are of these rows of the step alone: rows [n] int64."""
+        return nullcontext() if self._adapted is None else self._adapted.only(rows)
 
     @property
     def is_adapted(self) -> bool:

@@ -1,6 +1,7 @@
 """Products of adapters on the CPU: one pair of products for each adapter that rows of the step have."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -54,6 +55,9 @@ class CpuAdaptedRows:
         self._places.pop(place, None)
         if deltas:
             self._places[place] = JoinedDeltas(deltas, batch_invariant=self._linear.is_batch_invariant)
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        return self._rows.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         for place, rows in self._rows.groups():

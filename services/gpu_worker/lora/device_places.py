@@ -6,6 +6,7 @@ table says where each one begins.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -35,6 +36,9 @@ class DeviceAdaptedRows:
     @property
     def is_active(self) -> bool:
         return self.rows.is_active
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        return self.rows.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         self.add(x, self.rows.places, self.table, out)

@@ -22,6 +22,8 @@ ENDINGS = {
     "base_layer.weight": "base",
     "bias": "bias",
 }
+STACK_SUFFIX = ".base_layer"  # of a module of which PEFT adapts two parameters
+STACKED = ("gate_up_proj", "down_proj")  # names of parameters that are stacks of experts
 MAX_NAMED = 5  # tensors in one message
 
 
@@ -36,6 +38,7 @@ class ModuleTensors:
     b_bias: Tensor | None = None  # [out]
     bias: Tensor | None = None  # [out]
     base: Tensor | None = None  # the module's own weight, which PEFT saves of a head
+    is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
 
 
 def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_bias: bool) -> list[ModuleTensors]:
@@ -53,7 +56,7 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
             raise AdapterError(f"{name} has the dtype {value.dtype}")
         if not bool(torch.isfinite(value).all()):
             raise AdapterError(f"{name} has values that are not finite")
-        own = modules.setdefault(module, ModuleTensors(module, config.scale_of(module)))
+        own = modules.setdefault(module, _make(config, module))
         setattr(own, field, value)
     if unknown:
         raise AdapterError(f"these tensors of the adapter are not known: {listed(unknown)}")
@@ -79,14 +82,28 @@ def _split(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+def _make(config: AdapterConfig, module: str) -> ModuleTensors:
+    """The scale of a stack depends on its parameter, which the shapes tell: see `targets`."""
+    if not config.targets(module) and config.targets_parameter(f"{module}.weight"):
+        return ModuleTensors(module, config.scale_of(f"{module}.weight"))
+    stack = module.removesuffix(STACK_SUFFIX)
+    is_stack = stack.endswith(".experts") and any(config.targets_parameter(f"{stack}.{name}") for name in STACKED)
+    return ModuleTensors(module, config.scale_of(module), is_stack=is_stack)
+
+
 def _check(config: AdapterConfig, own: ModuleTensors) -> None:
     if own.a is None and own.b is None and own.b_bias is None and config.bias == "all":
         return  # a bias of a module that is no target
-    if not config.targets(own.name):
+    if own.is_stack:
+        if own.a is None or own.b is None or own.a.dim() != 2 or own.b.dim() != 2:
+            raise AdapterError(f"the adapter has no pair of matrices for {own.name}")
+        return
+    if not config.targets(own.name) and not config.targets_parameter(f"{own.name}.weight"):
         raise AdapterError(f"the adapter has tensors for {own.name}, which its target_modules leave out")
     if own.a is None or own.b is None:
         raise AdapterError(f"the adapter has only one of lora_A and lora_B for {own.name}")
-    rank = config.rank_of(own.name)
+    key = own.name if config.targets(own.name) else f"{own.name}.weight"
+    rank = config.rank_of(key)
     if own.a.dim() != 2 or own.b.dim() != 2 or own.a.shape[0] != rank or own.b.shape[1] != rank:
         shapes = f"{tuple(own.a.shape)} and {tuple(own.b.shape)}"
         raise AdapterError(f"lora_A and lora_B of {own.name} have the shapes {shapes}; its rank is {rank}")

@@ -29,11 +29,11 @@ def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> 
     modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
     for module in modules:
         _check_limits(module, limits)
-    return HostAdapter(files.digest, targets.arrange(modules, limits.dtype)), files.notes
+    return HostAdapter(files.digest, targets.arrange(modules, limits.dtype, files.config, limits.max_rank)), files.notes
 
 
 def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
-    if module.a is not None and module.a.shape[0] > limits.max_rank:
+    if module.a is not None and not module.is_stack and module.a.shape[0] > limits.max_rank:
         raise AdapterError(
             f"the adapter has rank {module.a.shape[0]} for {module.name}; --max-lora-rank is {limits.max_rank}"
         )

@@ -1,5 +1,6 @@
 """The linear layers of a model under the names of their modules, and what an adapter's matrices become there."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart
-from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, listed
+from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, listed
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
+EXPERT = re.compile(r"(?P<stack>.*\.experts)\.\d+\.\w+$")  # names of modules of one expert
 COMPARED = 16  # columns of a weight, about
 OTHER_NAMES = {"embed_out": "lm_head"}  # of modules that checkpoints of some families call otherwise
 
@@ -57,31 +60,74 @@ class ModelTargets:
     def __init__(self, model: Model) -> None:
         self._linears, self._table = model.linears(), model.table
         self._targets: dict[str, Target] = {}
+        self._experts: dict[str, list[int]] = {}  # layers of experts by the name of their mixture
         for layer, linear in enumerate(self._linears):
             start = 0
             for one in linear.spec.parts:
                 if one.name:
                     target = Target(one.name, layer, one, start, linear.spec.in_features)
-                    self._targets[bare(one.name)] = target
+                    self._targets[_key(one.name)] = target
                 start += one.size
+            if (found := EXPERT.match(_key(linear.spec.parts[0].name))) is not None:
+                self._experts.setdefault(found["stack"], []).append(layer)
 
     def find(self, module: str) -> Target | None:
-        name = bare(module)
+        name = _key(module)
         return self._targets.get(name) or self._targets.get(OTHER_NAMES.get(name, ""))
 
     def names(self) -> list[str]:
         return [target.name for target in self._targets.values()]
 
-    def arrange(self, modules: Sequence[ModuleTensors], dtype: torch.dtype) -> dict[int, list[Delta]]:
-        """Returns the deltas of each linear layer by its index, in `dtype`. Raises AdapterError."""
-        if missing := [module.name for module in modules if self.find(module.name) is None]:
+    def arrange(
+        self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
+    ) -> dict[int, list[Delta]]:
+        """Returns the deltas of each linear layer by its index, in `dtype`. Raises AdapterError.
+
+        max_rank: of one expert of a stack.
+        """
+        if missing := [module.name for module in modules if not self._has(module)]:
             raise AdapterError(f"this model has no linear layer for {listed(missing)}")
         found: dict[int, list[Delta]] = {}
         for module in modules:
+            if module.is_stack:
+                for layer, delta in self._stack_deltas(module, dtype, config, max_rank):
+                    found.setdefault(layer, []).append(delta)
+                continue
             target = self.find(module.name)
             assert target is not None
             found.setdefault(target.layer, []).append(self._delta(target, module, dtype))
         return found
+
+    def _has(self, module: ModuleTensors) -> bool:
+        return _stack(module) in self._experts if module.is_stack else self.find(module.name) is not None
+
+    def _stack_deltas(
+        self, module: ModuleTensors, dtype: torch.dtype, config: AdapterConfig, max_rank: int
+    ) -> Iterator[tuple[int, Delta]]:
+        """The deltas of each expert. Which of their two products a stack belongs to, its shape tells."""
+        a, b = module.a, module.b
+        assert a is not None and b is not None
+        inputs, outputs = a.shape[1], b.shape[0]
+        layers = [one for one in self._experts[_stack(module)] if self._linears[one].shape == (inputs, outputs)]
+        number = len(layers)
+        if not number or a.shape[0] % number or a.shape[0] != b.shape[1]:
+            shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
+            raise AdapterError(
+                f"lora_A and lora_B of {module.name} have the shapes {shapes}: no experts here have such"
+            )
+        rank, parts = a.shape[0] // number, self._linears[layers[0]].spec.parts
+        is_gate_up = len(parts) > 1 or len(parts[0].rows) > 1
+        name = f"{module.name.removesuffix(STACK_SUFFIX)}.{STACKED[0 if is_gate_up else 1]}"
+        if rank > max_rank or rank != config.rank_of(name):
+            limits = f"its config says {config.rank_of(name)}, the limit is {max_rank}"
+            raise AdapterError(f"{name} has rank {rank}; {limits}")
+        of_experts = torch.unflatten(b.float(), 1, (rank, number)) * config.scale_of(name)  # the expert is fastest
+        for expert, layer in enumerate(layers):
+            own, one = of_experts[:, :, expert], self._linears[layer].spec.parts
+            rows = in_order(one[0], own) if len(one) == 1 else own
+            pair = a[expert * rank : (expert + 1) * rank].to(dtype).contiguous(), rows.to(dtype).contiguous()
+            _check_finite(module, dtype, *pair)
+            yield layer, Delta(0, *pair)
 
     def _delta(self, target: Target, module: ModuleTensors, dtype: torch.dtype) -> Delta:
         one = target.part
@@ -129,6 +175,15 @@ class ModelTargets:
         zeros = torch.zeros(1, target.in_features, dtype=self._table.dtype, device=self._table.device)
         with torch.inference_mode():
             return linear.method.apply(zeros)[0, target.start : target.start + target.part.size].float().cpu()
+
+
+def _key(name: str) -> str:
+    """The name by which a module is found: transformers calls the mixtures of some checkpoints otherwise."""
+    return bare(name).replace("block_sparse_moe.", "mlp.")
+
+
+def _stack(module: ModuleTensors) -> str:
+    return _key(module.name.removesuffix(STACK_SUFFIX))
 
 
 def last_name(module: str) -> str:

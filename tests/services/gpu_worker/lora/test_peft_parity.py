@@ -1,5 +1,6 @@
 """Adapters of PEFT against PEFT itself, in float32: families, single targets, patterns and biases."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft_adapters import adapt, adapted_logits, peft_logits, save_adapter
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, VOCAB, Tiny, start
 
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
@@ -46,6 +47,48 @@ def test_all_linear_layers(name: str, tmp_path: Path) -> None:
 
 def test_a_class_of_transformers(tmp_path: Path) -> None:
     check(BY_NAME["qwen3"], tmp_path, {"target_modules": "all-linear"}, model_impl="transformers")
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe"])
+def test_experts_and_their_router(name: str, tmp_path: Path) -> None:
+    """PEFT has one pair of matrices for all experts of a stack, A with the expert slowest and B with it fastest."""
+    check(BY_NAME[name], tmp_path, {"target_modules": "all-linear"})
+
+
+STACKS = [["mlp.experts.gate_up_proj"], ["experts.down_proj"], ["gate_up_proj", "down_proj"]]
+
+
+@pytest.mark.parametrize("parameters", STACKS)
+def test_stacks_with_gate_and_up_in_turn(parameters: list[str], tmp_path: Path) -> None:
+    fields = {"target_modules": [], "target_parameters": parameters, "r": 3, "alpha_pattern": {r".*\.down_proj": 5}}
+    check(BY_NAME["gpt-oss"], tmp_path, fields)
+
+
+def test_modules_of_single_experts(tmp_path: Path) -> None:
+    """The same adapter, as a stack and with a module for each matrix of an expert."""
+    tiny = BY_NAME["qwen3-moe"]
+    theirs = tiny.save(tmp_path / "base")
+    stack = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"], "r": 3, "lora_alpha": 6}
+    save_adapter(theirs, tmp_path / "stack", **stack)
+    single = tmp_path / "single"
+    single.mkdir()
+    names = [f"{expert}.{name}" for expert in range(8) for name in ("gate_proj", "up_proj")]
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["gate_proj", "up_proj"]}
+    (single / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {}
+    for key, value in load_file(tmp_path / "stack" / "adapter_model.safetensors").items():
+        prefix, is_a = key.partition(".lora_")[0], "lora_A" in key
+        for name in names:
+            expert, inner = int(name[0]), slice(0, 32) if "gate" in name else slice(32, 64)
+            own = value[3 * expert : 3 * expert + 3] if is_a else torch.unflatten(value, 1, (3, 8))[inner, :, expert]
+            tensors[f"{prefix}.{name}.lora_{'A' if is_a else 'B'}.weight"] = own.contiguous().clone()
+    save_file(tensors, single / "adapter_model.safetensors")
+    runner, found = start(tmp_path / "base"), []
+    for folder in (tmp_path / "stack", single):
+        adapt(runner, folder)
+        found.append(adapted_logits(runner, IDS, CHUNKS, 0))
+    assert float((found[0] - found[1]).abs().max()) <= 1e-5
+    assert float((found[0] - adapted_logits(runner, IDS, CHUNKS, None)).abs().max()) > 0.1
 
 
 def test_each_target_alone(tmp_path: Path) -> None:
