@@ -148,6 +148,7 @@ class Scheduler:
     def _make_queue(self, settings: SchedulerSettings, policy: Policy) -> None:
         limits = QueueLimits(settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
         self.waiting = WaitingQueue(policy)
+        self.adapter_waits = AdapterWaits(self.waiting)
         self.wait_estimate = WaitEstimate(self.waiting, self.groups)
         self.bounds = QueueBounds(self.waiting, self.wait_estimate, limits)
         self.parallel_sampling = ParallelSampling(self.waiting)
@@ -184,14 +185,19 @@ class Scheduler:
         groups, outbox, waiting, acceptance = self.worker_groups, self.outbox, self.waiting, self.acceptance
         self.quarantine = CrashQuarantine()
         self.router = Router(
-            waiting, self.groups, acceptance, self.handovers, self.link_backoff, settings.decode_prefill_tokens
+            waiting,
+            self.groups,
+            acceptance,
+            self.handovers,
+            self.link_backoff,
+            self.adapter_waits,
+            settings.decode_prefill_tokens,
         )
         self.workers = Workers(groups, self.lifecycle, self.model_limits, self.router, self.notices, outbox)
         self.sleep = WorkerSleep(groups, self.bounds, outbox, self.workers)
         self.controls = Controls(groups, self.sleep, outbox, settings.may_sleep)
 
     def _make_adapter_loads(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
-        self.adapter_waits = AdapterWaits(self.waiting)
         self.adapter_loads = AdapterLoads(
             incarnation,
             settings.names,

@@ -180,7 +180,7 @@ class PrefillPlanner:
             if sequence is None or self._policy.key(sequence)[0] >= below:
                 return
             most = self._max_tokens(group, builder, longs, sequence)
-            if self._end_unscheduled(group, sequence) or self._waits_for_adapter(group, sequence, builder.now):
+            if self._end_unscheduled(group, sequence) or self._waits_for_adapter(group, sequence):
                 continue
             is_line = sequence.request.is_batch_line
             if most <= 0 or not (group.can_schedule_batch_line if is_line else group.can_schedule):
@@ -212,12 +212,12 @@ class PrefillPlanner:
             else:
                 self._schedule_chunk(group, builder, running, most)
 
-    def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence, now: float) -> bool:
+    def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Sets a sequence aside whose adapter has no place yet."""
         adapter = sequence.request.adapter
         if adapter is None or group.adapters.can_start(adapter):
             return False
-        self._adapter_waits.defer(sequence, now)
+        self._adapter_waits.defer(sequence)
         self._lifecycle.drop_handover(sequence)
         return True
 

@@ -12,20 +12,19 @@ class AdapterWaits:
         self.deferred: dict[int, list[tuple[int, Sequence]]] = {}
         self._since: dict[int, float] = {}  # by adapter
 
-    def defer(self, sequence: Sequence, now: float) -> None:
+    def defer(self, sequence: Sequence) -> None:
         """Passes over a sequence until its adapter may start."""
         assert sequence.request.adapter is not None
         if sequence.is_set_aside:  # in a group's queue
             self._waiting.requeue(sequence)
         self._waiting.set_aside(sequence)
         self.deferred.setdefault(sequence.request.adapter, []).append((sequence.ticket, sequence))
-        self._since.setdefault(sequence.request.adapter, now)
 
-    def wanted(self) -> dict[int, float]:
+    def wanted(self, now: float) -> dict[int, float]:
         """The adapters of sequences that wait, in the order in which they began to, and since when."""
         for adapter in [one for one, waits in self.deferred.items() if not any(s.ticket == t for t, s in waits)]:
             del self.deferred[adapter]
-        self._since = {adapter: since for adapter, since in self._since.items() if adapter in self.deferred}
+        self._since = {adapter: self._since.get(adapter, now) for adapter in self.deferred}
         return self._since
 
     def release(self, adapters: GroupAdapters) -> None:

@@ -121,7 +121,7 @@ class AdapterLoads:
         if not self._is_dirty and not self._waits.deferred:
             return
         self._is_dirty = False
-        wanted = self._waits.wanted()
+        wanted = self._waits.wanted(now)
         for adapter in [one for one in wanted if self._groups and self._is_refused_everywhere(one)]:
             self._fail_all(adapter)
         for worker, group in self._groups.items():
