@@ -6,6 +6,7 @@
 - `quantized/`: linear layers with quantized weights; what unpacks codes, for experts too.
 - `moe/`: routing and grouped products of mixtures of experts.
 - `sampling/`: penalties, sampling with Gumbel noise from Philox, log-probabilities.
+- `lora/`: products of adapters, each row with its own.
 - `slots/`: state of batch slots on the device, and the kernels that begin and end a decode step.
 
 `services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service. Within it

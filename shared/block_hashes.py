@@ -21,12 +21,15 @@ _begin = blake2b(digest_size=HASH_BYTES)  # copied, never fed
 _names = struct.Struct(f"{HASH_BYTES}s" * _MANY)
 
 
-def root_hash(scope: str, cache_salt: str = "", owner: str | None = None) -> bytes:
+def root_hash(scope: str, cache_salt: str = "", owner: str | None = None, adapter: bytes = b"") -> bytes:
     """Returns the parent hash of the first block. `scope` is model, revision and KV dtype as text.
 
-    `owner`: a request that shares no block with others; None: requests share blocks.
+    `owner`: a request that shares no block with others; None: requests share blocks. `adapter`: the digest of the
+    adapter's bytes; empty: the model itself.
     """
     parts = [scope, cache_salt] if owner is None else [scope, cache_salt, owner]
+    if adapter:  # as many parts as no other root has
+        parts = [scope, cache_salt, owner or "", "adapter", adapter.hex()]
     return blake2b(_framed(text.encode("utf-8", "surrogatepass") for text in parts), digest_size=HASH_BYTES).digest()
 
 

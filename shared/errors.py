@@ -39,6 +39,14 @@ class BatchError(BlockyardError):
     exit_code = 5
 
 
+class AdapterError(BlockyardError):
+    """An adapter cannot be served. `field` names the wrong field of the request that asked for it."""
+
+    def __init__(self, message: str, field: str = "lora_path") -> None:
+        super().__init__(message)
+        self.field = field
+
+
 MAX_MESSAGE_CHARS = 1000  # of a RequestError: messages repeat values of clients
 MAX_FIELD_CHARS = 300
 

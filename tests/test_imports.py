@@ -84,6 +84,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
 }
 LAYERS["shared"] = (
     "errors",
+    "lora",
     "architectures",
     "charts",
     "percentiles",
@@ -113,12 +114,13 @@ LAYERS["shared/grammars"] = (
 )
 LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "engines")
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
-LAYERS["shared/messages"] = ("base", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps", "text")
-LAYERS["shared/messages"] += ("controls", "model_settings", "membership", "metrics", "stored_responses")
+LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps")
+LAYERS["shared/messages"] += ("text", "controls", "model_settings", "membership", "metrics", "stored_responses")
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
     "text_part",
+    "lora",
     "services",
     "flags",
     "flag_values",
@@ -128,6 +130,7 @@ LAYERS["shared/config"] = (
 )
 LAYERS["shared/config"] += (
     "kv_transfer",
+    "adapters",
     "structured_outputs",
     "host_memory",
     "checkpoint",
@@ -144,6 +147,7 @@ LAYERS["shared/ring_client"] = (
     "ring_links",
     "request_fields",
     "choice_reader",
+    "lost_adapters",
     "schedulers",
     "controls",
     "grammar_verdicts",
@@ -190,6 +194,7 @@ LAYERS["services/launcher"] += ("batches",)
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
 LAYERS["services/offline"] += (
     "session",
+    "adapters",
     "engine_args",
     "metrics",
     "operations",
@@ -239,6 +244,7 @@ LAYERS["services/gpu_worker"] = (
 )
 LAYERS["services/gpu_worker"] += (
     "models",
+    "lora",
     "kv",
     "linear_tuning",
     "attention",
@@ -272,9 +278,10 @@ LAYERS["kernels"] = (
     "layers",
     "kv_cache",
 )
-LAYERS["kernels"] += ("attention", "quantized", "moe")
+LAYERS["kernels"] += ("attention", "quantized", "moe", "lora")
 
-LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "sequences", "kv_cache", "batch", "queue", "transfers")
+LAYERS["services/scheduler"] = ("outbox", "plan_pacer", "adapters", "sequences", "kv_cache", "batch", "queue")
+LAYERS["services/scheduler"] += ("transfers",)
 LAYERS["services/scheduler"] += (
     "lifecycle",
     "admission",

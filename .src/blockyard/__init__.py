@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from blockyard.services.launcher.supervision.supervisor import StartFailed
+    from blockyard.services.offline.adapters import LoRARequest
     from blockyard.services.offline.answers import CompletionToolCall
     from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from blockyard.services.offline.engine_args import AsyncEngineArgs, EngineArgs
@@ -55,6 +56,7 @@ __all__ = [
     "GenerationError",
     "GuidedDecodingParams",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",
@@ -80,14 +82,23 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'blockyard' has no attribute {name!r}")
     # services import this package too: they must not load the client of the offline API
     from blockyard.services.launcher.supervision import supervisor  # noqa: PLC0415
-    from blockyard.services.offline import answers, beam_search, engine_args, llm, outputs, prompts, sampling_params  # noqa: PLC0415
+    from blockyard.services.offline import (  # noqa: PLC0415
+        adapters,
+        answers,
+        beam_search,
+        engine_args,
+        llm,
+        outputs,
+        prompts,
+        sampling_params,
+    )
     from blockyard.services.offline.engines import async_engine  # noqa: PLC0415
     from blockyard.services.offline.pooling import outputs as pooling_outputs  # noqa: PLC0415
     from blockyard.services.offline.pooling import params as pooling_params  # noqa: PLC0415
     from blockyard.shared import errors  # noqa: PLC0415
 
     modules = (
-        *(llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers),
+        *(llm, async_engine, outputs, prompts, beam_search, engine_args, sampling_params, answers, adapters),
         *(pooling_outputs, pooling_params, errors, supervisor),
     )
     return next(getattr(module, name) for module in modules if hasattr(module, name))

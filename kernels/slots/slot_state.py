@@ -48,7 +48,8 @@ class Field(IntEnum):
     LOGITS_ROW = 22  # row of the logits that the host reads, below 0: it reads none of this step
     MASK_OWNER = 23  # owner of its masks of structured output, see `MaskTensors`; 0: none on the device
     MASK_LATE = 24  # not 0: its last step found no mask in time, see `wait_for_masks`
-    STOPS = 25  # the first of MAX_STOP_IDS
+    ADAPTER = 25  # place of its adapter plus one; 0: it has none
+    STOPS = 26  # the first of MAX_STOP_IDS
 
 
 NUM_FIELDS = Field.STOPS + MAX_STOP_IDS

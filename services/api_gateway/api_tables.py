@@ -8,6 +8,7 @@ from blockyard.services.api_gateway.apis.interface import Api
 from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
 from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.endpoints.adapters import AdapterEndpoints
 from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import Components, summary_of
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
@@ -38,6 +39,7 @@ ENDPOINTS = (
     InfoEndpoints,
     TokenizerInfoEndpoints,
     OperatorEndpoints,
+    AdapterEndpoints,
 )
 
 

@@ -155,6 +155,8 @@ class RequestPipeline:
                 beam=request.choices.beam,
                 batch_line=request.batch_line,
                 kv_transfer_params=request.kv_transfer_params,
+                adapter="" if request.card.adapter is None else request.card.adapter.name,
+                adapter_digest=request.card.adapter_digest,
             )
             if shown is not None:
                 generation.add_prompt_text(prompt.request_id, shown)

@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from blockyard.services.api_gateway.batch_api.store import BatchStore
+from blockyard.services.api_gateway.endpoints.adapters import AdapterEndpoints
 from blockyard.services.api_gateway.endpoints.batches import BatchEndpoints
 from blockyard.services.api_gateway.endpoints.documents import DocumentEndpoints
 from blockyard.services.api_gateway.endpoints.files import FileEndpoints
@@ -181,6 +182,7 @@ def build_app(
         BatchEndpoints(store, uploads),
         StatusEndpoints(gateway, pages, version),
         OperatorEndpoints(gateway.client.controls, gateway.pipeline, uploads),
+        AdapterEndpoints(gateway.client.controls, uploads, config.lora_dir),
     )
     routes = [route for each in endpoints for route in each.routes()]
     if config.serve_docs:

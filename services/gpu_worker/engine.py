@@ -26,6 +26,9 @@ from blockyard.services.gpu_worker.loading.classifier_tokens import settle_class
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
+from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
@@ -40,6 +43,7 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport, Thro
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
+from blockyard.shared.config.lora import LoraConfig
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.config.pooling.pooling_card import make_card
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
@@ -67,6 +71,7 @@ class LoadedModel:
     geometry: Geometry
     config: WorkerConfig  # settled for this model
     ranks: RankGroup | None  # None: one rank
+    adapters: WorkerAdapters | None  # None: it serves none
 
 
 def start(
@@ -94,6 +99,8 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
+    if team is not None and config.lora is not None:
+        raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model with adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, generates=generates)
@@ -160,6 +167,7 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
+        adapters = make_adapters(model, config.lora, backend, report)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
@@ -181,7 +189,7 @@ def load(
         report.note(*kv_scales.set_pool_scales(pool, scales, config))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    return LoadedModel(model, pool, store, geometry, config, ranks)
+    return LoadedModel(model, pool, store, geometry, config, ranks, adapters)
 
 
 def alone(ranks: RankGroup | None) -> AbstractContextManager[None]:
@@ -236,7 +244,9 @@ def make_runner(
         else:
             start_pooled_steps(again, pools[1], backend, report)
 
-    runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, send)
+    runner = Runner(
+        model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, loaded.adapters, send
+    )
     start_steps(runner)
     return runner
 
@@ -249,6 +259,25 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
         has_kv=True,
         has_pair_template=config.has_pair_template,
     )
+
+
+def make_adapters(
+    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport
+) -> WorkerAdapters | None:
+    """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
+    if config is None:
+        return None
+    targets, wanted = ModelTargets(model), tuple(config.target_modules)
+    known = {last_name(name) for name in targets.names()}
+    if unknown := sorted(set(wanted) - known):
+        raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
+    dtype = model.table.dtype if config.dtype == "auto" else DTYPES[config.dtype]
+    limits = AdapterLimits(dtype=dtype, max_rank=config.max_rank, with_bias=config.with_bias, target_modules=wanted)
+    places = backend.make_places(model, config.max_loras, limits)
+    held, size = f"{config.max_cpu_loras} in host memory", places.size_bytes
+    on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
+    report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
+    return WorkerAdapters(targets, places, limits)
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:
@@ -302,6 +331,8 @@ def geometry_of(
         max_num_batched_tokens=config.max_num_batched_tokens,
         num_host_blocks=num_host_blocks,
         window=window_of(model.shape.windows, max_model_len),
+        num_adapter_places=0 if config.lora is None else config.lora.max_loras,
+        num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
     )
 
 

@@ -1,7 +1,7 @@
 """The interfaces between the worker loop, its runner and its links. Imports neither torch nor numpy."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
@@ -69,6 +69,37 @@ class StoredLayers:
     is_stored: Callable[[], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """An adapter that was read into host memory, or the reason that it was not."""
+
+    adapter: int
+    digest: bytes = b""
+    size_bytes: int = 0
+    error: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class AdapterHost(Protocol):
+    """Reads adapters into host memory beside the steps. Implemented by `lora.worker_adapters.WorkerAdapters`."""
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether `poll` will have more to return."""
+
+    def load(self, adapter: int, path: str) -> None:
+        """Begins to read a folder. adapter: the scheduler's number."""
+
+    def drop(self, adapter: int) -> None:
+        """Frees an adapter's host memory. No later plan places it."""
+
+    def reset(self) -> None:
+        """Drops all adapters, and those that are being read."""
+
+    def poll(self) -> list[LoadedAdapter]:
+        """Returns what was read since the last call. Does not wait."""
+
+
 class CachedBlocks(Protocol):
     def blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
     def host_blocks_and_hashes(self) -> tuple[list[int], bytes]: ...
@@ -88,6 +119,10 @@ class StepRunner(Protocol):
 
     def reset(self, num_slots: int) -> None:
         """Waits for plans in flight, then drops their results and all slots. Keeps KV and block hashes."""
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        """None: this worker serves no adapters."""
 
     def reset_prefix_cache(self) -> None:
         """Drops all block hashes, of the pool and of host memory."""

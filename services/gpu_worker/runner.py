@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
+from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
@@ -32,15 +33,18 @@ class Runner:
         start_steps: "Callable[[Runner], None]",
         matchers: MatcherProcesses | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+        adapters: WorkerAdapters | None = None,
         send: SendCommand | None = None,
     ) -> None:
         """start_steps: called after sleep, once memory is restored. It must call `use`, as must the caller before the
         first plan.
 
         matchers: make the masks of structured output, None for none. logprobs_mode: of output tokens; with others than
-        `RAW_LOGPROBS` the steps must leave log-probabilities to the host. send: to the other ranks; None: there is one.
+        `RAW_LOGPROBS` the steps must leave log-probabilities to the host. adapters: of the model; None: it serves none.
+        send: to the other ranks; None: there is one.
         """
-        self.geometry, self.model, self.pool, self.send = geometry, model, pool, send
+        self.geometry, self.model, self.pool = geometry, model, pool
+        self.adapters, self.send = adapters, send
         self.batch = Batch(geometry, pool, store, matchers)
         self._loop: DeviceLoop | None = None  # None: asleep, or not on its device yet
         self._start_steps, self._logprobs_mode = start_steps, logprobs_mode
@@ -129,6 +133,8 @@ class Runner:
     def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
         self.sample_rows()
+        if plan.adapters and self.adapters is not None:
+            self.adapters.place(plan.adapters)
         results = self.batch.apply(plan)
         rows = self.batch.slots.scheduled(plan.runs)
         with torch.inference_mode():

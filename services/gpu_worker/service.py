@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 IDLE_POLL_S = 0.5
 CHORE_POLL_S = 0.1  # idle time before the runner does background work
 LANDED_POLL_S = 0.003  # after a KV transfer has landed: its plan follows within about a millisecond
+LOAD_POLL_S = 0.002  # while an adapter is read
 TRANSFER_POLL_S = 0.001  # while a KV transfer waits for room on a link, which no socket reports
 
 
@@ -52,6 +53,8 @@ class Worker:
                 self._wait_s = 0.0 if self._has_chores else IDLE_POLL_S
             else:
                 self._wait_s = IDLE_POLL_S
+            if self.session.is_loading_adapters():
+                self._wait_s = min(self._wait_s, LOAD_POLL_S)
             self.step()
             self.counters.publish()
         self.session.plans.clear()

@@ -3,12 +3,14 @@
 import logging
 from collections import deque
 
-from blockyard.services.gpu_worker.interfaces import KVTransfers, SleepModeRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import AdapterHost, KVTransfers, SleepModeRunner, WorkerLinks
 from blockyard.shared.bus.member_list import Event, Gone, Joined
 from blockyard.shared.messages import (
+    AdapterLoaded,
     Attach,
     Attached,
     Broken,
+    DropAdapter,
     Fenced,
     KVAbort,
     KVAudit,
@@ -16,6 +18,7 @@ from blockyard.shared.messages import (
     KVOpenTransfers,
     KVReceive,
     KVSendEnded,
+    LoadAdapter,
     OutOfStep,
     Sleep,
     Slept,
@@ -34,6 +37,7 @@ class SchedulerSession:
         """transfers: of KV blocks; None: this worker exchanges blocks with no other."""
         self._links, self._runner, self._transfers = links, runner, transfers
         self.plans: deque[StepPlan] = deque()
+        self._drops: list[int] = []  # adapters that are not used any more
         self._scheduler: int | None = None
         self._next = 0  # number of the next plan; 0: none is accepted before the next Attach
 
@@ -53,6 +57,8 @@ class SchedulerSession:
                 self._wake(peer, event)
             case KVReceive() | KVAbort() | KVAudit():
                 self._take_transfer(peer, event)
+            case LoadAdapter() | DropAdapter():
+                self._take_adapter(peer, event)
             case Gone() if peer == self._scheduler:
                 self.plans.clear()  # KV and slots are kept for the next Attach
                 self._next = 0
@@ -70,6 +76,22 @@ class SchedulerSession:
             for frame in frames:
                 self._links.answer(self._scheduler, frame)
 
+    def is_loading_adapters(self) -> bool:
+        """Answers for the adapters that were read since the last call. Returns whether more will be."""
+        adapters = self._runner.adapters
+        if adapters is None:
+            return False
+        if self._drops:
+            self._drop_adapters(adapters)
+        if not adapters.is_loading:
+            return False
+        for done in adapters.poll():
+            if self._scheduler is not None and self._next > 0:
+                me = self._links.me.incarnation
+                answer = AdapterLoaded(me, done.adapter, done.digest, done.size_bytes, done.error, done.notes)
+                self._links.answer(self._scheduler, answer)
+        return adapters.is_loading
+
     def report_broken(self, detail: str) -> None:
         """Tells the scheduler that the device failed and no results will follow."""
         if self._scheduler is not None and self._next > 0:
@@ -82,6 +104,9 @@ class SchedulerSession:
         self._runner.reset(attach.num_slots)
         if attach.forget:
             self._runner.reset_prefix_cache()
+        if self._runner.adapters is not None:
+            self._runner.adapters.reset()
+            self._drops.clear()
         self._scheduler, self._next = attach.scheduler, 1
         block_ids, names = self._runner.block_hashes.blocks_and_hashes()
         me, geometry, still_open = self._links.me.incarnation, self._runner.geometry, dict[int, list[int]]()
@@ -113,6 +138,27 @@ class SchedulerSession:
             return
         freed = self._runner.wake(frame.tags)
         self._links.answer(peer, Slept(self._links.me.incarnation, self._runner.level, freed))
+
+    def _take_adapter(self, peer: int, frame: LoadAdapter | DropAdapter) -> None:
+        if frame.scheduler != self._scheduler:
+            self._links.answer(peer, Fenced(frame.scheduler))
+        elif self._next == 0:
+            return  # OutOfStep was sent: the next Attach begins without adapters
+        elif self._runner.adapters is None:
+            if isinstance(frame, LoadAdapter):
+                me = self._links.me.incarnation
+                self._links.answer(peer, AdapterLoaded(me, frame.adapter, error="this worker serves no adapters"))
+        elif isinstance(frame, LoadAdapter):
+            self._runner.adapters.load(frame.adapter, frame.path)
+        else:
+            self._drops.append(frame.adapter)
+
+    def _drop_adapters(self, adapters: AdapterHost) -> None:
+        """Drops adapters that no plan in the queue places."""
+        placed = {one.adapter for plan in self.plans for one in plan.adapters}
+        for adapter in [one for one in self._drops if one not in placed]:
+            self._drops.remove(adapter)
+            adapters.drop(adapter)
 
     def _take_transfer(self, peer: int, frame: KVReceive | KVAbort | KVAudit) -> None:
         if peer != self._scheduler:

@@ -9,6 +9,8 @@ import numpy as np
 from blockyard.services.gpu_worker.arrays import Bools, Integers, Ints
 from blockyard.shared.messages import PooledStart, Sampling, SlotBlocks, SlotRun, SlotStart
 
+NO_PLACE = -1  # in arrays of adapters' places: a sequence without an adapter
+
 
 class SlotError(Exception):
     """The reason that a slot cannot run. Only this slot fails."""
@@ -93,6 +95,8 @@ class Slots:
         self.num_computed = np.zeros(num_slots, np.int64)  # tokens with KV
         self.num_start_tokens = np.zeros(num_slots, np.int64)  # tokens when the slot started
         self.num_blocks = np.zeros(num_slots, np.int64)
+        self.adapter_places = np.full(num_slots, NO_PLACE, np.int32)
+        self.num_adapted = 0  # slots that have an adapter
         self.owners = np.zeros(num_slots, np.int64)  # unique for each start
         self._starts = itertools.count(1)
         self.live = np.zeros(num_slots, np.bool_)
@@ -114,7 +118,13 @@ class Slots:
         self.errors.pop(slot, None)
         if self.slots.pop(slot, None) is not None:
             self.live[slot] = False
+            self.num_adapted -= int(self.adapter_places[slot] != NO_PLACE)
+            self.adapter_places[slot] = NO_PLACE
             self.num_tokens[slot] = self.num_known[slot] = self.num_computed[slot] = self.num_blocks[slot] = 0
+
+    def are_adapted(self, slots: Ints) -> bool:
+        """Whether one of these slots has an adapter."""
+        return self.num_adapted > 0 and bool((self.adapter_places[slots] != NO_PLACE).any())
 
     def finish(self, slot: int) -> None:
         """Stops scheduling a slot. Its state is kept until it is ended."""
@@ -233,6 +243,9 @@ class Slots:
             frozenset(start.sampling.stop_token_ids),
             start.pooled,
         )
+        if start.adapter_place is not None:
+            self.adapter_places[slot] = start.adapter_place
+            self.num_adapted += 1
         self.live[slot] = True
 
     def _append_blocks(self, slot: int, blocks: list[int]) -> None:

@@ -14,7 +14,7 @@ from blockyard.services.offline.outputs import ArrivalTimes, OutputCollector, Re
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams
 from blockyard.shared.errors import BlockyardError, RequestError
-from blockyard.shared.messages import Generate, ModelCard, Tokenize, Tokenized
+from blockyard.shared.messages import AdapterCard, Generate, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.request_fields.finalize_sampling import finalize_sampling
@@ -28,6 +28,7 @@ class OfflineRequest:
     params: CheckedParams
     seed: int  # used if `params` has none
     priority: int = 0
+    adapter: AdapterCard | None = None  # None: the model itself
 
 
 @dataclass(slots=True)
@@ -196,6 +197,7 @@ class RequestBatch:
             request.prompt.work,
             request_id=request_id,
             bad_words=params.bad_words,
+            adapter_digest=b"" if request.adapter is None else request.adapter.digest,
             grammar=grammar,
             reasoning_end=self._card.settings.tools.reasoning_end if reasons_first else "",
             reasoning_start=self._card.settings.tools.reasoning_start if reasons_first else "",
@@ -245,6 +247,8 @@ class RequestBatch:
             priority=request.priority,
             cache_salt=request.prompt.work.cache_salt,
             beam=params.choices.beam,
+            adapter="" if request.adapter is None else request.adapter.name,
+            adapter_digest=b"" if request.adapter is None else request.adapter.digest,
         )
         sinks = []
         for _ in range(params.choices.computed):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, get_args
 
+from blockyard.services.offline.adapters import LoRARequests, read_adapters
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.llm_engine import LLMEngine
@@ -17,7 +18,7 @@ from blockyard.services.offline.running_model import Params, Priority, RunningMo
 from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.services.offline.tokenizer import LLMTokenizer
 from blockyard.shared.config.services.tokenizer import ContentFormat
-from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.errors import RequestError
 
 
 class LLM(RingOperations, PoolingMethods):
@@ -43,7 +44,7 @@ class LLM(RingOperations, PoolingMethods):
         prompts: Any = None,
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Priority = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
@@ -51,20 +52,20 @@ class LLM(RingOperations, PoolingMethods):
 
         `prompt_token_ids` are the ids of one prompt or of each; `prompts` are then texts for the outputs.
         `sampling_params` is one for all prompts or one for each; the default is the model's own. `priority` is an
-        integer for all or one for each; lower is earlier. `use_tqdm` may be a factory of progress bars. Outputs are in
-        the order of the prompts. Raises RequestError, a ValueError, before any prompt runs if one cannot be served;
+        integer for all or one for each; lower is earlier. `lora_request` is an adapter for all or for each, None for
+        the model itself. `use_tqdm` may be a factory of progress bars. Outputs are in the order of the prompts. Raises
+        RequestError, a ValueError, before any prompt runs if one cannot be served;
         raises GenerationError after all prompts have ended if some failed.
         """
-        _refuse("lora_request", lora_request)
         combined = with_token_ids(prompts, prompt_token_ids)
-        return self._run(read_prompts(combined, self._model), sampling_params, use_tqdm, priority)
+        return self._run(read_prompts(combined, self._model), sampling_params, use_tqdm, priority, lora_request)
 
     def chat(  # noqa: PLR0913, PLR0917  # the signature is vLLM's
         self,
         messages: Sequence[Any],
         sampling_params: Params = None,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: ContentFormat = "auto",
         add_generation_prompt: bool = True,
@@ -79,7 +80,6 @@ class LLM(RingOperations, PoolingMethods):
         `tool_call_parser` or `reasoning_parser` of the LLM the outputs have `tool_calls`, `reasoning` and `content`;
         `text` stays the whole text, with the markers of the formats. Calls of `strict` tools are valid by their schema.
         """
-        _refuse("lora_request", lora_request)
         if chat_template_content_format not in get_args(ContentFormat):
             known = ", ".join(get_args(ContentFormat))
             raise RequestError(
@@ -96,14 +96,14 @@ class LLM(RingOperations, PoolingMethods):
             self._session.formats,
             self._session.settings.grammars,
         )
-        return self._run(read_conversations(messages, options, self._model), sampling_params, use_tqdm, priority)
+        read = read_conversations(messages, options, self._model)
+        return self._run(read, sampling_params, use_tqdm, priority, lora_request)
 
     def beam_search(
-        self, prompts: Any, params: BeamSearchParams, lora_request: None = None, use_tqdm: UseTqdm = False
+        self, prompts: Any, params: BeamSearchParams, lora_request: LoRARequests = None, use_tqdm: UseTqdm = False
     ) -> list[BeamSearchOutput]:
         """Returns the `beam_width` best sequences of each prompt. Takes the prompts, and raises, as `generate` does."""
-        _refuse("lora_request", lora_request)
-        outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None)
+        outputs = self._run(read_prompts(prompts, self._model), params.sampling(), use_tqdm, None, lora_request)
         tokenizer = self.get_tokenizer().backend_tokenizer
         return [beam_output(output, tokenizer) for output in outputs]
 
@@ -142,9 +142,11 @@ class LLM(RingOperations, PoolingMethods):
         params: Params,
         show_bar: UseTqdm,
         priority: Priority,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         check_bar(show_bar)
-        requests = self._running.requests(prompts, params, priority)
+        adapters = read_adapters(self._session, lora_request, len(prompts))
+        requests = self._running.requests(prompts, params, priority, adapters)
         batch, future = self._session.submit(requests)
         try:
             wait(batch.progress, future, len(requests), show_bar)
@@ -155,6 +157,3 @@ class LLM(RingOperations, PoolingMethods):
         return [output for output in batch.outputs if output is not None]
 
 
-def _refuse(name: str, value: object) -> None:
-    if value:
-        raise not_built(name)

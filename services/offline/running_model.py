@@ -19,7 +19,7 @@ from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import DEFAULT_SAMPLING
+from blockyard.shared.messages import DEFAULT_SAMPLING, AdapterCard
 from blockyard.shared.ring_client.pooling.params_check import check_generates
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -51,14 +51,18 @@ class RunningModel:
     def name(self) -> str:
         return self.session.card.names[0]
 
-    def requests(self, prompts: list[Prompt], params: Params, priority: Priority) -> list[OfflineRequest]:
-        """Builds requests from prompts with the parameters and priorities of all or of each. Raises RequestError."""
+    def requests(
+        self, prompts: list[Prompt], params: Params, priority: Priority, adapters: Sequence[AdapterCard | None] = ()
+    ) -> list[OfflineRequest]:
+        """Builds requests from prompts with the parameters and priorities of all or of each. Raises RequestError.
+
+        adapters: one of each prompt; empty: none.
+        """
         check_generates(self.session.card)
         priorities = _priorities(priority, len(prompts))
         checked = self._check_params(params, len(prompts))
-        return [
-            OfflineRequest(p, a, self._seeds.next(a), i) for p, a, i in zip(prompts, checked, priorities, strict=True)
-        ]
+        each = zip(prompts, checked, priorities, adapters or [None] * len(prompts), strict=True)
+        return [OfflineRequest(p, a, self._seeds.next(a), i, adapter) for p, a, i, adapter in each]
 
     def tokenizer(self) -> LLMTokenizer:
         if self._tokenizer is None:

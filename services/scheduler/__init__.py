@@ -7,6 +7,7 @@ each part once and gives it to those that use it: no part is reached through ano
 The folders, lowest first. Each imports only itself, `outbox`, `plan_pacer`, and folders before it:
 
 - `sequences`: requests, sequences, beam hypotheses.  `kv_cache`: blocks and the prefix cache.
+- `adapters`: LoRA adapters: which are served, and where they are.
 - `batch`: what runs in each worker group.  `queue`: what waits, in which order, and how long.
 - `lifecycle`: how sequences start to wait, wait again and end.  `admission`: the answers to new requests.
 - `workers`: attachment, routing, pause, sleep, quarantine.  `planning`: the plan of each step, and its result.

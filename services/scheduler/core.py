@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from blockyard.services.scheduler.adapters.registry import AdapterRegistry
 from blockyard.services.scheduler.admission.gateways import Gateways
 from blockyard.services.scheduler.admission.model_limits import ModelLimits, ServedModel
 from blockyard.services.scheduler.admission.request_handler import Acceptance, RequestHandler
@@ -25,6 +26,7 @@ from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
 from blockyard.services.scheduler.planning.prefill_planner import PrefillLimits, PrefillPlanner
 from blockyard.services.scheduler.planning.result_applier import ResultApplier
 from blockyard.services.scheduler.planning.step_planner import StepPlanner
+from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
 from blockyard.services.scheduler.queue.policies import POLICIES
 from blockyard.services.scheduler.queue.policy import BatchLinesLast, Policy
 from blockyard.services.scheduler.queue.queue_bounds import QueueBounds, QueueLimits
@@ -36,18 +38,22 @@ from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers, TransferSettings
 from blockyard.services.scheduler.transfers.ledger import TransferLedger
 from blockyard.services.scheduler.transfers.notices import TransferNotices
+from blockyard.services.scheduler.workers.adapter_loads import AdapterLoads
 from blockyard.services.scheduler.workers.controls import Controls
 from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.services.scheduler.workers.workers import Workers
+from blockyard.shared.config.lora import AdapterSettings
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     DEFAULT_SETTINGS,
+    AdapterLoaded,
     Attached,
     Broken,
     Cancel,
     Control,
+    ControlVerb,
     Fenced,
     Generate,
     KVLanded,
@@ -97,6 +103,7 @@ class SchedulerSettings:
     load_failure_policy: Literal["recompute", "fail"] = "recompute"  # of blocks that did not land
     block_scope: str = ""  # what the KV of a block depends on besides tokens, as a text
     reserve_whole_prompts: bool = True  # a prompt starts with blocks for all of its tokens
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
 
 
 class Scheduler:
@@ -123,17 +130,26 @@ class Scheduler:
         self.groups = self.worker_groups.attached  # by the worker's incarnation
         self._make_queue(settings, policy)
         self._make_transfers(incarnation, settings, random_bytes)
+        self.adapters = AdapterRegistry()
         self.lifecycle = Lifecycle(
-            self.worker_groups, self.waiting, self.parallel_sampling, self.handovers, self.streams, self.vectors
+            self.worker_groups,
+            self.waiting,
+            self.parallel_sampling,
+            self.handovers,
+            self.streams,
+            self.vectors,
+            self.adapters,
         )
         self.beams = BeamScheduler(self.lifecycle, self.waiting, self.parallel_sampling, self.worker_groups)
         self._make_admission(ServedModel(settings.names, settings.root, created, settings.model))
         self._make_workers(settings)
+        self._make_adapter_loads(incarnation, settings, created)
         self._make_planning(incarnation, settings, policy)
 
     def _make_queue(self, settings: SchedulerSettings, policy: Policy) -> None:
         limits = QueueLimits(settings.max_queue_len, settings.max_queue_tokens, settings.max_queue_delay_s)
         self.waiting = WaitingQueue(policy)
+        self.adapter_waits = AdapterWaits(self.waiting)
         self.wait_estimate = WaitEstimate(self.waiting, self.groups)
         self.bounds = QueueBounds(self.waiting, self.wait_estimate, limits)
         self.parallel_sampling = ParallelSampling(self.waiting)
@@ -158,7 +174,7 @@ class Scheduler:
 
     def _make_admission(self, model: ServedModel) -> None:
         lifecycle, streams, outbox = self.lifecycle, self.streams, self.outbox
-        self.model_limits = ModelLimits(model)
+        self.model_limits = ModelLimits(model, self.adapters)
         self.gateways = Gateways(lifecycle, streams, outbox)
         self.acceptance = Acceptance(lifecycle, self.waiting, streams, self.bounds, outbox)
         self.requests = RequestHandler(
@@ -170,11 +186,31 @@ class Scheduler:
         groups, outbox, waiting, acceptance = self.worker_groups, self.outbox, self.waiting, self.acceptance
         self.quarantine = CrashQuarantine()
         self.router = Router(
-            waiting, self.groups, acceptance, self.handovers, self.link_backoff, settings.decode_prefill_tokens
+            waiting,
+            self.groups,
+            acceptance,
+            self.handovers,
+            self.link_backoff,
+            self.adapter_waits,
+            settings.decode_prefill_tokens,
         )
         self.workers = Workers(groups, self.lifecycle, self.model_limits, self.router, self.notices, outbox)
         self.sleep = WorkerSleep(groups, self.bounds, outbox, self.workers)
         self.controls = Controls(groups, self.sleep, outbox, settings.may_sleep)
+
+    def _make_adapter_loads(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
+        self.adapter_loads = AdapterLoads(
+            incarnation,
+            settings.names,
+            settings.adapters,
+            created,
+            self.worker_groups,
+            self.adapters,
+            self.adapter_waits,
+            self.lifecycle,
+            self.model_limits,
+            self.outbox,
+        )
 
     def _make_planning(self, incarnation: int, settings: SchedulerSettings, policy: Policy) -> None:
         partial, lifecycle, waiting = settings.partial_prefills, self.lifecycle, self.waiting
@@ -187,7 +223,7 @@ class Scheduler:
         )
         self.prefills = PrefillPlanner(
             *(lifecycle, waiting, self.parallel_sampling, self.handovers, self.acceptance),
-            *(self.router, self.quarantine, self.controls, limits),
+            *(self.router, self.quarantine, self.controls, self.adapter_waits, limits),
         )
         self.planner = StepPlanner(
             *(incarnation, self.prefills, lifecycle, waiting, self.parallel_sampling, self.beams, self.fair_limiter)
@@ -196,13 +232,13 @@ class Scheduler:
 
     @property
     def card(self) -> ModelCard | None:
-        """None until a group is attached; a new object after each change."""
-        return self.model_limits.card
+        """None until a group is attached and the adapters of the start are read; a new object after each change."""
+        return self.model_limits.card if self.adapter_loads.is_settled else None
 
     @property
     def notes(self) -> list[str]:
         """Lines for the start-up report."""
-        return self.model_limits.notes
+        return [*self.model_limits.notes, *self.adapter_loads.notes]
 
     @property
     def roles(self) -> frozenset[KVRole]:
@@ -231,22 +267,34 @@ class Scheduler:
             case Generate() | Pool() | Cancel() | Stop() | PathLost():
                 self.requests.on_message(peer, frame, now)
             case Control():
-                self.gateways.add(peer)
-                self.controls.take(peer, frame, now)
+                self._on_control(peer, frame, now)
+            case AdapterLoaded():
+                self.adapter_loads.on_loaded(peer, frame)
             case Attached():
                 self._on_attached(peer, frame)
             case Slept():
                 self.sleep.on_slept(peer, frame)
             case OutOfStep():
                 self.workers.on_out_of_step(peer, frame, now)
-            case KVOpenTransfers():
-                self.notices.on_audited(peer, frame, now)
-            case KVLanded() | KVSendEnded():
-                self.notices.on_message(peer, frame, now)
+            case KVOpenTransfers() | KVLanded() | KVSendEnded():
+                self._on_transfer(peer, frame, now)
             case Broken():
                 self._on_broken(peer, frame, now)
             case Fenced():
                 raise FencedError(f"another scheduler has taken worker {peer:x}: this one ends")
+
+    def _on_transfer(self, worker: int, frame: KVOpenTransfers | KVLanded | KVSendEnded, now: float) -> None:
+        if isinstance(frame, KVOpenTransfers):
+            self.notices.on_audited(worker, frame, now)
+        else:
+            self.notices.on_message(worker, frame, now)
+
+    def _on_control(self, gateway: int, frame: Control, now: float) -> None:
+        self.gateways.add(gateway)
+        if frame.verb in (ControlVerb.LOAD_ADAPTER, ControlVerb.UNLOAD_ADAPTER):
+            self.adapter_loads.take(gateway, frame)
+        else:
+            self.controls.take(gateway, frame, now)
 
     def on_member(self, member: Member, now: float) -> None:
         """A member joined, or its entry changed."""
@@ -263,6 +311,7 @@ class Scheduler:
     def on_member_lost(self, incarnation: int) -> None:
         """A member died, or its link broke with frames on it."""
         self.workers.on_lost(incarnation)
+        self.adapter_loads.on_lost(incarnation)
         self.controls.on_lost(incarnation)
         self.worker_groups.mark_all_dirty()
         self.requests.on_member_lost(incarnation)
@@ -270,6 +319,7 @@ class Scheduler:
     def _on_attached(self, worker: int, frame: Attached) -> None:
         group = self.workers.on_attached(worker, frame)
         if group is not None:
+            self.adapter_loads.on_attached(worker)
             self.sleep.on_attached(group)
 
     def _on_broken(self, worker: int, frame: Broken, now: float) -> None:
@@ -313,6 +363,8 @@ class Scheduler:
             self.requests.expire(now)
         self._route()
         self._build_plans(now)
+        if self.adapters.all:
+            self.adapter_loads.step(now)
         if self.controls.open:
             self.controls.answer_done(now)
         return self._take_frames(now)

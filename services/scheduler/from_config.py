@@ -36,4 +36,5 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         load_failure_policy=config.kv_load_failure_policy,
         block_scope=config.block_scope,
         reserve_whole_prompts=config.reserve_whole_prompts,
+        adapters=config.adapters,
     )

@@ -159,7 +159,8 @@ class TextCodec:
             raise _too_long(num_ids(data), f"{num_ids(data)} tokens in the {field}", request.max_tokens, field)
         opened = self._reasoning_opened(request, text, data)
         begin_after = [] if opened is False else self._open_reasoning(request.reasoning_end, data)
-        root = root_hash(self._config.block_scope, cache_salt=request.cache_salt)
+        salt, adapter = request.cache_salt, request.adapter_digest
+        root = root_hash(self._config.block_scope, cache_salt=salt, adapter=adapter)
         if not request.want_text:
             text = ""
         elif text is None:

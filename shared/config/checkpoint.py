@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.shared.config.lora import AdapterSource
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.config.worker_fields import on_gpu
@@ -41,6 +42,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     quantization: dict[str, Any] = {}  # quantization_config by another file than config.json, see `read_quantization`
     config_path: Path | None = None  # folder of config.json, if it is not `path`
+    adapters: list[AdapterSource] = []  # that a server begins with, with the paths of their folders
 
 
 # files beside config.json that say how weights are quantized -> `quant_method`, where they do not say it

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from blockyard.shared.config import (
+    adapters,
     host_memory,
     kv_transfer,
     output_parsers,
@@ -86,6 +87,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
         notes=[
             *values.notes(),
             *http_server.notes(values),
+            *adapters.notes(values),
             *model_notes(values, model),
             *worker_notes(values, is_local=True),
         ],
@@ -209,6 +211,7 @@ def scheduler(
             "max_num_batched_tokens": max(budgets),
             "depth": run_ahead(values),
             "block_scope": block_scope(values, model),
+            "adapters": msgspec.to_builtins(adapters.scheduler_settings(values, model.adapters)),
             **kv_transfer.scheduler_fields(values),
         },
     )
@@ -251,6 +254,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             "fit_max_model_len": values["max-model-len"] == "auto",
             "swap_space_gib": host_memory.swap_space(values),
             "kv_transfer": msgspec.to_builtins(kv_transfer.worker_config(values, of_role.role, process.bus)),
+            "lora": msgspec.to_builtins(adapters.worker_config(values)),
             **worker_fields.seq_fields(values),
             **worker_fields.graph_fields(values),
             **worker_fields.logprobs_fields(values),

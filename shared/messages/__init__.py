@@ -7,6 +7,7 @@ ordered. Each socket accepts one union of frames, defined here (`GatewayIn`, `Sc
 conversations to `base`, never back.
 """
 
+from blockyard.shared.messages.adapters import AdapterCard, AdapterLoaded, AdapterPlaced, DropAdapter, LoadAdapter
 from blockyard.shared.messages.base import (
     FAULTS,
     NO_TOKEN,
@@ -170,6 +171,7 @@ SchedulerIn = (
     | KVLanded
     | KVSendEnded
     | KVOpenTransfers
+    | AdapterLoaded
 )
 DetokenizerIn = TokenBatch
-WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort | KVAudit
+WorkerIn = Attach | StepPlan | Sleep | Wake | KVReceive | KVAbort | KVAudit | LoadAdapter | DropAdapter

@@ -2,6 +2,7 @@
 
 import enum
 
+from blockyard.shared.messages.adapters import AdapterCard
 from blockyard.shared.messages.base import Frame
 
 
@@ -12,6 +13,8 @@ class ControlVerb(enum.IntEnum):
     RESUME = 3
     SLEEP = 4
     WAKE_UP = 5
+    LOAD_ADAPTER = 6
+    UNLOAD_ADAPTER = 7
 
 
 class MemoryTag(enum.StrEnum):
@@ -30,6 +33,9 @@ class Control(Frame, frozen=True):
     drain: bool = False  # pause: True lets running sequences finish, False holds them
     clear_cache: bool = True  # pause: compute all KV again, as after a change of weights
     tags: list[MemoryTag] = []  # wake_up: only these; empty: all
+    adapter: str = ""  # name of the adapter to load or unload
+    adapter_path: str = ""  # load: of its folder
+    replace: bool = False  # load: the name may be in use; running requests finish with the adapter that they began with
 
 
 class Controlled(Frame, frozen=True):
@@ -41,6 +47,8 @@ class Controlled(Frame, frozen=True):
     sleep_level: int
     paused: bool
     freed_bytes: int = 0  # by the workers that sleep now
+    field: str = ""  # of the command that is wrong
+    adapters: list[AdapterCard] | None = None  # that are served once the command is done; None: it is of none
 
 
 class Sleep(Frame, frozen=True):

@@ -1,5 +1,6 @@
 """Members <-> message bus: the membership list, with each member's role, state and counters."""
 
+from blockyard.shared.messages.adapters import AdapterCard
 from blockyard.shared.messages.base import Frame, FrameStruct, Role
 from blockyard.shared.messages.kv_transfer import KVRole
 from blockyard.shared.messages.model_settings import ModelSettings
@@ -24,6 +25,18 @@ class ModelCard(FrameStruct, frozen=True):
     eos_token_ids: list[int] = []
     settings: ModelSettings = ModelSettings()
     pooling: PoolingCard | None = None  # None: the model generates text
+    adapters: list[AdapterCard] = []  # that requests may name as their model
+    adapter: AdapterCard | None = None  # that one request names; never on a scheduler's own card
+
+    @property
+    def answer_name(self) -> str:
+        """The model as an answer names it."""
+        return self.names[0] if self.adapter is None else self.adapter.name
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """Of the request's adapter; empty: it has none."""
+        return b"" if self.adapter is None else self.adapter.digest
 
 
 class RefusalCount(FrameStruct, frozen=True):

@@ -133,6 +133,8 @@ class Generate(Frame, frozen=True):
     ] = []  # `block_hashes` contain them, and hashes of generated blocks will
     batch_line: bool = False  # of a batch file: it waits behind every online request, and gives way to them
     kv_transfer_params: bytes = b""  # JSON object, for the connector of KV transfers
+    adapter: str = ""  # name of the adapter; empty: the model itself
+    adapter_digest: bytes = b""  # of its bytes, which `block_hashes` contain
 
 
 class Cancel(Frame, frozen=True):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from blockyard.shared.messages.adapters import AdapterPlaced
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.kv_transfer import KVRole, KVSend
 from blockyard.shared.messages.pooling import PooledStart, PoolingCard
@@ -37,6 +38,8 @@ class Geometry(FrameStruct, frozen=True):
     kv_generation: int = 0  # of the KV memory: it rises whenever that is another one
     kv_endpoint: bytes = b""  # how other workers reach the KV memory; opaque
     pooling: PoolingCard | None = None  # None: the model generates text. Without KV, `num_blocks` is 0.
+    num_adapter_places: int = 0  # adapters on the device at a time; 0: the worker serves none
+    num_host_adapters: int = 0  # in its host memory
 
     @property
     def vector_size(self) -> int:
@@ -83,6 +86,7 @@ class SlotStart(FrameStruct, frozen=True):
     prompt_logprobs_from: int = 0  # earlier positions were delivered already
     has_text: bool = True  # False: no token is sampled, and the result is a vector
     pooled: PooledStart | None = None  # None with `has_text` False: as the model's settings say
+    adapter_place: int | None = None  # of the adapter that its tokens are computed with; None: with none
 
 
 class SlotBlocks(FrameStruct, frozen=True):
@@ -148,6 +152,7 @@ class StepPlan(Frame, frozen=True):
     fetches: list[BlockFetch] = []
     copies: list[BlockCopy] = []
     sends: list[KVSend] = []
+    adapters: list[AdapterPlaced] = []  # before the plan's starts
 
 
 class SlotResult(FrameStruct, frozen=True):

@@ -39,6 +39,7 @@ class Tokenize(Frame, frozen=True):
     suffix: str | None = None  # the text behind the hole that follows `text`; both are cut to `max_tokens`
     want_offsets: bool = False  # return where each token is in the text
     want_assistant_mask: bool = False  # of messages: return which tokens the template marks as the assistant's
+    adapter_digest: bytes = b""  # of the adapter's bytes: its blocks are no other's
 
 
 class Tokenized(Frame, frozen=True):

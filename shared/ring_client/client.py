@@ -62,7 +62,7 @@ class RingClient:
         self.journal = Journal()
         self.schedulers = Schedulers(served_model_names)
         self.tokenizer_client = TokenizerClient(links, check_wait_s, max_waiting_texts)
-        self.controls = ControlClient(links)
+        self.controls, self._links = ControlClient(links), links
         self.counts = MemberCounts(links)
         self.dispatch = Dispatch(links, self.journal, self.schedulers, self.meters, hold_s)
         self._recovery = Recovery(links, self.journal, self.schedulers, self.dispatch, stall_timeout_s)
@@ -86,7 +86,7 @@ class RingClient:
             case QueueCapacityChanged():
                 self.schedulers.heard(peer, event.capacity, self.clock())
             case Controlled():
-                self.controls.answered(peer, event)
+                self._controlled(peer, event)
             case StatsResponse():
                 self.counts.on_response(peer, event)
             case Joined() | Changed():
@@ -109,8 +109,16 @@ class RingClient:
         """Returns the number of choices that have not ended."""
         return sum(entry.num_open for entry in self.journal.entries.values())
 
+    def _controlled(self, peer: int, answer: Controlled) -> None:
+        if answer.adapters is not None:
+            self.schedulers.lost_adapters.on_answer(peer, answer)
+            self.schedulers.on_adapters(peer, answer.adapters)
+        self.controls.answered(peer, answer)
+
     def _changed(self, member: Member) -> None:
         self.schedulers.changed(member)
+        for scheduler, command in self.schedulers.lost_adapters.take_commands():
+            self._links.send(scheduler, command)
         self.tokenizer_client.changed(member)
         self._recovery.changed(member, self.clock())
         if member.role is Role.SCHEDULER and (cards := self.schedulers.cards()):

@@ -34,7 +34,7 @@ class ControlClient:
             raise RequestError("No scheduler is ready.", status=503, retry_after_s=1.0)
         for answer in answers:
             if answer.status >= 400:
-                raise RequestError(answer.message, status=answer.status)
+                raise RequestError(answer.message, answer.field, answer.status)
         return answers
 
     def answered(self, peer: int, frame: Controlled) -> None:

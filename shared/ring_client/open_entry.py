@@ -13,9 +13,9 @@ class TokensMissing(Exception):
 class OpenEntry:
     """One open request. Subclasses know what it asks, and what of the answer is there."""
 
-    def __init__(self, request_id: str, model: str, now: float) -> None:
-        """now: arrival of the client's request."""
-        self.request_id, self.model = request_id, model
+    def __init__(self, request_id: str, model: str, now: float, adapter: str = "") -> None:
+        """now: arrival of the client's request. adapter: name of an adapter of the model; empty: none."""
+        self.request_id, self.model, self.adapter = request_id, model, adapter
         self.attempt = 0
         self.scheduler: int | None = None  # incarnation; None while no scheduler is ready
         self.detokenizer: int | None = None

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import msgspec
 
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Member, ModelCard, QueueCapacity, Role
+from blockyard.shared.messages import AdapterCard, Member, ModelCard, QueueCapacity, Role
+from blockyard.shared.ring_client.lost_adapters import LostAdapters
 
 FULL_FOR_S = 5.0  # a queue counts as full for at most this long, in case the frame of new capacity is lost
 # A model still takes requests for this long after its last scheduler was lost. One that stands still is lost after 4 s,
@@ -30,6 +31,9 @@ class Served(msgspec.Struct, frozen=True):
         for card in cards:
             if model in card.names:
                 return card
+            for adapter in card.adapters:
+                if model == adapter.name:
+                    return msgspec.structs.replace(card, adapter=adapter)
         if model in self.expected or not (self.expected or cards):
             raise not_ready(f"the model `{model}`")
         raise RequestError(f"The model `{model[:200]}` does not exist.", "model", 404, code="model_not_found")
@@ -43,25 +47,39 @@ class Schedulers:
         self._schedulers: dict[int, Member] = {}
         self._away: dict[str, tuple[ModelCard, float]] = {}  # by first name: models that may be restarting
         self._capacities: dict[int, tuple[QueueCapacity, float]] = {}
+        self.lost_adapters = LostAdapters()
 
     def changed(self, member: Member) -> None:
         if member.role != Role.SCHEDULER:
             return
         if member.ready and member.card is not None:
-            self._schedulers[member.incarnation] = member
             self._expected.update(member.card.names)
-            self._away.pop(member.card.names[0], None)
+            away = self._away.pop(member.card.names[0], None)
+            if away is not None and member.incarnation not in self._schedulers:
+                self.lost_adapters.begin(member.incarnation, away[0], member.card, away[1])
+            card = self.lost_adapters.with_missing(member.incarnation, member.card)
+            self._schedulers[member.incarnation] = msgspec.structs.replace(member, card=card)
         else:
             self._schedulers.pop(member.incarnation, None)
 
+    def on_adapters(self, scheduler: int, adapters: list[AdapterCard]) -> None:
+        """A scheduler has answered a command with the adapters that it serves: its card with them comes later."""
+        member = self._schedulers.get(scheduler)
+        if member is not None and member.card is not None:
+            card = msgspec.structs.replace(member.card, adapters=adapters)
+            card = self.lost_adapters.with_missing(scheduler, card)
+            self._schedulers[scheduler] = msgspec.structs.replace(member, card=card)
+
     def gone(self, member: Member, now: float) -> None:
         lost = self._schedulers.pop(member.incarnation, None)
+        self.lost_adapters.gone(member.incarnation)
         self._capacities.pop(member.incarnation, None)
         if lost is not None and lost.card is not None and not self.of(lost.card.names[0]):
             self._away[lost.card.names[0]] = lost.card, now + AWAY_S
 
     def tick(self, now: float) -> None:
         """Removes models that stayed without a scheduler for AWAY_S."""
+        self.lost_adapters.tick(now)
         self._away = {name: away for name, away in self._away.items() if now < away[1]}
 
     def cards(self) -> list[ModelCard]:
@@ -76,8 +94,10 @@ class Schedulers:
         """The card for a request's `model`; without one, the only model there is. Raises RequestError."""
         return self.served().card(model)
 
-    def of(self, model: str) -> list[int]:
-        return [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
+    def of(self, model: str, adapter: str = "") -> list[int]:
+        """The schedulers of a model that serve an adapter, if one is named, as far as they have it already."""
+        found = [i for i, m in self._schedulers.items() if m.card is not None and model in m.card.names]
+        return [i for i in found if not self.lost_adapters.waits(i, adapter)] if adapter else found
 
     def heard(self, scheduler: int, capacity: QueueCapacity, now: float) -> None:
         self._capacities[scheduler] = (capacity, now)

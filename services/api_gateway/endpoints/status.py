@@ -13,7 +13,7 @@ from blockyard.services.api_gateway.metrics.scrape import CONTENT_TYPE
 from blockyard.services.api_gateway.responses.json_response import json_response
 from blockyard.services.api_gateway.service import Gateway
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import Member, ModelCard, Role
+from blockyard.shared.messages import AdapterCard, Member, ModelCard, Role
 from blockyard.shared.ring_client.ring_links import RingLinks
 
 # roles of which a deployment needs a ready member; one of pooling models alone makes no text
@@ -35,7 +35,7 @@ class ModelView(msgspec.Struct, frozen=True):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int
 
 
@@ -153,7 +153,9 @@ class StatusEndpoints:
         cards = self._gateway.pipeline.schedulers.cards()
         if VERSION_HEADER in request.headers:
             return json_response(model_page(cards))
-        return json_response(ModelList("list", [_model(card, name) for card in cards for name in card.names]))
+        models = [_model(card, name) for card in cards for name in card.names]
+        models += [_adapter(card, one) for card in cards for one in card.adapters]
+        return json_response(ModelList("list", models))
 
     async def model(self, request: web.Request) -> web.Response:
         """One model that is served."""
@@ -161,6 +163,8 @@ class StatusEndpoints:
         if not any(name in card.names for card in schedulers.cards()):
             name = name.rstrip("/")
         card = schedulers.card(name)
+        if card.adapter is not None and VERSION_HEADER not in request.headers:
+            return json_response(_adapter(card, card.adapter))
         return json_response(model_info(card, name) if VERSION_HEADER in request.headers else _model(card, name))
 
     async def health(self, _: web.Request) -> web.Response:
@@ -216,6 +220,12 @@ def installed_version() -> str:
 
 def _model(card: ModelCard, name: str) -> ModelView:
     return ModelView(name, "model", card.created, "blockyard", card.root, None, card.max_model_len)
+
+
+def _adapter(card: ModelCard, adapter: AdapterCard) -> ModelView:
+    """An adapter, as a model of its own whose parent is its base."""
+    name, root, parent = adapter.name, adapter.root, adapter.parent
+    return ModelView(name, "model", adapter.created, "blockyard", root, parent, card.max_model_len)
 
 
 def _ring_json(links: RingLinks) -> bytes:

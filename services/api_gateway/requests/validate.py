@@ -208,7 +208,7 @@ def _response_options(
     return ResponseOptions(
         answer_id=prefix + (limits.name("request_id", request.request_id, MAX_ID_CHARS) or name),
         created=int(time.time()),
-        model=card.names[0],
+        model=card.answer_name,
         role=card.settings.response_role,
         stream=bool(request.stream),
         include_usage=bool(include_usage) or continuous_usage or forces_usage,
@@ -301,6 +301,7 @@ def _generate_request(
                 p,
                 bad_words=bad_words,
                 cache_salt=salt,
+                adapter_digest=card.adapter_digest,
                 max_tokens=p.max_tokens if truncate is None else 0,
                 grammar=grammar.grammar if grammar is not None else None,
                 reasoning_end=reasoning_end,

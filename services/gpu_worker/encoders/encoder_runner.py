@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, PackedText
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, StoredLayers
+from blockyard.services.gpu_worker.interfaces import AdapterHost, CompletedPlan, StoredLayers
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.pooling.output import PooledResults, options_of
@@ -60,6 +60,8 @@ class EncoderRunner:
         self._runs_ahead = model.table.link.copies
         # token type 1 is ignored where there is one type
         self._has_types = geometry.pooling is not None and geometry.pooling.has_types
+
+    adapters: AdapterHost | None = None
 
     @property
     def kv_memory(self) -> TransferBlocks:

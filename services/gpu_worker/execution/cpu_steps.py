@@ -113,6 +113,8 @@ class CpuSteps:
         attend = self._metadata_builder.attention(
             blocks, positions % size, tables, counts, lengths, step.owners, step.rows.num_decodes
         )
+        places = torch.from_numpy(table.adapter_places[rows]) if table.are_adapted(slots) else None
+        self._model.adapter_rows.begin(places)
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
         return self._model.forward(Step(token_ids, torch.from_numpy(positions), attend))
 
@@ -126,7 +128,9 @@ class CpuSteps:
         host_logits: list[Tensor] = []
         for first in range(0, len(places), MOST_SAMPLED):
             part = places[first : first + MOST_SAMPLED]
-            logits = self._model.logits(hidden.index_select(0, torch.from_numpy(last[part])))
+            indices = torch.from_numpy(last[part])
+            with self._model.adapter_rows.only(indices):
+                logits = self._model.logits(hidden.index_select(0, indices))
             if step.host_rows:
                 host_logits.append(logits[torch.from_numpy(np.isin(part, step.host_rows))].float())
             rows = self._rows_of(step.rows.slots[part])

@@ -168,6 +168,7 @@ class DeviceSlots:
         words[Field.IGNORE_EOS], words[Field.NUM_STOPS] = not state.ends_at_eos, len(stops)
         words[Field.KEY : Field.KEY + 2] = split_seed(sampling.seed)
         words[Field.CHOICE] = start.choice
+        words[Field.ADAPTER] = 0 if start.adapter_place is None else start.adapter_place + 1
         self._writes.put_all([offset + slot for offset in self._field_offsets], words)
         self._sent[slot] = 0
         self._send_blocks(slot, table)

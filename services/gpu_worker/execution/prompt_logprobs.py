@@ -105,7 +105,8 @@ class DevicePromptLogprobs:
         padding follow those of decodes."""
 
         def logits_of(rows: Tensor) -> Tensor:
-            return self._model.logits(hidden.index_select(0, rows))
+            with self._model.adapter_rows.only(rows):
+                return self._model.logits(hidden.index_select(0, rows))
 
         return self._compute(prompts, logits_of, num_decodes, padding)
 

@@ -9,6 +9,7 @@ group. Without the copy they did, because the alignment differed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -40,10 +41,25 @@ class FusedProduct(Protocol):
         place, if given."""
 
 
+class AdaptedRows(Protocol):
+    """Adds the products of adapters to rows of a layer's product."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a row of this step has an adapter."""
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        """Adds the products of x [rows, in] to out [rows, out], in place."""
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        """Meanwhile products are of these rows of the step alone: rows [n] int64."""
+
+
 class Linear:
     """A matrix product with optional bias: x [rows, in] -> [rows, out]."""
 
     __slots__ = (
+        "_adapted",
         "_default",
         "_fused",
         "_products",
@@ -67,6 +83,7 @@ class Linear:
         self._products: Mapping[int, Product] = {}
         self._fused: Mapping[int, FusedProduct] = {}
         self._wrappers: list[Callable[[Product], Product]] = []
+        self._adapted: AdaptedRows | None = None
         self._default: Product = method.apply
         self.rounding: InputRounding | None = None  # of inputs that `of_rounded` takes; None: it takes none
         self._rounded: Mapping[int, RoundedProduct] = {}
@@ -140,11 +157,36 @@ class Linear:
         self.use({}, in_groups(self.method.apply) if product is None else product)
         self.is_batch_invariant = True
 
+    def adapt(self, adapted: AdaptedRows) -> None:
+        """Adds to each product, in steps in which it is active. Other steps run the kernels that they ran without it.
+
+        In an active step nothing is fused and inputs are not rounded by the operation before: an adapter multiplies
+        the layer's own input, and its product is added to the layer's own output.
+        """
+        self._adapted = adapted
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        """Meanwhile products are of these rows of the step alone: rows [n] int64."""
+        return nullcontext() if self._adapted is None else self._adapted.only(rows)
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether a row of this step has an adapter."""
+        return self._adapted is not None and self._adapted.is_active
+
     def fused(self, rows: int) -> FusedProduct | None:
-        return self._fused.get(rows)
+        return None if self.is_adapted else self._fused.get(rows)
+
+    @property
+    def step_rounding(self) -> InputRounding | None:
+        """As `rounding`, in this step."""
+        return None if self.is_adapted else self.rounding
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._products.get(x.shape[0], self._default)(x)
+        out = self._products.get(x.shape[0], self._default)(x)
+        if self._adapted is not None and self._adapted.is_active:
+            self._adapted.add_to(out, x)
+        return out
 
     def of_rounded(self, rows: RoundedRows) -> Tensor:
         """The product of rows that were rounded by `rounding`."""

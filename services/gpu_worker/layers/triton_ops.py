@@ -47,8 +47,8 @@ class TritonOps:
             fused = linear.fused(len(residual))
             if fused is not None:
                 return fused(residual, norm=norm)
-        if linear.rounding is not None and isinstance(norm, RMSNorm):
-            return linear.of_rounded(add_rms_norm_rounded(residual, delta, norm.weight, norm.eps, linear.rounding))
+        if (rounding := linear.step_rounding) is not None and isinstance(norm, RMSNorm):
+            return linear.of_rounded(add_rms_norm_rounded(residual, delta, norm.weight, norm.eps, rounding))
         return linear(self.add_norm(residual, delta, norm))
 
     def add_normed(
@@ -97,8 +97,8 @@ class TritonOps:
         fused = linear.fused(len(x))
         is_gated = fused is not None and linear.fusion is Fusion.GATED_ADD
         if gate_activation is not None and not is_gated:
-            if fused is None and linear.rounding is not None:
-                return linear.of_rounded(act_mul_rounded(x, gate_activation, linear.rounding))
+            if fused is None and (rounding := linear.step_rounding) is not None:
+                return linear.of_rounded(act_mul_rounded(x, gate_activation, rounding))
             x = act_mul(x, gate_activation)
         if fused is None:
             return linear(x)

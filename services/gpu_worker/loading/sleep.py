@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.interfaces import (
+    AdapterHost,
     CachedBlocks,
     CompletedPlan,
     OffloadableRunner,
@@ -50,6 +51,10 @@ class SleepingRunner:
     @property
     def kv_memory(self) -> TransferBlocks:
         return self._awake().kv_memory
+
+    @property
+    def adapters(self) -> AdapterHost | None:
+        return None if self._runner is None else self._runner.adapters
 
     @property
     def in_flight(self) -> int:

@@ -48,6 +48,8 @@ def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
         config.max_num_batched_tokens,
         num_host_blocks=mock.num_host_blocks if config.swap_space_gib else 0,
         pooling=_pooling_card(config, model, length),
+        num_adapter_places=0 if config.lora is None else config.lora.max_loras,
+        num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
     )
     if geometry.pooling is not None and not geometry.pooling.has_kv:
         most = max(config.max_num_batched_tokens, length)  # a text is one step's

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, Report, StoredLayers
+from blockyard.services.gpu_worker.mock.adapters import MockAdapters
 from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
@@ -32,6 +33,7 @@ class MockRunner:
     ) -> None:
         """make_memory: for KV transfers; None: there are none."""
         self.geometry, self.block_hashes = geometry, MockKV(geometry.block_size)
+        self.adapters = MockAdapters() if geometry.num_adapter_places else None
         self._memory = None if make_memory is None else make_memory(self.block_hashes, geometry.num_blocks)
         self._fatal_id = fatal_id
         self._pattern, self._step_s = pattern, step_s
@@ -93,6 +95,8 @@ class MockRunner:
         `fatal_id`: the process then ends."""
         if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
             raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
+        if self.adapters is not None:
+            self.adapters.place(plan.adapters)
         results = self._batch.step(plan)
         self.block_hashes.add(plan.full_blocks)
         if self._step_s:

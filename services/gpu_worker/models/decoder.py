@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
 from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import ops_of
@@ -32,7 +33,7 @@ class Decoder:
         positions: LearnedPositions | None = None,
     ) -> None:
         """positions: learned ones that are added to the embeddings of tokens; None: positions are in `rotations`."""
-        self.table, self.shape = table, shape.share(table.shard)
+        self.table, self.shape, self.adapter_rows = table, shape.share(table.shard), AdapterRows()
         self._ops = ops_of(table)
         self._embedding, self._positions, self._rotations = embedding, positions, rotations
         self._layers, self._norm, self._head = layers, norm, head
@@ -73,6 +74,7 @@ class Decoder:
             if layer is last and needed is not None:  # behind its attention no other row is read
                 heads, normed = layer.attend(residual, delta, rotation, backend.of_rows(needed))
                 residual = residual.index_select(0, needed.rows)
+                self.adapter_rows.select(needed.rows)
                 normed = None if normed is None else normed.index_select(0, needed.rows)
                 residual, delta = layer.finish(residual, (heads, normed))
             else:

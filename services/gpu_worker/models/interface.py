@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -71,6 +72,7 @@ class Model(Protocol):
 
     shape: ModelShape
     table: WeightTable
+    adapter_rows: AdapterRows  # which its linear layers read
 
     def prepare(self, max_model_len: int) -> list[str]:
         """Repacks weights and builds the rotation tables. Called once, after the weights are loaded.

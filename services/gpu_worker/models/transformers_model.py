@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from blockyard.kernels.attention.score_rules import ScoreRules
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
@@ -101,6 +102,7 @@ class TransformersModel:
         self, causal: Any, connection: Connection, shape: ModelShape, table: WeightTable, placed: Placed
     ) -> None:
         self.shape, self.table, self._placed, self._connection = shape, table, placed, connection
+        self.adapter_rows = AdapterRows()
         self._base, self._head = getattr(causal, causal.base_model_prefix), HeadAlone(causal)
         self.own_products = sorted(placed.own_products)  # see `Placed`
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself
@@ -132,7 +134,10 @@ class TransformersModel:
         for owner in self._placed.transient:
             owner.forget()
         self._connection.computes = None  # it holds the tensors of the step
-        return hidden if step.logits_indices is None else hidden.index_select(0, step.logits_indices.rows)
+        if step.logits_indices is None:
+            return hidden
+        self.adapter_rows.select(step.logits_indices.rows)
+        return hidden.index_select(0, step.logits_indices.rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)

@@ -15,6 +15,8 @@ from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
 from blockyard.services.gpu_worker.loading.weights import HostShare
+from blockyard.services.gpu_worker.lora.places import AdapterPlaces
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
@@ -65,6 +67,9 @@ class Backend(Protocol):
 
         at_once: measures all batch sizes now. Otherwise some may be measured in idle times.
         """
+
+    def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
+        """Adapts the linear layers of a model, whose kernels are picked."""
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         """Returns lines for a --cpu-offload-gb that does nothing on this device."""

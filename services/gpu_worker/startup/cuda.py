@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard.kernels.lora.add_adapters import add_adapters
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
@@ -31,6 +32,9 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
+from blockyard.services.gpu_worker.lora.device_places import DevicePlaces
+from blockyard.services.gpu_worker.lora.places import AdapterPlaces
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
     KVMemoryNeed,
     MemoryPlan,
@@ -187,6 +191,10 @@ class CudaBackend:
         tuner.begin(sizes, folder, config.max_num_batched_tokens)
         self._tuner = tuner
 
+    def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
+        linears, rows = model.linears(), model.adapter_rows
+        return DevicePlaces(linears, rows, num_places, limits, add_adapters, self.device, self.link)
+
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return []
 
@@ -244,7 +252,12 @@ class CudaBackend:
         try:
             peak = peak_bytes(model, tokens, need, kv_dtype, self.device)
             graphs, penalties = cuda_steps.graph_bytes(
-                model, need, kv_dtype, config.run_ahead_penalties, captures=not config.enforce_eager
+                model,
+                need,
+                kv_dtype,
+                config.run_ahead_penalties,
+                captures=not config.enforce_eager,
+                has_adapters=config.lora is not None,
             )
         except torch.OutOfMemoryError as e:
             raise LoadError(

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import blockyard.shared
 from blockyard.shared.architectures import describe_refusal, find_architecture, may_be_in_transformers
+from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import (
     Checkpoint,
     config_overrides,
@@ -15,10 +18,12 @@ from blockyard.shared.config.checkpoint import (
     read_json,
     read_quantization,
 )
+from blockyard.shared.config.lora import AdapterSource
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.text_part import text_part
-from blockyard.shared.errors import ConfigError
+from blockyard.shared.errors import AdapterError, ConfigError
+from blockyard.shared.lora.adapter_config import CONFIG_FILE, parse_config
 from blockyard.shared.process.home import home_variables
 
 DEMO = "demo"
@@ -58,12 +63,29 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
         generation=read_json(generation) if generation.is_file() else {},
         revision=revision or "",
         config_path=None if config_name is None else config_folder,
+        adapters=find_adapters(values) if weights else [],
     )
     check_numbers(checkpoint.config | config_overrides(values), config_folder / "config.json")
     if weights and values["worker-cls"] != "mock":
         check_architecture(checkpoint, config_overrides(values), str(values["model-impl"]))
         quantized_overrides(values, checkpoint)
     return checkpoint
+
+
+def find_adapters(values: Values) -> list[AdapterSource]:
+    """Returns the adapters that a server begins with, and checks their configs. Raises ConfigError."""
+    found = []
+    for source in adapters.sources(values):
+        folder = _folder(source.path, None, values, weights=True)
+        config = folder / CONFIG_FILE
+        try:
+            parse_config(config.read_bytes())
+        except OSError as e:
+            raise ConfigError(f"adapter {source.name}: {config} cannot be read: {e.strerror or e}") from e
+        except AdapterError as e:
+            raise ConfigError(f"adapter {source.name}: {e}") from e
+        found.append(msgspec.structs.replace(source, path=str(folder)))
+    return found
 
 
 def check_architecture(checkpoint: Checkpoint, overrides: dict[str, Any], model_impl: str) -> None:

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
+from blockyard.services.offline.adapters import LoRARequest, read_adapters
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.async_operations import AsyncOperations
 from blockyard.services.offline.engines.live_request import LiveRequest
@@ -33,7 +34,7 @@ class AsyncLLMEngine(AsyncOperations):
         prompt: Any,
         sampling_params: SamplingParams | None,
         request_id: str,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -44,7 +45,7 @@ class AsyncLLMEngine(AsyncOperations):
         closed, or the task of its caller is cancelled. Raises RequestError if it cannot be served, and RingLost without
         a ring.
         """
-        refuse_arguments(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_arguments(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
         loop, news = asyncio.get_running_loop(), asyncio.Event()
@@ -53,7 +54,8 @@ class AsyncLLMEngine(AsyncOperations):
             with contextlib.suppress(RuntimeError):  # the caller's loop was closed
                 loop.call_soon_threadsafe(news.set)
 
-        live = LiveRequest(self._running, request_id, prompt, sampling_params, priority, on_news)
+        adapters = await asyncio.to_thread(read_adapters, self._session, lora_request, 1)
+        live = LiveRequest(self._running, request_id, prompt, sampling_params, priority, on_news, adapters)
         self._requests[request_id] = live
         finished = False
         try:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
+from blockyard.services.offline.adapters import LoRARequest, read_adapters
 from blockyard.services.offline.engines.llm_engine import EngineModelConfig, LLMEngine
 from blockyard.services.offline.metrics import Counter, Gauge
 from blockyard.services.offline.operations import MODES, PROFILE_FROM_OUTSIDE
@@ -16,7 +17,7 @@ from blockyard.shared.messages import Control, Controlled, ControlVerb
 
 log = logging.getLogger(__name__)
 
-NO_LORA = "adapters are not served"
+NO_LORA = "an adapter is loaded by its first request, and has a name and no number"
 NO_WEIGHTS = "the model is in another process, and its weights are those of its folder"
 LOGGED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens")
 
@@ -37,7 +38,7 @@ class AsyncOperations:
         self._running, self._session = running, running.session
         self._operations = LLMEngine(running)  # its calls wait: they are made in threads
 
-    async def get_tokenizer(self, lora_request: None = None) -> LLMTokenizer:
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> LLMTokenizer:
         return await asyncio.to_thread(self._running.tokenizer)
 
     async def get_model_config(self) -> EngineModelConfig:
@@ -117,6 +118,11 @@ class AsyncOperations:
         states = await self._ask(Control("", ControlVerb.STATUS))
         return any(state.paused for state in states)
 
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Loads an adapter, so that its first request need not wait for it."""
+        await asyncio.to_thread(read_adapters, self._session, lora_request, 1)
+        return True
+
     async def collective_rpc(self, *_: object, **__: object) -> None:
         self._operations.collective_rpc()
 
@@ -125,7 +131,6 @@ class AsyncOperations:
     get_vllm_config = _refused("get_vllm_config", "`model_config` has the model's name, length and vocabulary")
     start_profile = _refused("start_profile", PROFILE_FROM_OUTSIDE)
     stop_profile = _refused("stop_profile", PROFILE_FROM_OUTSIDE)
-    add_lora = _refused("add_lora", NO_LORA)
     remove_lora = _refused("remove_lora", NO_LORA)
     list_loras = _refused("list_loras", NO_LORA)
     pin_lora = _refused("pin_lora", NO_LORA)

@@ -3,7 +3,7 @@
 import concurrent.futures
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from blockyard.services.offline.batch import BatchProgress
@@ -12,6 +12,7 @@ from blockyard.services.offline.prompts import read_prompts
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.services.offline.sampling_params import RequestOutputKind, SamplingParams
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import AdapterCard
 
 ABORTED = "abort"  # finish_reason
 
@@ -61,8 +62,10 @@ class LiveRequest:
         params: SamplingParams | None,
         priority: int,
         on_news: Callable[[], None],
+        adapters: Sequence[AdapterCard | None] = (),
     ) -> None:
-        """`on_news` is called on the ring's event loop when `take` may return more. Raises RequestError, RingLost."""
+        """`on_news` is called on the ring's event loop when `take` may return more. adapters: one, if the request has
+        any. Raises RequestError, RingLost."""
         if not isinstance(request_id, str):
             raise RequestError(f"request_id must be a text, got {request_id!r}", "request_id")
         prompts = read_prompts(prompt, running.name)
@@ -70,7 +73,7 @@ class LiveRequest:
             raise RequestError(f"a request has one prompt, got {len(prompts)}", "prompt")
         self.id = request_id
         self._kind = RequestOutputKind.CUMULATIVE if params is None else params.output_kind
-        requests = running.requests(prompts, params, priority)
+        requests = running.requests(prompts, params, priority, adapters)
         choices = requests[0].params.choices
         if choices.beam is not None or choices.computed > choices.returned:
             self._kind = RequestOutputKind.FINAL_ONLY  # the returned choices are known at the end

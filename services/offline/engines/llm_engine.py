@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from blockyard.services.offline.adapters import LoRARequest, read_adapters
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.live_request import LiveRequest
 from blockyard.services.offline.operations import RingOperations
@@ -54,7 +55,7 @@ class LLMEngine(RingOperations):
         prompt: Any,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -63,11 +64,12 @@ class LLMEngine(RingOperations):
 
         `arrival_time` and `trace_headers` have no effect. Raises RequestError if it cannot be served.
         """
-        refuse_arguments(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse_arguments(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
+        adapters = read_adapters(self._session, lora_request, 1)
         live = LiveRequest(
-            self._running, request_id, prompt, params, priority, lambda: self._news.put_nowait(request_id)
+            self._running, request_id, prompt, params, priority, lambda: self._news.put_nowait(request_id), adapters
         )
         live.wait_started()
         self._requests[request_id] = live

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, longest_sequence
 from blockyard.services.scheduler.sequences.pooled_requests import frame_problem
 from blockyard.shared.messages import (
@@ -139,12 +140,17 @@ class Refusal:
 class ModelLimits:
     """Owns the model's limits, for the check of requests and for gateways."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedModel, adapters: AdapterRegistry) -> None:
         self.card: ModelCard | None = None  # None before the first group is attached; a new object after each change
         self.notes: list[str] = []  # for the start-up report
         self.roles: frozenset[KVRole] = frozenset()  # of the groups that the notes describe
-        self._model = model
+        self._model, self._adapters = model, adapters
         self._capacity: ModelCapacity | None = None  # None before the first group is attached
+
+    def update_adapters(self) -> None:
+        """Called when an adapter is served, or is not any more."""
+        if self.card is not None:
+            self.card = msgspec.structs.replace(self.card, adapters=self._adapters.cards)
 
     def update_capacity(self, groups: Collection[WorkerGroup]) -> None:
         """Called when a group was attached or detached. While no group is attached the last capacity stays."""
@@ -153,7 +159,7 @@ class ModelLimits:
         self._capacity = capacity_of([group.geometry for group in groups])
         self.notes = self._capacity.notes(list(groups))
         self.roles = frozenset(group.geometry.kv_role for group in groups)
-        card = self._capacity.card(self._model)
+        card = msgspec.structs.replace(self._capacity.card(self._model), adapters=self._adapters.cards)
         if card != self.card:
             self.card = card
 
@@ -196,3 +202,15 @@ class ModelLimits:
             message = f"token id {outside} is outside the vocabulary of {self._capacity.vocab_size}"
             return Refusal(400, "input", message)
         return None
+
+    def find_adapter(self, frame: Generate) -> tuple[Adapter | None, Refusal | None]:
+        """The adapter of a request that names one, or the response if it is not there.
+
+        A request that has tokens of other bytes than the name has now is refused.
+        """
+        adapter = self._adapters.find(frame.adapter, frame.adapter_digest)
+        if adapter is None:
+            return None, Refusal(404, "model", f"the model {frame.adapter!r} does not exist")
+        if adapter.digest != frame.adapter_digest and any(choice.output_ids for choice in frame.choices):
+            return None, Refusal(409, "model", f"the adapter {frame.adapter!r} was replaced while the request ran")
+        return adapter, None

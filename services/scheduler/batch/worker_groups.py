@@ -8,6 +8,7 @@ from collections.abc import Sequence as ReadOnly
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from blockyard.services.scheduler.adapters.group_adapters import GroupAdapters
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
 from blockyard.services.scheduler.batch.plan_builder import PlanRecord
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
@@ -70,6 +71,7 @@ class WorkerGroup:
         self._num_spare_slots = num_slots - self.max_num_seqs
         self.slots = IdPool(num_slots, self.plan_clock)
         self.max_model_len = longest_sequence(geometry)
+        self.adapters = GroupAdapters(geometry, self.plan_clock)
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self._running: list[RunningSequence] = []
         self.running: ReadOnly[RunningSequence] = self._running  # by key; the last one is preempted first
@@ -93,7 +95,7 @@ class WorkerGroup:
         """Starts a sequence with the blocks found and `num_blocks` more. The caller has checked that they are free."""
         request = sequence.request
         limit = min(request.num_prompt + request.frame.sampling.max_tokens, self.max_model_len)
-        slot = self.slots.take(1)[0]
+        slot, adapter = self.slots.take(1)[0], request.adapter
         running = RunningSequence(
             sequence,
             self.worker,
@@ -110,6 +112,7 @@ class WorkerGroup:
             decode=SlotRun(slot, 1),
             own_tokens=found.num_tokens,
             num_prefilled=found.num_tokens,
+            adapter_place=None if adapter is None else self.adapters.start(adapter),
         )
         sequence.on_running(running, found.num_tokens)
         insort(self._running, running, key=_by_key)
@@ -130,6 +133,8 @@ class WorkerGroup:
         self.decode_batch.outside.remove(running)
         self._slots_to_end.append(running.slot)
         self.slots.release([running.slot])
+        if running.adapter_place is not None:
+            self.adapters.end(running.adapter_place)
         self.kv_cache.free(running)
 
     def active(self) -> list[RunningSequence]:

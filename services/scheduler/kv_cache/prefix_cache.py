@@ -48,7 +48,8 @@ class BlockHasher:
 
     def _root(self, sequence: Sequence) -> bytes:
         frame = sequence.request.frame
-        return root_hash(self._scope, frame.cache_salt, None if self.enabled else frame.request_id)
+        owner = None if self.enabled else frame.request_id
+        return root_hash(self._scope, frame.cache_salt, owner, frame.adapter_digest)
 
 
 def _ids(sequence: Sequence, first: int, end: int) -> bytes:

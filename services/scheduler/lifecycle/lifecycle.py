@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from blockyard.services.scheduler.adapters.registry import AdapterRegistry
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
 from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSampling
@@ -24,6 +25,7 @@ class Lifecycle:
         handovers: Handovers,
         streams: DetokenizerStreams,
         vectors: VectorOutbox,
+        adapters: AdapterRegistry,
     ) -> None:
         self.requests: dict[str, Request] = {}
         self.pools: dict[str, PooledRequest] = {}  # whose prompts are among `requests`
@@ -31,10 +33,12 @@ class Lifecycle:
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
         self._groups, self._waiting, self._policy = groups, waiting, waiting.policy
         self._parallel_sampling, self._handovers = parallel_sampling, handovers
-        self._streams, self._vectors = streams, vectors
+        self._streams, self._vectors, self._adapters = streams, vectors, adapters
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
+        if request.adapter is not None:
+            self._adapters.use(request.adapter, request.id)
 
     def end(self, sequence: Sequence) -> None:
         """Ends a sequence whose last tokens have been sent. Results in flight are ignored."""
@@ -54,6 +58,8 @@ class Lifecycle:
                 request.pool.on_ended(sequence.index)
                 if not self.pools[request.pool.id].requests:
                     del self.pools[request.pool.id]
+            if request.adapter is not None:
+                self._adapters.on_request_ended(request.id, request.adapter)
             if request.search is not None:
                 for beam in request.search.replace_beams([]):
                     self.release(beam)

@@ -11,6 +11,7 @@ from blockyard.services.scheduler.lifecycle.parallel_sampling import ParallelSam
 from blockyard.services.scheduler.planning.fair_step_limiter import FairStepLimiter
 from blockyard.services.scheduler.planning.partial_prefill_limits import LongPrefills, PartialPrefills
 from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
+from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
 from blockyard.services.scheduler.queue.policy import BATCH_CLASS
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
@@ -47,12 +48,14 @@ class PrefillPlanner:
         router: Router,
         quarantine: CrashQuarantine,
         controls: Controls,
+        adapter_waits: AdapterWaits,
         limits: PrefillLimits,
     ) -> None:
         self.num_displaced = 0  # sequences preempted for a waiting one
         self._lifecycle, self._waiting, self._policy = lifecycle, waiting, waiting.policy
         self._parallel_sampling, self._handovers, self._acceptance = parallel_sampling, handovers, acceptance
         self._router, self._quarantine, self._controls = router, quarantine, controls
+        self._adapter_waits = adapter_waits
         self._delay, self._fair, self._partial = limits.delay, limits.fair, limits.partial
         self._whole_prompts = limits.whole_prompts
         self._reserve_whole_prompts = limits.reserve_whole_prompts or limits.whole_prompts
@@ -78,6 +81,9 @@ class PrefillPlanner:
         make room, none is preempted.
         """
         running, rank = group.running, self._policy.key(sequence)[0]
+        adapter = sequence.request.adapter
+        if adapter is not None and not group.adapters.can_start(adapter):
+            return  # it is passed over
         if not running or not self._policy.preemptible_by(running[-1].sequence, rank):
             return
         found = group.kv_cache.find(sequence)
@@ -130,6 +136,8 @@ class PrefillPlanner:
         Only waiting sequences of classes lower than `below` start.
         """
         longs: LongPrefills | None = None
+        if self._adapter_waits.deferred:
+            self._adapter_waits.release(group.adapters)
         if self._partial is not None:
             longs, unfinished = self._partial.begin_plan(group, builder.token_budget, unfinished)
         for running in unfinished:
@@ -180,7 +188,7 @@ class PrefillPlanner:
             if sequence is None or self._policy.key(sequence)[0] >= below:
                 return
             most = self._max_tokens(group, builder, longs, sequence)
-            if self.end_unscheduled(group, sequence):
+            if self.end_unscheduled(group, sequence) or self._waits_for_adapter(group, sequence):
                 continue
             is_line = sequence.request.is_batch_line
             if most <= 0 or not (group.can_schedule_batch_line if is_line else group.can_schedule):
@@ -211,6 +219,15 @@ class PrefillPlanner:
                 longs.add(running)
             else:
                 self._schedule_chunk(group, builder, running, most)
+
+    def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
+        """Sets a sequence aside whose adapter has no place yet."""
+        adapter = sequence.request.adapter
+        if adapter is None or group.adapters.can_start(adapter):
+            return False
+        self._adapter_waits.defer(sequence)
+        self._lifecycle.drop_handover(sequence)
+        return True
 
     def _find_prefix(self, group: WorkerGroup, builder: PlanBuilder, sequence: Sequence) -> PrefixMatch | None:
         """The blocks to start with; None if the sequence is parked for a sibling's prompt."""
@@ -290,4 +307,5 @@ def slot_start(group: WorkerGroup, running: RunningSequence) -> SlotStart:
         prompt_logprobs_from=sequence.prompt_next,
         has_text=request.has_text,
         pooled=request.pooled,
+        adapter_place=running.adapter_place,
     )

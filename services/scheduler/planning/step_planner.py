@@ -157,5 +157,6 @@ class StepPlanner:
             fetches,
             builder.copies,
             builder.sends,
+            group.adapters.take_placed() if group.adapters.placed else [],
         )
         return StepPlan(self._scheduler, builder.record.number, ends, *changes)

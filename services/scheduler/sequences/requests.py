@@ -84,6 +84,7 @@ class Request:
     is_batch_line: bool = False  # every online request comes before it
     pool: "PoolMembership | None" = None  # of one prompt of many: what they have in common
     pooled: PooledStart | None = None  # how its vector is made
+    adapter: int | None = None  # number of its adapter
 
     @property
     def has_fixed_length(self) -> bool:
@@ -344,6 +345,7 @@ class RunningSequence:
     leaves_prefilled: bool = False  # once it has sampled, it goes on in another group
     own_tokens: int = 0  # scheduled tokens, added to `progress`
     num_prefilled: int = 0  # computed tokens, until it has sampled
+    adapter_place: int | None = None  # of its adapter, in its group
     _last_plan: int = 0  # outside a decode batch
 
     @property

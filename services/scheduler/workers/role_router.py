@@ -84,6 +84,9 @@ class RoleRouter:
             self._handovers.drop(sequence)
         known = sequence.num_tokens
         request = sequence.request
+        if (adapter := request.adapter) is not None:  # it stays where its adapter is: the other group may lack it
+            holders = [group for group in self._by_worker.values() if group.adapters.can_start(adapter)]
+            return self._cheapest(holders, sequence)
         most = request.num_prompt + request.frame.sampling.max_tokens  # tokens, if its groups are long enough
         first, decode, prefill = self._candidates(sequence)
         longest = max(group.max_model_len for group in [*decode, *prefill])

@@ -3,7 +3,8 @@
 With one group, sequences are taken straight from the waiting queue. With several, each step of the core begins with
 `route`: the next sequence goes to the queue of a group, as long as a group has room, and starts with that group's next
 plan. Group queues are short, about one step of tokens, so that other sequences can still go where there is room first.
-A sequence may wait longer for a group that computes a prefix which they share.
+A sequence may wait longer for a group that computes a prefix which they share. One with an adapter goes to groups that
+hold it; if none does, it is set aside until one does.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from blockyard.services.scheduler.admission.request_handler import Acceptance
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
+from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
@@ -19,6 +21,7 @@ from blockyard.services.scheduler.workers.group_queue import GroupQueue, RoutedS
 from blockyard.services.scheduler.workers.role_router import RoleRouter
 
 TOO_LONG = 1 << 40  # the cost of a group in which the sequence reaches the length limit
+ADAPTER_TOKENS = 1024  # the cost of a place for an adapter, in prompt tokens: another one may have to leave it
 MAX_PLANS_WAITED = 4  # in a group queue, before a sequence may go to another group
 
 _NOTHING = PrefixMatch()
@@ -32,6 +35,7 @@ class Router:
         acceptance: Acceptance,
         handovers: Handovers,
         links: LinkBackoff,
+        adapter_waits: AdapterWaits,
         decode_prefill_tokens: int,
     ) -> None:
         """`decode_prefill_tokens`: see `RoleRouter`."""
@@ -39,6 +43,7 @@ class Router:
         self.is_needed = False  # there are several groups, or were: sequences may be in a group's queue
         self._waiting, self._policy = waiting, waiting.policy
         self._groups, self._acceptance, self._handovers = groups, acceptance, handovers
+        self._adapter_waits = adapter_waits
         self._queues: dict[int, GroupQueue] = {}
         self._nonempty: dict[int, GroupQueue] = {}  # the ones in which sequences may wait
         self._round = 0  # number of calls of `route`
@@ -129,8 +134,13 @@ class Router:
         return chosen
 
     def _next(self) -> Sequence | None:
-        """The next waiting sequence, if it may be scheduled now."""
+        """The next waiting sequence, if it may be scheduled now. Those are passed over whose adapter no group has."""
         sequence = self._waiting.peek()
+        while sequence is not None and (adapter := sequence.request.adapter) is not None:
+            if any(group.adapters.can_start(adapter) for group in self._groups.values()):
+                break
+            self._adapter_waits.defer(sequence)
+            sequence = self._waiting.peek()
         if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
         return sequence
@@ -150,7 +160,10 @@ class Router:
         known, size, first = sequence.num_tokens, 0, None
         near = sibling_groups(sequence)
         own = max(1, known - sequence.request.num_prompt)  # tokens that other sequences of the request do not compute
+        adapter = sequence.request.adapter
         for queue in queues:
+            if adapter is not None and not queue.group.adapters.can_start(adapter):
+                continue
             pool = queue.group.kv_cache.blocks
             if not queue.group.has_kv:
                 first = None
@@ -165,8 +178,10 @@ class Router:
                 num_tokens = own
             elif queue.is_busy:
                 continue
-            too_long = TOO_LONG if known >= queue.group.max_model_len else 0
-            price = cost(num_tokens, backlog + too_long, len(queue.group.running) + len(queue.entries))
+            extra = TOO_LONG if known >= queue.group.max_model_len else 0
+            if adapter is not None and not queue.group.adapters.is_placed(adapter):
+                extra += ADAPTER_TOKENS
+            price = cost(num_tokens, backlog + extra, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
                 continue
             if not queue.group.has_kv:

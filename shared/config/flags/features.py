@@ -3,7 +3,8 @@
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 from blockyard.shared.quantization import TABLE, refusals
 
-_LORA = not_built("LoRA adapters")
+_EXTRA = not_built("tokens that adapters add")
+_LONG = not_built("adapters for longer contexts than the model's")
 _PROMPT_ADAPTERS = not_built("prompt adapters")
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")
@@ -23,24 +24,44 @@ QUANTIZATION = (
 )
 
 LORA = (
-    Flag("enable-lora", FlagKind.BOOL, False, "Serve LoRA adapters.", refused=_LORA),
-    Flag("enable-lora-bias", FlagKind.BOOL, False, "Bias in adapters.", refused=_LORA),
-    Flag("lora-modules", FlagKind.LIST, [], "Adapters as name=path.", refused=_LORA),
-    Flag("max-loras", FlagKind.INT, 1, "Adapters in a batch.", refused=_LORA, ge=1),
-    Flag("max-lora-rank", FlagKind.INT, 16, "Largest rank.", refused=_LORA, ge=1),
-    Flag("lora-extra-vocab-size", FlagKind.INT, 256, "Extra vocabulary an adapter may add.", refused=_LORA, ge=0),
+    Flag("enable-lora", FlagKind.BOOL, False, "Serve LoRA adapters; --lora-modules implies it."),
+    Flag("enable-lora-bias", FlagKind.BOOL, False, "Adapters may have biases."),
+    Flag("lora-modules", FlagKind.LIST, [], "Adapters, each as name=path or JSON with name, path, base_model_name."),
+    Flag("max-loras", FlagKind.INT, 1, "Adapters on the device: those that one step may use.", ge=1),
+    Flag("max-lora-rank", FlagKind.INT, 16, "Largest rank of an adapter.", ge=1, le=512),
+    Flag("lora-extra-vocab-size", FlagKind.INT, 256, "Extra vocabulary an adapter may add.", refused=_EXTRA, ge=0),
     Flag(
         "lora-dtype",
         FlagKind.TEXT,
         "auto",
-        "Type of adapters.",
+        "Type of adapters; auto: the model's.",
         choices=("auto", "float16", "bfloat16", "float32"),
-        refused=_LORA,
     ),
-    Flag("long-lora-scaling-factors", FlagKind.TEXT, None, "Scaling factors.", refused=_LORA),
-    Flag("max-cpu-loras", FlagKind.INT, None, "Adapters kept in host memory.", refused=_LORA, ge=1),
-    Flag("fully-sharded-loras", FlagKind.BOOL, False, "Shard adapters fully.", refused=_LORA),
-    Flag("qlora-adapter-name-or-path", FlagKind.TEXT, None, "QLoRA adapter.", refused=_LORA),
+    Flag("long-lora-scaling-factors", FlagKind.TEXT, None, "Scaling factors.", refused=_LONG),
+    Flag("max-cpu-loras", FlagKind.INT, None, "Adapters kept in host memory; unset: --max-loras.", ge=1),
+    Flag(
+        "fully-sharded-loras",
+        FlagKind.BOOL,
+        False,
+        "Shard adapters fully.",
+        mapped="nothing: an adapter is on one rank",
+    ),
+    Flag("qlora-adapter-name-or-path", FlagKind.TEXT, None, "An adapter, served under this text as its name."),
+    Flag(
+        "lora-dir",
+        FlagKind.TEXT,
+        None,
+        "Folder below which /v1/load_lora_adapter finds adapters; unset: it loads none.",
+        to=("gateway.lora_dir",),
+    ),
+    Flag("lora-target-modules", FlagKind.LIST, [], "Last names of the modules that adapters may change; unset: all."),
+    Flag(
+        "lora-max-wait",
+        FlagKind.FLOAT,
+        2.0,
+        "Seconds that an adapter waits for a place before the least recently used one takes no new requests.",
+        ge=0,
+    ),
     Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters.", refused=_PROMPT_ADAPTERS),
     Flag("max-prompt-adapters", FlagKind.INT, 1, "Prompt adapters in a batch.", refused=_PROMPT_ADAPTERS, ge=1),
     Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Tokens of a prompt adapter.", refused=_PROMPT_ADAPTERS, ge=0),

@@ -4,6 +4,7 @@ from typing import Literal
 
 import msgspec
 
+from blockyard.shared.config.lora import AdapterSettings
 from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.messages import ModelSettings
@@ -37,6 +38,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     log_stats: bool = True
     stats_interval_s: float = 10.0
     reserve_whole_prompts: bool = True  # a prompt starts with KV blocks for all of its tokens
+    adapters: AdapterSettings = AdapterSettings()
     watermark: float | None = None  # fraction of KV blocks that a sequence leaves free when it starts; None: 0.01
 
     def __post_init__(self) -> None:

@@ -47,6 +47,8 @@ class StubNames:
 class StubRunner:
     """A fake runner: two plans may be in flight, and plans in `held` are not done until a test removes them."""
 
+    adapters = None
+
     def __init__(self) -> None:
         self.geometry = Geometry(8, 16, 64, 100, [1], 4, 32)
         self.block_hashes = StubNames()

@@ -50,6 +50,7 @@ class Names:
 
 
 class Runner:
+    adapters = None
     """Completes a plan when it is collected."""
 
     def __init__(self, log: list[object]) -> None:

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blockyard import LLM, EngineArgs, GenerationError, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from blockyard import (
+    LLM,
+    EngineArgs,
+    GenerationError,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from blockyard.services.offline.metrics import Histogram
 from blockyard.services.offline.outputs import RingLost
 from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
@@ -124,8 +133,12 @@ def test_invalid_requests_raise_before_any_prompt_runs(
 
 
 def test_unsupported_arguments_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="not built"):
+    with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
         llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="1 lora_requests for 2 prompts"):
+        llm.generate(["a", "b"], lora_request=[None])
+    with pytest.raises(RequestError, match="serves no adapters: --enable-lora"):
+        llm.generate("a", lora_request=LoRARequest("one", 1, "/somewhere"))
     with pytest.raises(RequestError, match="a tool has the type function or custom"):
         llm.chat([{"role": "user", "content": "a"}], tools=[{}])
     with pytest.raises(RequestError, match="must be one of auto, string, openai, got 'parts'"):

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from blockyard.services.scheduler.from_config import settings_of
+from blockyard.shared.config.lora import AdapterSettings
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.messages import ModelSettings
@@ -14,6 +15,7 @@ PROCESS = ProcessConfig(name="scheduler", bus=BusConfig(registry="ipc:///r", bin
 SETTINGS = [
     ("served_model_names", ["a", "b"], "names"),
     ("root", "/m", "root"),
+    ("adapters", AdapterSettings(max_wait_s=3.0), "adapters"),
     ("model", ModelSettings(max_logprobs=3), "model"),
     ("max_num_seqs", 7, "batch.max_num_seqs"),
     ("max_num_batched_tokens", 70, "batch.max_num_batched_tokens"),

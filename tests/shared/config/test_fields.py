@@ -93,7 +93,8 @@ def test_a_scheduler_has_no_setting_that_no_flag_reaches() -> None:
     plain, other = deploy().scheduler, deploy(*SCHEDULING.split()).scheduler
     same = {name for name in SchedulerConfig.__struct_fields__ if getattr(plain, name) == getattr(other, name)}
     named = {"process", "served_model_names", "root", "model", "block_scope", "stats_interval_s"}
-    assert same == named | {"enable_chunked_prefill"}
+    assert same == named | {"enable_chunked_prefill", "adapters"}
+    assert deploy("--lora-max-wait", "3").scheduler.adapters.max_wait_s == 3
     assert not deploy("--no-enable-chunked-prefill").scheduler.enable_chunked_prefill
 
 

@@ -95,7 +95,7 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
         (["-pp", "2"], "-pp 2: not built yet: pipeline parallelism; use 1"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
         (["-q", "TPU_int8"], "-q tpu_int8: needs hardware that this project does not support"),
-        (["--enable_lora"], "--enable_lora: not built yet: LoRA adapters"),
+        (["--enable_prompt_adapter"], "--enable_prompt_adapter: not built yet: prompt adapters"),
         (
             ["--tokenizer-mode", "slow"],
             "--tokenizer-mode slow: tokenizers are read from tokenizer.json alone; use auto",
@@ -110,19 +110,23 @@ def test_a_refusal_is_one_line_with_flag_and_reason(args: list[str], line: str) 
 
 def test_all_refusals_are_said_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        Values(parsed_flags.from_command_line(["--enable-lora", "-pp", "4", "--port", "1"])[0])
-    assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == ["--enable-lora", "-pp 4"]
+        Values(parsed_flags.from_command_line(["--enable-prompt-adapter", "-pp", "4", "--port", "1"])[0])
+    assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == ["--enable-prompt-adapter", "-pp 4"]
 
 
 def test_harmless_values_of_refused_flags_pass() -> None:
-    Values(parsed_flags.from_command_line(["-O0", "--no-enable-lora", "--num-speculative-tokens", "0", "-tp", "1"])[0])
+    Values(
+        parsed_flags.from_command_line(
+            ["-O0", "--no-enable-prompt-adapter", "--num-speculative-tokens", "0", "-tp", "1"]
+        )[0]
+    )
 
 
 def test_help_names_every_flag_that_works() -> None:
     text = documents.help_text()
     assert all(f"--{flag.name}" in text for flag in FLAGS.values() if not flag.refused)
-    assert "--enable-lora" not in text
-    assert "--enable-lora" in documents.help_text(show_refused=True)
+    assert "--enable-prompt-adapter" not in text
+    assert "--enable-prompt-adapter" in documents.help_text(show_refused=True)
 
 
 def test_the_table_has_a_row_for_every_flag() -> None:

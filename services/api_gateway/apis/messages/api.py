@@ -65,5 +65,5 @@ def model_info(card: ModelCard, name: str) -> ModelInfo:
 
 
 def model_page(cards: Sequence[ModelCard]) -> ModelPage:
-    models = [model_info(card, name) for card in cards for name in card.names]
+    models = [model_info(card, name) for card in cards for name in (*card.names, *(one.name for one in card.adapters))]
     return ModelPage(models, models[0].id if models else None, models[-1].id if models else None)

@@ -70,7 +70,7 @@ def _parsed(
     options = ResponseOptions(
         answer_id=f"msg_{name}",
         created=int(time.time()),
-        model=card.names[0],
+        model=card.answer_name,
         stream=bool(request.stream),
         usage_at_start=True,
         no_output=max_tokens == 0,

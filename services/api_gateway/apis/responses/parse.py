@@ -149,7 +149,7 @@ def _options(
     return ResponseOptions(
         answer_id=RESPONSE_ID + (own or name),
         created=int(time.time()),
-        model=card.names[0],
+        model=card.answer_name,
         role="assistant",
         stream=bool(request.stream),
         logprobs=LOGPROBS in include,

@@ -147,11 +147,17 @@ class CudaSteps:
     def _launch_prefill(self, step: StepRequest) -> tuple[StepBuffers, Sequence[StoredLayers], Sequence[ScoredRows]]:
         """Launches a step with prefill, as a CUDA graph if one fits. The result has its layers if it sends blocks."""
         rows, scored = step.rows, step.scored
-        table, descriptor = self._batch.slots, self.prefills.descriptor(rows, keeps_hidden=bool(scored))
+        table, descriptor = (
+            self._batch.slots,
+            self.prefills.descriptor(
+                rows, keeps_hidden=bool(scored), is_adapted=self._batch.slots.are_adapted(rows.slots)
+            ),
+        )
         num_decodes, stored = descriptor.num_decodes, list[StoredLayers]()
         # latent layers decompress cached tokens in pieces, whose number a graph cannot follow; none measures scales
         pool = self.decodes.pool
         is_captured = not pool.scales_pending and not (pool.shape.has_latent and max_context(rows, table))
+        is_captured = is_captured and not descriptor.is_adapted  # the kernels of such steps are launched one by one
         graph = self.graphs.find(descriptor) if is_captured else None
         if graph is not None:
             descriptor = graph.descriptor
@@ -175,7 +181,8 @@ class CudaSteps:
         return buffers, stored, self._prompt_logprobs.compute_rows(scored, hidden, num_decodes, padding)
 
     def _size(self, slots: Ints) -> DecodeSize:
-        return self.decodes.padded(len(slots), int(self._batch.slots.num_computed[slots].max()) + 1)
+        table = self._batch.slots
+        return self.decodes.padded(len(slots), int(table.num_computed[slots].max()) + 1, table.are_adapted(slots))
 
     def _begin(self, step: StepRequest, num_rows: int) -> StepBuffers:
         """Brings the device's state up to date. num_rows: rows of decodes, with padding."""
@@ -201,7 +208,7 @@ class CudaSteps:
 
 
 def graph_bytes(
-    model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool, captures: bool
+    model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool, captures: bool, has_adapters: bool = False
 ) -> tuple[int, int]:
     """Bytes that buffers and graphs of all steps will need, and bytes that edits of logits need besides; cuda only.
 
@@ -210,7 +217,8 @@ def graph_bytes(
     edits = edits_bytes(need.max_num_seqs, model.shape.vocab_size) if logits_edits else 0
     if not captures:
         return 0, edits
-    return decode_graphs.graph_bytes(model, need, dtype, logits_edits) - edits + MOST_BYTES, edits
+    graphs = decode_graphs.graph_bytes(model, need, dtype, logits_edits, has_adapters)
+    return graphs - edits + MOST_BYTES, edits
 
 
 def start(
@@ -229,6 +237,7 @@ def start(
         eos_token_ids=geometry.eos_token_ids,
         graph_sizes=config.graph_sizes,
         logits_edits=config.run_ahead_penalties,
+        serves_adapters=config.lora is not None,
         masks=share_masks(batch.matchers, num_mask_slots(geometry.max_num_seqs), pool.device),
     )
     decodes = DecodeSteps(model, pool, settings, make_device_ops(pool, config.fused_steps), mirror=mirror)

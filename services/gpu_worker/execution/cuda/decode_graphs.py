@@ -8,14 +8,14 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
-from blockyard.kernels.slots.slot_state import SlotState, StepInputs
+from blockyard.kernels.slots.slot_state import Field, SlotState, StepInputs
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks
@@ -24,6 +24,7 @@ from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSl
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceAttend, DeviceMirror
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.adapter_rows import NO_PLACE
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.step import Attend, Step
@@ -44,6 +45,7 @@ class DecodeSize:
 
     rows: int  # the last ones may be padding
     short_context: bool  # no sequence is longer than `DeviceOps.fused_decode_max_len`
+    is_adapted: bool = False  # a sequence has an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class DecodeSettings:
     graph_sizes: list[int] = field(default_factory=list)  # rows; empty: `capture_sizes`
     logits_edits: bool = False  # see `DeviceSlots`
     masks: SlotMasks | None = None  # of structured output; None: the host samples slots with a constraint
+    serves_adapters: bool = False  # steps with adapters have graphs of their own
 
 
 class DecodeSteps:
@@ -128,6 +131,8 @@ class DecodeSteps:
         self._sizes = [
             size for rows in capture_order(self._capture_sizes) for size in self._decode_sizes(rows, max_model_len)
         ]
+        if settings.serves_adapters:  # behind the others, which they leave as they are
+            self._sizes += [replace(size, is_adapted=True) for size in self._sizes]
         self._graphs: dict[DecodeSize, CapturedGraphs] = {}
         self._missing: list[DecodeSize] = []  # not captured yet
         self._graph_pool: Any = None
@@ -141,17 +146,22 @@ class DecodeSteps:
             *([DecodeSize(rows, True)] if max_len else []),
         ]
 
-    def padded(self, rows: int, max_seq_len: int) -> DecodeSize:
-        """The size that so many rows are padded to, with no sequence longer than `max_seq_len`."""
+    def padded(self, rows: int, max_seq_len: int, is_adapted: bool = False) -> DecodeSize:
+        """The size that so many rows are padded to, with no sequence longer than `max_seq_len`.
+
+        is_adapted: a sequence has an adapter.
+        """
         fitting = (
             one
             for one in self._graphs
-            if one.rows >= rows and (not one.short_context or max_seq_len <= self.ops.fused_decode_max_len(one.rows))
+            if one.is_adapted == is_adapted
+            and one.rows >= rows
+            and (not one.short_context or max_seq_len <= self.ops.fused_decode_max_len(one.rows))
         )
         return min(
             fitting,
             key=lambda one: (one.rows, not one.short_context),
-            default=DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows)),
+            default=DecodeSize(rows, max_seq_len <= self.ops.fused_decode_max_len(rows), is_adapted),
         )
 
     def padded_num_seqs(self, rows: int) -> int:
@@ -183,6 +193,7 @@ class DecodeSteps:
         rows = PagedKVMetadata(inputs.slots, inputs.positions, state.tables)
         max_seq_len = self.ops.fused_decode_max_len(size.rows) if size.short_context else None
         attend = self.attend(AttentionMetadata(rows, max_seq_len=max_seq_len))
+        self.begin_adapters(inputs.slots, is_adapted=size.is_adapted)
         hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
 
@@ -199,6 +210,14 @@ class DecodeSteps:
             return
         with self.mirror.capturing() as key:
             yield MirroredReplay(graph, key, self.mirror)
+
+    def begin_adapters(self, slots: Tensor, *, is_adapted: bool) -> None:
+        """Tells the model which adapter each row has. slots [rows] int64, below 0: padding. Part of CUDA graphs."""
+        if not is_adapted:
+            self.model.adapter_rows.end()
+            return
+        places = self.slots.state.fields[Field.ADAPTER].index_select(0, slots.clamp(min=0)) - 1
+        self.model.adapter_rows.begin(places.masked_fill(slots < 0, NO_PLACE))
 
     def _sample(self, rows: int, output: ForwardOutput, needs_processing: bool) -> None:
         self.sample_rows(self._inputs.first(rows), output.logits, needs_processing)
@@ -339,7 +358,9 @@ def capture_order(sizes: list[int]) -> list[int]:
     return order
 
 
-def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool) -> int:
+def graph_bytes(
+    model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edits: bool, has_adapters: bool = False
+) -> int:
     """Bytes that buffers and graphs of `DecodeSteps` will need, measured on its largest step; cuda only."""
     device, capacity = model.table.device, need.max_num_seqs
     masks = SlotMasks.unused(num_mask_slots(capacity), model.shape.vocab_size, device)  # later they are on the host
@@ -360,4 +381,4 @@ def graph_bytes(model: Model, need: KVMemoryNeed, dtype: torch.dtype, logits_edi
     sizes = capture_sizes(capacity)
     del steps, output, settings, masks
     torch.cuda.empty_cache()
-    return peak + int(row_bytes * sum(sizes)) + GRAPH_BYTES * len(sizes)
+    return peak + (int(row_bytes * sum(sizes)) + GRAPH_BYTES * len(sizes)) * (2 if has_adapters else 1)

@@ -39,6 +39,7 @@ class BatchDescriptor:
     num_prefills: int
     num_seqs: int  # sequences that may sample
     keeps_hidden: bool = False  # the last layer computes all tokens, and their rows are kept
+    is_adapted: bool = False  # a sequence has an adapter
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +125,7 @@ class PrefillSteps:
     def __init__(self, steps: DecodeSteps) -> None:
         self._steps, self._device = steps, steps.pool.device
 
-    def descriptor(self, step: StepRows, keeps_hidden: bool = False) -> BatchDescriptor:
+    def descriptor(self, step: StepRows, keeps_hidden: bool = False, is_adapted: bool = False) -> BatchDescriptor:
         """The exact sizes of a step."""
         return BatchDescriptor(
             step.num_decodes,
@@ -132,6 +133,7 @@ class PrefillSteps:
             len(step) - step.num_decodes,
             self._steps.padded_num_seqs(len(step)),
             keeps_hidden,
+            is_adapted,
         )
 
     def prepare(
@@ -199,9 +201,13 @@ class PrefillStep:
             self._words[2][:num_logits], last.slots[:num_logits], last.positions[:num_logits]
         )
         kept = self._forward(None) if self._descriptor.keeps_hidden else None
-        hidden = self._forward(logits_indices) if kept is None else kept.index_select(0, logits_indices.rows)
-        counts = self._words[3].view(torch.int32)[:seqs]
-        return SamplerInput(last, counts, self._steps.model.logits(hidden) if has_samples else None, kept)
+        counts, model = self._words[3].view(torch.int32)[:seqs], self._steps.model
+        if kept is None:
+            hidden = self._forward(logits_indices)
+            return SamplerInput(last, counts, model.logits(hidden) if has_samples else None, kept)
+        hidden = kept.index_select(0, logits_indices.rows)
+        with model.adapter_rows.only(logits_indices.rows):
+            return SamplerInput(last, counts, model.logits(hidden) if has_samples else None, kept)
 
     def sample(self, due: SamplerInput, needs_processing: bool) -> None:
         """Samples slots that have computed all tokens, advances all. needs_processing: see `DecodeSteps.sample`."""
@@ -226,4 +232,5 @@ class PrefillStep:
         attend = steps.attend(metadata)
         if self._layers is not None:
             attend = self._layers.around(attend)
+        steps.begin_adapters(inputs.slots, is_adapted=self._descriptor.is_adapted)
         return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices))

@@ -27,6 +27,7 @@ class ExpertWeights:
     down: ExpertMethod  # inner -> hidden
     device: torch.device  # that multiplies
     load: LayerLoad | None = None  # counts how often each expert is chosen
+    specs: tuple[ExpertSpec, ExpertSpec] | None = None  # of gate_up and down; None: they have no names
     is_partial: bool = False  # the sum of a row's experts is still to be added to those of other ranks
     ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
 
@@ -131,6 +132,7 @@ def _make(layers: LinearLayers, gate_up: ExpertSpec, down: ExpertSpec) -> Expert
     return ExpertWeights(
         gate_up=layers.experts(gate_up),
         down=layers.experts(down),
+        specs=(gate_up, down),
         device=layers.table.device,
         load=layers.table.expert_load(gate_up.num_experts) if own is None else None,
         is_partial=layers.table.shard.size > 1,

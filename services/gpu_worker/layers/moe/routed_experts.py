@@ -1,5 +1,7 @@
 """A mixture of experts as the feed-forward sublayer: a router, experts, and shared experts that every row has."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +14,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, ma
 from blockyard.services.gpu_worker.layers.mlp import GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts, ExpertWeights
 from blockyard.services.gpu_worker.layers.norm import Norm
-from blockyard.services.gpu_worker.loading.linear_spec import part
+from blockyard.services.gpu_worker.loading.linear_spec import ExpertSpec, LinearSpec, part
 from blockyard.services.gpu_worker.quantization.dense import Float32Linear
 from blockyard.services.gpu_worker.quantization.method import ExpertMethod, Fusion
 
@@ -132,8 +134,10 @@ class HostExperts:
     def __init__(self, weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> None:
         self._routing, self._gate, self._scales_input = routing, gate, scales_input
         self._num_own, self._first = weights.num_own(routing), 0 if weights.own is None else weights.own.start
-        self._gate_up = _each_linear(weights.gate_up, self._num_own)
-        self._down = _each_linear(weights.down, self._num_own)
+        gate_up, down = weights.specs or (None, None)
+        own = range(self._first, self._first + self._num_own)
+        self._gate_up = _each_linear(weights.gate_up, gate_up, own)
+        self._down = _each_linear(weights.down, down, own)
         self._load = None if weights.load is None else weights.load.watch(routing.top_k)
 
     def linears(self) -> list[Linear]:
@@ -175,16 +179,27 @@ class HostExperts:
             own, mine = rows[start : start + count], order[start : start + count]
             start += count
             given = x[own] * factors[mine] if self._scales_input else x[own]
-            y = self._down[expert](gated(self._gate_up[expert](given), self._gate))
+            with self._gate_up[expert].only(own):
+                y = self._down[expert](gated(self._gate_up[expert](given), self._gate))
             pairs[mine] = y if self._scales_input else y * factors[mine]
         total = pairs.view(len(x), self._routing.top_k, x.shape[1]).sum(1)
         return total if shared is None else total.add_(shared)
 
 
-def _each_linear(method: ExpertMethod, num_experts: int) -> list[Linear]:
+def _each_linear(method: ExpertMethod, stored: ExpertSpec | None, experts: range) -> list[Linear]:
+    """The experts' linear layers, each under its own name: a stack X.experts.Y is X.experts.0.Y and so on."""
     inputs, outputs = method.shape
-    spec = make_spec([part("", outputs)], inputs)
-    return [Linear(method.linear(expert), spec) for expert in range(num_experts)]
+    stored_parts = [part("", outputs)] if stored is None else stored.matrix.parts
+
+    def spec_of(expert: int) -> LinearSpec:
+        return make_spec([replace(one, name=_name_of(one.name, expert)) for one in stored_parts], inputs)
+
+    return [Linear(method.linear(i), spec_of(expert)) for i, expert in enumerate(experts)]
+
+
+def _name_of(name: str, expert: int) -> str:
+    prefix, _, last = name.rpartition(".")
+    return name.format(expert) if "{}" in name or not name else f"{prefix}.{expert}.{last}"
 
 
 def find_experts(weights: ExpertWeights, routing: Routing, gate: Gate, scales_input: bool) -> ExpertProducts:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import Attention
 from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.linear import Linear
@@ -72,7 +73,7 @@ class Encoder:
         layers: Sequence[EncoderLayer],
         output: OutputLayer,
     ) -> None:
-        self.table, self.shape = table, shape.share(table.shard)
+        self.table, self.shape, self.adapter_rows = table, shape.share(table.shard), AdapterRows()
         self._embedding, self._layers, self._output = embedding, layers, output
 
     def prepare(self, max_model_len: int) -> list[str]:

@@ -6,7 +6,7 @@ from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
 _SPECULATION = not_built("speculative decoding")
 _STATES = not_built("Mamba and other models with a state in place of KV")
-_ADAPTERS = not_built("LoRA adapters")
+_ADAPTERS = not_built("adapters of this kind")
 _WHOLE_SLEEP = "--enable-sleep-mode is enough: CUDA graphs and links stay, weights and KV memory are freed"
 
 _drafts = partial(Flag, refused=_SPECULATION)
@@ -202,7 +202,6 @@ ADAPTERS = (
     _adapters("enable-moe-shared-loras", FlagKind.BOOL, False, "Adapters that experts share."),
     _adapters("enable-tower-connector-lora", FlagKind.BOOL, False, "Adapters of image encoders."),
     _adapters("default-mm-loras", FlagKind.JSON, None, "Adapters by kind of media.", harmless=({},)),
-    _adapters("lora-target-modules", FlagKind.LIST, [], "Layers that may have adapters."),
     _adapters("max-lora-cls-labels", FlagKind.INT, None, "Labels of an adapter that classifies.", ge=1),
     _adapters("specialize-active-lora", FlagKind.BOOL, False, "CUDA graphs by number of adapters."),
 )

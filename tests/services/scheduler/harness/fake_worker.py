@@ -17,6 +17,7 @@ from blockyard.shared.messages import (
     Attach,
     Attached,
     BlockFetch,
+    DropAdapter,
     Frame,
     Geometry,
     KVAbort,
@@ -24,6 +25,7 @@ from blockyard.shared.messages import (
     KVOpenTransfers,
     KVReceive,
     KVSend,
+    LoadAdapter,
     MemoryTag,
     Sleep,
     SlotResult,
@@ -50,6 +52,7 @@ class InFlight:
     host: set[int]
     sends: list[KVSend]
     named: set[int]  # blocks whose hashes the worker adds with the plan
+    places: set[int] = field(default_factory=set)  # of adapters
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Table:
     since: int  # number of the plan
     num_computed: int  # tokens, as of the last result
     blocks: list[int]
+    adapter_place: int | None = None
 
     def seen(self, geometry: Geometry) -> set[int]:
         """Blocks that the slot may still read or write."""
@@ -78,12 +82,13 @@ class FakeWorker:
     tables: dict[int, "Table"] = field(default_factory=dict)  # as of the last plan sent
     in_flight: list[InFlight] = field(default_factory=list)
     woken: set[MemoryTag] = field(default_factory=set)  # while asleep
+    places: dict[int, int] = field(default_factory=dict)  # the adapter in each place, as of the last plan sent
 
     def sent(self, frame: Frame) -> None:
         """Checks a frame that leaves the scheduler against the plans in flight."""
         busy_transfers = self.busy_transfers()
         self.inbox.append(frame)
-        if isinstance(frame, KVAbort | KVAudit):
+        if isinstance(frame, KVAbort | KVAudit | LoadAdapter | DropAdapter):
             return
         if isinstance(frame, KVReceive):
             assert busy_transfers.isdisjoint(frame.blocks), "blocks of a transfer are reserved for another"
@@ -92,7 +97,7 @@ class FakeWorker:
             assert used.isdisjoint(frame.blocks), "blocks of plans in flight are reserved"
             return
         if isinstance(frame, Attach | Sleep | Wake):
-            self.tables, self.in_flight = {}, []
+            self.tables, self.in_flight, self.places = {}, [], {}
             self.woken = self.woken | {*frame.tags} if isinstance(frame, Wake) else set()
             return
         assert isinstance(frame, StepPlan)
@@ -108,12 +113,17 @@ class FakeWorker:
             busy_host.add(save.host)
         for fetch in frame.fetches:
             assert fetch.block not in busy_blocks, f"block {fetch.block} is written while a plan in flight has it"
+        busy_places = set().union(*(f.places for f in self.in_flight))
+        for one in frame.adapters:
+            assert one.place not in busy_places, f"place {one.place} is overwritten while a plan in flight reads it"
+            assert all(table.adapter_place != one.place for table in self.tables.values()), "a slot has this place"
+            self.places[one.place] = one.adapter
         for start in frame.starts:
             assert start.slot not in busy_slots, f"slot {start.slot} starts while a plan in flight runs it"
             fresh = start.blocks[start.num_computed // self.runner.geometry.block_size :]
             assert busy_blocks.isdisjoint(fresh), f"slot {start.slot} gets blocks of plans in flight"
             assert busy_transfers.isdisjoint(fresh), f"slot {start.slot} gets blocks of transfers"
-            self.tables[start.slot] = Table(frame.number, start.num_computed, list(start.blocks))
+            self.tables[start.slot] = Table(frame.number, start.num_computed, list(start.blocks), start.adapter_place)
         for more in frame.blocks:
             assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
             assert busy_transfers.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of transfers"
@@ -124,7 +134,8 @@ class FakeWorker:
         blocks |= {copy.src for copy in frame.copies}
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
         named = {full.block for full in frame.full_blocks}
-        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends, named))
+        places = {place for slot in slots if (place := self.tables[slot].adapter_place) is not None}
+        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends, named, places))
 
     def busy_transfers(self) -> set[int]:
         """Blocks that transfers may touch, those included that the worker is about to hear of."""
@@ -186,6 +197,7 @@ class FakeWorker:
             abort(self.transfers, self.incarnation, frame)
         else:
             self.loop.session.handle(SCHEDULER, frame)
+            self.loop.session.is_loading_adapters()
 
     def _in_words(self, answer: StepResult, runs: list[int]) -> StepResult:
         """The same answer with a SlotResult in place of each plain token, if its slot is still known."""

@@ -105,6 +105,15 @@ def check_handovers(core: Scheduler) -> None:
         assert handover.source != handover.target
 
 
+def check_adapters(group: WorkerGroup) -> None:
+    """Each place counts its sequences, and no adapter is in two."""
+    places = group.adapters._places
+    used = Counter(running.adapter_place for running in group.running if running.adapter_place is not None)
+    assert [place.num_sequences for place in places] == [used[i] for i in range(len(places))]
+    assert {one.adapter: i for i, one in enumerate(places) if one.adapter is not None} == group.adapters._place_of
+    assert len(group.adapters._held) <= group.geometry.num_host_adapters + 1  # one that is checked
+
+
 def check_blocks(core: Scheduler, group: WorkerGroup) -> None:
     """Each block is in one place, its holders are counted, and its hash belongs to no other block."""
     transferred = held_by_transfers(core, group.worker)
@@ -208,6 +217,8 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     ready = first is not None and core.acceptance.can_accept(first.request) and not first.awaits_results()
     if core.router.roles.is_active or core.ledger.transfers:
         return  # a group waits for sequences that are routed to it, or for blocks
+    if core.quarantine.probations and core.adapter_waits.deferred:
+        return  # a group waits for the adapter of a sequence that it has to run alone
     assert core.controls.paused or not (idle and ready), "a group idles"
 
 
@@ -272,6 +283,7 @@ def check_group(core: Scheduler, group: WorkerGroup) -> None:
     used = [running.slot for running in group.running]
     assert sorted(group.slots.free_ids() + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
     check_blocks(core, group)
+    check_adapters(group)
     check_decode_batch(group)
     for running in group.running:
         request = running.sequence.request
@@ -303,6 +315,7 @@ def check(core: Scheduler, turn: int) -> None:
     assert len(waiting) == len(core.waiting)
     partial = core.partial_prefills
     held = {id(choice) for choice in partial.deferred()} if partial is not None else set[int]()
+    held |= {id(choice) for waits in core.adapter_waits.deferred.values() for ticket, choice in waits if ticket}
     check_policy(core, [choice for choice in waiting if not choice.is_set_aside])
     check_router(core, [choice for choice in waiting if choice.is_set_aside and id(choice) not in held])
     awaiting_prompt = [r for r in core.lifecycle.requests.values() if r.awaiting_prompt]

@@ -41,6 +41,9 @@ SHAPES: dict[str, list[object]] = {
     "failing": [False, True],
     "window": [None, None, None, 1, 5, 12],
     "pooling": ["", "", "", "encoder", "last", "mean"],
+    "num_adapters": [0, 0, 3],
+    "num_adapter_places": [1, 2],
+    "num_host_adapters": [1, 2, 3],
 }  # fields of a world's Shape
 
 T = TypeVar("T")
@@ -156,6 +159,7 @@ class Program:
             priority=a % 5 - 2,
             beam=beam,
             batch_line=(a + b) % 6 == 5,
+            adapter=self._adapter(a, b),
             **sampling,
         )
 
@@ -171,6 +175,11 @@ class Program:
             priority=a % 5 - 2,
             batch_line=(a + b) % 6 == 5,
         )
+
+    def _adapter(self, a: int, b: int) -> str:
+        """A request in two has one, of those that are served."""
+        served = self.world.core.adapters.cards
+        return served[(a + 3 * b) % len(served)].name if served and b % 2 else ""
 
     def _prompt(self, a: int, b: int, num_prompt: int) -> list[int]:
         """Many prompts share a prefix, and some continue the output of another request."""

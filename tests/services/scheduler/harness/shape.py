@@ -36,6 +36,9 @@ class Shape:
     pooling: str = ""  # "encoder", "last" or "mean": the workers make vectors
     reserve_whole_prompts: bool = True
     watermark: float | None = None
+    num_adapter_places: int = 0  # of each worker
+    num_host_adapters: int = 0
+    num_adapters: int = 0  # that requests may name: "a0", "a1", ...
     failing: bool = False  # sometimes a fetch from host memory fails
 
     @property

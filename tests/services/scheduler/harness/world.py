@@ -19,6 +19,7 @@ from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
+from blockyard.shared.config.lora import AdapterSettings, AdapterSource
 from blockyard.shared.messages import (
     Attached,
     Beam,
@@ -85,6 +86,9 @@ class World:
                 decode_prefill_tokens=shape.decode_prefill_tokens,
                 kv_lease_s=shape.kv_lease_s,
                 load_failure_policy=shape.load_failure_policy,
+                adapters=AdapterSettings(
+                    sources=[AdapterSource(name=f"a{i}", path=f"/{i}") for i in range(shape.num_adapters)]
+                ),
             ),
             created=0,
             random_bytes=random.Random(0).randbytes,
@@ -139,6 +143,8 @@ class World:
             kv_generation=incarnation,
             kv_endpoint=b"%d" % incarnation,
             pooling=card_of(s.pooling, s.max_model_len),
+            num_adapter_places=s.num_adapter_places,
+            num_host_adapters=max(s.num_host_adapters, s.num_adapter_places),
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         waits = s.late_masks or s.host_waits
@@ -244,13 +250,17 @@ class World:
         *,
         extra_keys: Sequence[ExtraKey] = (),
         batch_line: bool = False,
+        adapter: str = "",
         **sampling: object,
     ) -> Generate:
         """Every other request carries its block hashes. `prompt` replaces the usual one of this length."""
         sampling.setdefault("max_tokens", 8)
         prompt = prompt or [(i * 7 + num_prompt) % 50 for i in range(num_prompt)]
         named = len(gateway.journals) % 2
-        names = block_hashes(root_hash(SCOPE, cache_salt=salt), ids_bytes(prompt), self.shape.block_size, extra_keys)
+        found = self.core.adapters.named(adapter)
+        digest = b"" if found is None else found.digest
+        root = root_hash(SCOPE, cache_salt=salt, adapter=digest)
+        names = block_hashes(root, ids_bytes(prompt), self.shape.block_size, extra_keys)
         frame = gateway.new(
             request_id,
             prompt,
@@ -264,6 +274,8 @@ class World:
             beam=beam,
             extra_keys=list(extra_keys),
             batch_line=batch_line,
+            adapter=adapter,
+            adapter_digest=digest,
         )
         self.tell(gateway.incarnation, frame)
         return frame
@@ -337,6 +349,16 @@ class World:
                 self.gateways[to].take(frame)
         self.num_turns += 1
         check(self.core, self.num_turns)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Every sequence that runs has its own adapter, once the plans that are sent have run."""
+        for incarnation, group in self.core.groups.items():
+            for running in group.running if self.shape.num_adapters else ():
+                adapter = running.sequence.request.adapter
+                assert (running.adapter_place is None) == (adapter is None)
+                if adapter is not None and incarnation in self.workers:
+                    assert self.workers[incarnation].places[running.adapter_place] == adapter
 
     def settle(self, max_steps: int = 100_000) -> None:
         """Runs all members until there is nothing left to do."""
@@ -383,7 +405,8 @@ class World:
         kv, size = worker.runner.block_hashes, self.shape.block_size
         states: dict[bytes, int] = {}
         for journal in [j for g in self.gateways.values() for j in g.journals.values()] + self.done:
-            root = root_hash(SCOPE, cache_salt=journal.frame.cache_salt)
+            frame = journal.frame
+            root = root_hash(SCOPE, cache_salt=frame.cache_salt, adapter=frame.adapter_digest)
             for out in journal.outputs.values():
                 ids = array("I", ids_list(journal.frame.prompt_ids) + out.ids)
                 names = split_hashes(block_hashes(root, ids.tobytes(), size, journal.frame.extra_keys))

@@ -1,0 +1,8 @@
+"""Products of LoRA adapters: rows of a step, each with its own adapter or none.
+
+- `adapter_table`: where the matrices of a layer's adapters are, and the reference of both kernels. Without Triton.
+- `add_adapters`: `shrink` multiplies rows by A, `expand` adds the product with B to the layer's output.
+
+One launch covers the parts of a joint product, and ranks that differ. The worker's `lora/` calls these. No import of
+another folder.
+"""

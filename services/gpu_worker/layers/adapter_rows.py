@@ -1,0 +1,60 @@
+"""Which adapter each row of a step has. One object of a model: its layers read it, the steps write it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+NO_PLACE = -1  # of a row without an adapter
+
+
+class AdapterRows:
+    """The places of the adapters of the rows that the next layers compute."""
+
+    def __init__(self) -> None:
+        self._places: Tensor | None = None
+        self._groups: list[tuple[int, Tensor | None]] | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """False: no row has an adapter, and layers compute what they compute without adapters."""
+        return self._places is not None
+
+    @property
+    def places(self) -> Tensor:
+        """[rows] int32: the place of each row's adapter, `NO_PLACE` for none. Only while it is active."""
+        assert self._places is not None
+        return self._places
+
+    def begin(self, places: Tensor | None) -> None:
+        """Call it before rows are computed. places [rows] int32; None: no row has an adapter."""
+        self._places, self._groups = places, None
+
+    def select(self, rows: Tensor) -> None:
+        """From here on only these rows are computed: rows [n] int64."""
+        if self._places is not None:
+            self.begin(self._places.index_select(0, rows))
+
+    @contextmanager
+    def only(self, rows: Tensor) -> Iterator[None]:
+        """Meanwhile only these rows are computed: rows [n] int64."""
+        before = self._places, self._groups
+        self.select(rows)
+        try:
+            yield
+        finally:
+            self._places, self._groups = before
+
+    def end(self) -> None:
+        self.begin(None)
+
+    def groups(self) -> list[tuple[int, Tensor | None]]:
+        """Each place with its rows [n] int64, None for all rows. Waits for the device: for the CPU alone."""
+        if self._groups is None:
+            found = sorted(set(self.places.tolist()) - {NO_PLACE})
+            if len(found) == 1 and not (self.places == NO_PLACE).any():
+                self._groups = [(found[0], None)]
+            else:
+                self._groups = [(place, torch.nonzero(self.places == place).flatten()) for place in found]
+        return self._groups

@@ -1,0 +1,147 @@
+"""Places of adapters in the memory of a device, and the products of their layers.
+
+A place is a part of one tensor that holds the largest adapter that `AdapterLimits` allow. Within its place an adapter
+takes its own bytes: its matrices follow each other as they do in host memory, so that one copy moves them all, and a
+table says where each one begins.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTable
+from blockyard.services.gpu_worker.host_link import HostLink, put
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.lora.places import HostAdapter
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import last_name
+
+ALIGNED = 16  # elements; matrices begin at such places, for wide loads
+AddAdapters = Callable[[Tensor, Tensor, AdapterTable, Tensor], None]  # x, places of rows, table, out
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedRows:
+    """Implements `AdaptedRows` for one layer."""
+
+    rows: AdapterRows
+    table: AdapterTable
+    add: AddAdapters
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
+        return self.rows.only(rows)
+
+    def add_to(self, out: Tensor, x: Tensor) -> None:
+        self.add(x, self.rows.places, self.table, out)
+
+
+class DevicePlaces:
+    """Implements `AdapterPlaces`."""
+
+    def __init__(
+        self,
+        linears: Sequence[Linear],
+        rows: AdapterRows,
+        num_places: int,
+        limits: AdapterLimits,
+        add: AddAdapters,
+        device: torch.device,
+        link: HostLink,
+    ) -> None:
+        """rows: of the model. add: the kernels."""
+        self.num_places, self._dtype, self._device, self._link = num_places, limits.dtype, device, link
+        self._place_size = place_size(linears, limits)
+        self._memory = torch.zeros(num_places * self._place_size, dtype=limits.dtype, device=device)
+        # entries of the tables of all layers: of each layer [places, parts]
+        self._parts = [[one.size for one in linear.spec.parts] for linear in linears]
+        counts = [num_places * len(sizes) for sizes in self._parts]
+        self._firsts = np.concatenate([[0], np.cumsum(counts)])
+        self._offsets = np.full((int(self._firsts[-1]), OFFSETS), NO_OFFSET, np.int64)
+        self._ranks = np.zeros(int(self._firsts[-1]), np.int32)
+        self._device_offsets = torch.from_numpy(self._offsets).to(device, copy=True)
+        self._device_ranks = torch.from_numpy(self._ranks).to(device, copy=True)
+        for layer, linear in enumerate(linears):
+            linear.adapt(DeviceAdaptedRows(rows, self._table(layer, limits.max_rank), add))
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def prepare(self, adapter: HostAdapter) -> HostAdapter:
+        """Moves all matrices into one tensor, from which the device copies while the host goes on."""
+        found = [one for deltas in adapter.deltas.values() for delta in deltas for one in delta.tensors()]
+        memory = self._link.host_tensor((sum(_aligned(one.numel()) for one in found),), self._dtype)
+        end = 0
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            nonlocal end
+            if tensor is None:
+                return None
+            own = memory[end : end + tensor.numel()].view(tensor.shape)
+            own.copy_(tensor)
+            end += _aligned(tensor.numel())
+            return own
+
+        deltas = {
+            layer: [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
+            for layer, of_layer in adapter.deltas.items()
+        }
+        return HostAdapter(adapter.digest, deltas, memory)
+
+    def put(self, place: int, adapter: HostAdapter) -> None:
+        memory = adapter.memory
+        assert 0 <= place < self.num_places and memory is not None and len(memory) <= self._place_size
+        first = place * self._place_size
+        self._memory[first : first + len(memory)].copy_(memory, non_blocking=True)
+        for layer, sizes in enumerate(self._parts):
+            begin = int(self._firsts[layer]) + place * len(sizes)
+            self._offsets[begin : begin + len(sizes)], self._ranks[begin : begin + len(sizes)] = NO_OFFSET, 0
+            starts = dict(zip(np.cumsum([0, *sizes[:-1]]).tolist(), range(len(sizes)), strict=True))
+            for delta in adapter.deltas.get(layer, ()):
+                entry = begin + starts[delta.start]
+                self._ranks[entry] = delta.rank
+                for i, one in enumerate((delta.a, delta.b, delta.bias)):
+                    self._offsets[entry, i] = NO_OFFSET if one is None else first + one.storage_offset()
+        self._device_offsets.copy_(put(self._offsets.copy(), self._device, self._link))
+        self._device_ranks.copy_(put(self._ranks.copy(), self._device, self._link))
+
+    def _table(self, layer: int, max_rank: int) -> AdapterTable:
+        sizes, entries = self._parts[layer], slice(int(self._firsts[layer]), int(self._firsts[layer + 1]))
+        starts = np.cumsum([0, *sizes[:-1]])
+        return AdapterTable(
+            self._memory,
+            self._device_offsets[entries].view(self.num_places, len(sizes), OFFSETS),
+            self._device_ranks[entries].view(self.num_places, len(sizes)),
+            torch.from_numpy(starts.astype(np.int32)).to(self._device),
+            torch.tensor(sizes, dtype=torch.int32, device=self._device),
+            max(sizes),
+            max_rank,
+        )
+
+
+def place_size(linears: Sequence[Linear], limits: AdapterLimits) -> int:
+    """Elements of the largest adapter that may be placed."""
+    total = 0
+    for linear in linears:
+        for one in linear.spec.parts:
+            if not limits.target_modules or last_name(one.name) in limits.target_modules:
+                total += _largest(one.size, linear.spec.in_features, limits)
+    return total
+
+
+def _largest(size: int, inputs: int, limits: AdapterLimits) -> int:
+    bias = _aligned(size) if limits.with_bias else 0
+    return _aligned(limits.max_rank * inputs) + _aligned(limits.max_rank * size) + bias
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED

@@ -1,0 +1,109 @@
+"""The tensors of an adapter, module by module: every tensor of the file is one of them, or named in an error."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import AdapterConfig
+
+PREFIX = "base_model.model."  # of PEFT, before the names of modules
+# what a name ends with -> field of `ModuleTensors`; adapters saved by old releases have the adapter's name in it
+ENDINGS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_A.default.weight": "a",
+    "lora_B.default.weight": "b",
+    "lora_B.bias": "b_bias",
+    "lora_B.default.bias": "b_bias",
+    "base_layer.bias": "bias",
+    "base_layer.weight": "base",
+    "bias": "bias",
+}
+STACK_SUFFIX = ".base_layer"  # of a module of which PEFT adapts two parameters
+STACKED = ("gate_up_proj", "down_proj")  # names of parameters that are stacks of experts
+MAX_NAMED = 5  # tensors in one message
+
+
+@dataclass(slots=True)
+class ModuleTensors:
+    """What an adapter has for one module: y += scale * (B(A(x)) + b_bias), and `bias` in place of the module's own."""
+
+    name: str
+    scale: float
+    a: Tensor | None = None  # [rank, in]
+    b: Tensor | None = None  # [out, rank]
+    b_bias: Tensor | None = None  # [out]
+    bias: Tensor | None = None  # [out]
+    base: Tensor | None = None  # the module's own weight, which PEFT saves of a head
+    is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
+
+
+def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_bias: bool) -> list[ModuleTensors]:
+    """Assigns tensors to modules. with_bias: adapters may have biases. Raises AdapterError."""
+    modules: dict[str, ModuleTensors] = {}
+    unknown: list[str] = []
+    for name, value in tensors.items():
+        module, field = _split(name)
+        if field is None:
+            unknown.append(name)
+            continue
+        if field in ("bias", "b_bias") and not with_bias:
+            raise AdapterError(f"the adapter has biases, such as {name}: --enable-lora-bias serves such adapters")
+        if not value.is_floating_point():
+            raise AdapterError(f"{name} has the dtype {value.dtype}")
+        if not bool(torch.isfinite(value).all()):
+            raise AdapterError(f"{name} has values that are not finite")
+        own = modules.setdefault(module, _make(config, module))
+        setattr(own, field, value)
+    if unknown:
+        raise AdapterError(f"these tensors of the adapter are not known: {listed(unknown)}")
+    if not modules:
+        raise AdapterError("the adapter has no tensors")
+    for own in modules.values():
+        _check(config, own)
+    if idle := config.idle_targets(list(modules)):
+        raise AdapterError(f"target_modules {listed(idle)}: the adapter has no tensors for them")
+    return list(modules.values())
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """The module of a tensor, and the field; None: it is not known."""
+    for ending, field in ENDINGS.items():
+        if name.endswith(f".{ending}"):
+            return name.removeprefix(PREFIX).removesuffix(f".{ending}"), field
+    return name, None
+
+
+def _make(config: AdapterConfig, module: str) -> ModuleTensors:
+    """The scale of a stack depends on its parameter, which the shapes tell: see `targets`."""
+    if not config.targets(module) and config.targets_parameter(f"{module}.weight"):
+        return ModuleTensors(module, config.scale_of(f"{module}.weight"))
+    stack = module.removesuffix(STACK_SUFFIX)
+    is_stack = stack.endswith(".experts") and any(config.targets_parameter(f"{stack}.{name}") for name in STACKED)
+    return ModuleTensors(module, config.scale_of(module), is_stack=is_stack)
+
+
+def _check(config: AdapterConfig, own: ModuleTensors) -> None:
+    if own.a is None and own.b is None and own.b_bias is None and config.bias == "all":
+        return  # a bias of a module that is no target
+    if own.is_stack:
+        if own.a is None or own.b is None or own.a.dim() != 2 or own.b.dim() != 2:
+            raise AdapterError(f"the adapter has no pair of matrices for {own.name}")
+        return
+    if not config.targets(own.name) and not config.targets_parameter(f"{own.name}.weight"):
+        raise AdapterError(f"the adapter has tensors for {own.name}, which its target_modules leave out")
+    if own.a is None or own.b is None:
+        raise AdapterError(f"the adapter has only one of lora_A and lora_B for {own.name}")
+    key = own.name if config.targets(own.name) else f"{own.name}.weight"
+    rank = config.rank_of(key)
+    if own.a.dim() != 2 or own.b.dim() != 2 or own.a.shape[0] != rank or own.b.shape[1] != rank:
+        shapes = f"{tuple(own.a.shape)} and {tuple(own.b.shape)}"
+        raise AdapterError(f"lora_A and lora_B of {own.name} have the shapes {shapes}; its rank is {rank}")

@@ -1,0 +1,40 @@
+"""An adapter in host memory, and the places of a worker that adapters are put into."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from blockyard.services.gpu_worker.lora.targets import Delta
+
+Deltas = Mapping[int, Sequence[Delta]]  # by the index of the linear layer
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter in host memory, as the model's products need it."""
+
+    digest: bytes
+    deltas: Deltas
+    memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
+
+
+class AdapterPlaces(Protocol):
+    """The places of a model whose linear layers are adapted. Made once the kernels of the layers are picked."""
+
+    num_places: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the device."""
+
+    def prepare(self, adapter: HostAdapter) -> HostAdapter:
+        """Moves an adapter to the host memory that `put` takes. May be called from any thread."""
+
+    def put(self, place: int, adapter: HostAdapter) -> None:
+        """The adapter of the plans that are launched from here on. No step in flight reads the place."""

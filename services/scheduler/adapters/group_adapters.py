@@ -1,0 +1,201 @@
+"""The adapters of one worker group: in host memory, in places of the device, and in use.
+
+A sequence that starts takes its adapter's place and gives it back when it leaves the batch. A place without sequences
+keeps its adapter until another one needs it, the least recently used first.
+"""
+
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from blockyard.services.scheduler.plan_pacer import PlanClock
+from blockyard.shared.messages import AdapterPlaced, Geometry
+
+MOST_LOADING = 2  # at a time: a worker reads one after the other
+
+
+@dataclass(slots=True)
+class HeldAdapter:
+    """An adapter in host memory, or on its way there."""
+
+    number: int
+    is_loaded: bool = False
+    has_started: bool = False  # a sequence with it has started here since it was loaded
+    used: int = 0  # turn of its last use
+
+
+@dataclass(slots=True)
+class AdapterPlace:
+    adapter: int | None = None
+    num_sequences: int = 0
+    last_plan: int = 0  # number of the last plan that may read it, once it has no sequences
+    used: int = 0  # turn of its last use
+    is_closing: bool = False  # no sequence starts with it any more: another adapter has waited for long
+
+
+@dataclass(slots=True)
+class HostChanges:
+    """What the worker is to do with its host memory."""
+
+    drop: list[int] = field(default_factory=list)
+    load: list[int] = field(default_factory=list)
+
+
+class GroupAdapters:
+    """Pure state: numbers of adapters and plans. No frames, no time."""
+
+    def __init__(self, geometry: Geometry, plan_clock: PlanClock) -> None:
+        self._places = [AdapterPlace() for _ in range(geometry.num_adapter_places)]
+        self._num_host = geometry.num_host_adapters
+        self._plan_clock = plan_clock
+        self._held: dict[int, HeldAdapter] = {}
+        self._wanted: deque[int] = deque()  # to load, in order
+        self._refused: set[int] = set()  # could not be loaded here
+        self._turn = 0
+        self._place_of: dict[int, int] = {}  # by adapter
+        self.placed: list[AdapterPlaced] = []  # by the next plan
+
+    @property
+    def serves_any(self) -> bool:
+        return bool(self._places)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `take_changes` may have something."""
+        return bool(self._wanted)
+
+    def is_refused(self, adapter: int) -> bool:
+        """Whether this group cannot serve an adapter."""
+        return adapter in self._refused or not self._places
+
+    def is_placed(self, adapter: int) -> bool:
+        return adapter in self._place_of
+
+    def num_sequences(self, adapter: int) -> int:
+        place = self._place_of.get(adapter)
+        return 0 if place is None else self._places[place].num_sequences
+
+    # host memory
+
+    def want(self, adapter: int) -> None:
+        """Loads an adapter into host memory, unless it is there."""
+        if adapter not in self._held and adapter not in self._wanted and not self.is_refused(adapter):
+            self._wanted.append(adapter)
+
+    def take_changes(self, wanted: Container[int] = ()) -> HostChanges:
+        """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
+
+        wanted: adapters of waiting sequences. One that was loaded for them stays until the first of them has started:
+        otherwise two adapters could displace each other for ever. One that no sequence waits for is read to be checked,
+        and has room of its own: a command need not wait for requests.
+        """
+        changes = HostChanges()
+        while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
+            room = self._num_host + (self._wanted[0] not in wanted)
+            while len(self._held) >= room and (idle := self._least_used_in_host(wanted)) is not None:
+                self._drop(idle)
+                changes.drop.append(idle)
+            if len(self._held) >= room:
+                break
+            self._turn += 1
+            adapter = self._wanted.popleft()
+            self._held[adapter] = HeldAdapter(adapter, used=self._turn)
+            changes.load.append(adapter)
+        return changes
+
+    def on_loaded(self, adapter: int, *, is_usable: bool) -> None:
+        held = self._held.get(adapter)
+        if held is None:
+            return
+        if is_usable:
+            held.is_loaded = True
+        else:
+            self.forget(adapter)
+            self._refused.add(adapter)
+
+    def retry(self, adapter: int) -> None:
+        """An adapter that could not be loaded may be asked for again."""
+        self._refused.discard(adapter)
+
+    def forget(self, adapter: int) -> bool:
+        """The adapter is not served any more, and no sequence has it. Returns whether the worker is to drop it."""
+        self._refused.discard(adapter)
+        if adapter in self._wanted:
+            self._wanted.remove(adapter)
+        return self._drop(adapter)
+
+    # places
+
+    def can_start(self, adapter: int) -> bool:
+        """Whether a sequence with this adapter may start in the next plan."""
+        index = self._place_of.get(adapter)
+        if index is not None:
+            return not self._places[index].is_closing
+        held = self._held.get(adapter)
+        return held is not None and held.is_loaded and self._free_place() is not None
+
+    def start(self, adapter: int) -> int:
+        """A sequence starts in the next plan. Returns its place. The caller has asked `can_start`."""
+        index, self._turn = self._place_of.get(adapter), self._turn + 1
+        if index is None:
+            index = self._free_place()
+            assert index is not None, f"no place for adapter {adapter}"
+            place = self._places[index]
+            if place.adapter is not None:
+                del self._place_of[place.adapter]
+            place.adapter, self._place_of[adapter], place.is_closing = adapter, index, False
+            self.placed.append(AdapterPlaced(index, adapter))
+        place = self._places[index]
+        place.num_sequences += 1
+        place.used = self._turn
+        if (held := self._held.get(adapter)) is not None:
+            held.used, held.has_started = self._turn, True
+        return index
+
+    def take_placed(self) -> list[AdapterPlaced]:
+        """What the next plan places."""
+        placed, self.placed = self.placed, []
+        return placed
+
+    def close_for(self, adapter: int) -> int | None:
+        """An adapter in host memory has waited for long: the least recently used place takes no new sequences.
+
+        Returns that place; None if there is none to close, or the adapter does not wait for a place here.
+        """
+        held = self._held.get(adapter)
+        if adapter in self._place_of or held is None or not held.is_loaded or self._free_place() is not None:
+            return None
+        closing = next((i for i, one in enumerate(self._places) if one.is_closing), None)
+        if closing is None and self._places:
+            closing = min(range(len(self._places)), key=lambda i: self._places[i].used)
+            self._places[closing].is_closing = True
+        return closing
+
+    def end(self, index: int) -> None:
+        """A sequence leaves the batch. Plans in flight may still read its place."""
+        place = self._places[index]
+        place.num_sequences -= 1
+        assert place.num_sequences >= 0, f"place {index} has fewer sequences than none"
+        place.last_plan = self._plan_clock.last_sent
+
+    def _free_place(self) -> int | None:
+        """A place that another adapter may have now: one never used, or else the least recently used one."""
+        done = self._plan_clock.last_completed
+        free = [i for i, one in enumerate(self._places) if not one.num_sequences and one.last_plan <= done]
+        return min(free, key=lambda i: (self._places[i].adapter is not None, self._places[i].used), default=None)
+
+    def _least_used_in_host(self, wanted: Container[int]) -> int | None:
+        idle = [
+            held
+            for held in self._held.values()
+            if held.is_loaded
+            and not self.num_sequences(held.number)
+            and (held.has_started or held.number not in wanted)
+        ]
+        return min(idle, key=lambda held: held.used).number if idle else None
+
+    def _drop(self, adapter: int) -> bool:
+        index = self._place_of.pop(adapter, None)
+        if index is not None:
+            self._places[index].adapter, self._places[index].is_closing = None, False
+        return self._held.pop(adapter, None) is not None

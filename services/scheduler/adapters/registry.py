@@ -1,0 +1,93 @@
+"""The adapters that requests may name, and those that were replaced or unloaded while requests still use them."""
+
+from dataclasses import dataclass, field
+
+from blockyard.shared.messages import AdapterCard
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One adapter's bytes under one name. Another load of the name is another adapter."""
+
+    number: int
+    name: str
+    path: str
+    parent: str
+    created: int  # seconds since the epoch
+    digest: bytes = b""  # empty: no worker has read it yet
+    is_served: bool = False  # requests may name it
+    is_retired: bool = False  # it goes once no request uses it
+    requests: set[str] = field(default_factory=set)  # ids of requests that use it
+
+    def card(self) -> AdapterCard:
+        return AdapterCard(self.name, self.path, self.parent, self.digest, self.created)
+
+
+class AdapterRegistry:
+    """All adapters of a scheduler, by number and by name."""
+
+    def __init__(self) -> None:
+        self.all: dict[int, Adapter] = {}
+        self._served: dict[str, Adapter] = {}
+        self._num_made = 0
+        self.has_unused = False  # a retired adapter may have no request any more
+        self.cards: list[AdapterCard] = []  # of those that are served; a new list after each change
+
+    def add(self, name: str, path: str, parent: str, created: int) -> Adapter:
+        """A new adapter, which is not served before it is read."""
+        self._num_made += 1
+        adapter = Adapter(self._num_made, name, path, parent, created)
+        self.all[adapter.number] = adapter
+        return adapter
+
+    def named(self, name: str) -> Adapter | None:
+        return self._served.get(name)
+
+    def find(self, name: str, digest: bytes) -> Adapter | None:
+        """The adapter that a request names, with the bytes that its prompt's hashes are of.
+
+        Also one that was replaced or unloaded, while others use it: a request that continues keeps its bytes.
+        """
+        served = self._served.get(name)
+        if served is not None and served.digest == digest:
+            return served
+        alike = (one for one in self.all.values() if one.name == name and one.digest == digest and one.requests)
+        return next(alike, served)
+
+    def take_unused(self) -> list[Adapter]:
+        """Removes the retired adapters that no request uses."""
+        self.has_unused = False
+        unused = [one for one in self.all.values() if one.is_retired and not one.requests]
+        for one in unused:
+            del self.all[one.number]
+        return unused
+
+    def use(self, number: int, request_id: str) -> None:
+        """A request is live, which keeps the adapter."""
+        self.all[number].requests.add(request_id)
+
+    def on_request_ended(self, request_id: str, number: int) -> None:
+        adapter = self.all.get(number)
+        if adapter is not None:
+            adapter.requests.discard(request_id)
+            self.has_unused = self.has_unused or adapter.is_retired
+
+    def serve(self, adapter: Adapter) -> Adapter | None:
+        """Requests may name it from here on. Returns the adapter that had its name, which is retired."""
+        before = self._served.get(adapter.name)
+        if before is not None:
+            self.retire(before)
+        adapter.is_served = True
+        self._served[adapter.name] = adapter
+        self._update()
+        return before
+
+    def retire(self, adapter: Adapter) -> None:
+        """No new request may name it."""
+        adapter.is_served, adapter.is_retired, self.has_unused = False, True, True
+        if self._served.get(adapter.name) is adapter:
+            del self._served[adapter.name]
+        self._update()
+
+    def _update(self) -> None:
+        self.cards = [one.card() for one in self._served.values()]

@@ -1,0 +1,240 @@
+"""Loads adapters into workers and unloads them: those of the start, those of operators, and by need of sequences."""
+
+import logging
+from collections.abc import Container
+from dataclasses import dataclass
+
+from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
+from blockyard.services.scheduler.admission.model_limits import ModelLimits
+from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
+from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
+from blockyard.services.scheduler.outbox import Outbox
+from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
+from blockyard.shared.config.lora import AdapterSettings
+from blockyard.shared.messages import (
+    AdapterLoaded,
+    Control,
+    Controlled,
+    ControlVerb,
+    DropAdapter,
+    LoadAdapter,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_OPEN_LOADS = 64  # of operators; more are refused until some are done
+
+
+@dataclass(slots=True, eq=False)
+class OpenLoad:
+    """An adapter that workers read before requests may name it."""
+
+    adapter: Adapter
+    awaits: set[int]  # workers
+    gateway: int | None = None  # that is to be answered; None: nobody, it is of the start
+    request_id: str = ""
+    error: str = ""
+    has_been_read: bool = False
+
+
+class AdapterLoads:
+    def __init__(
+        self,
+        scheduler: int,
+        names: list[str],
+        settings: AdapterSettings,
+        created: int,
+        groups: WorkerGroups,
+        registry: AdapterRegistry,
+        waits: AdapterWaits,
+        lifecycle: Lifecycle,
+        model_limits: ModelLimits,
+        outbox: Outbox,
+    ) -> None:
+        """names: of the base model."""
+        self._registry, self._waits = registry, waits
+        self._scheduler, self._names, self._created = scheduler, names, created
+        self._groups, self._lifecycle, self._outbox = groups.attached, lifecycle, outbox
+        self._model_limits = model_limits
+        self._max_wait_s = settings.max_wait_s
+        self._loads: list[OpenLoad] = []
+        self._unloads: list[tuple[int, Control, Adapter]] = []
+        self._is_dirty = False
+        for source in settings.sources:
+            adapter = self._registry.add(source.name, source.path, source.parent or names[0], created)
+            self._loads.append(OpenLoad(adapter, set()))
+        self.notes: list[str] = []
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the adapters of the start were read, or were refused."""
+        return not any(load.gateway is None for load in self._loads)
+
+    # workers
+
+    def on_attached(self, worker: int) -> None:
+        """A worker begins without adapters."""
+        self._is_dirty = True
+        for load in self._loads:
+            if not load.has_been_read and not load.awaits:
+                self._ask(load, worker)
+
+    def on_lost(self, worker: int) -> None:
+        for load in self._loads:
+            if worker in load.awaits:
+                load.awaits.discard(worker)
+                if not load.awaits and not load.has_been_read:  # the next worker is asked
+                    for other in list(self._groups):
+                        self._ask(load, other)
+        self._settle_loads()
+
+    def on_gateway_lost(self, gateway: int) -> None:
+        """Its commands are carried out, and nobody is answered."""
+        self._unloads = [one for one in self._unloads if one[0] != gateway]
+
+    def on_loaded(self, worker: int, frame: AdapterLoaded) -> None:
+        group, adapter = self._groups.get(worker), self._registry.all.get(frame.adapter)
+        if group is None or adapter is None:
+            return
+        self._is_dirty, error = True, frame.error
+        if not error and adapter.digest and adapter.digest != frame.digest:
+            error = f"{adapter.path} has other bytes on this worker than on another one"
+        if not error:
+            adapter.digest = frame.digest
+        group.adapters.on_loaded(frame.adapter, is_usable=not error)
+        for note in frame.notes:
+            log.warning("adapter %s: %s", adapter.name, note)
+        if error:
+            log.warning("adapter %s is not served by worker %x: %s", adapter.name, worker, error)
+        for load in self._loads:
+            if load.adapter is adapter and worker in load.awaits:
+                load.awaits.discard(worker)
+                load.error = load.error or error
+                load.has_been_read = load.has_been_read or not error
+        self._settle_loads()
+
+    def step(self, now: float) -> None:
+        """Asks workers for what sequences wait for, and frees what nobody uses. To be called in each step."""
+        if self._registry.has_unused:
+            for retired in self._registry.take_unused():
+                self._drop(retired)
+        if not self._is_dirty and not self._waits.deferred:
+            return
+        self._is_dirty = False
+        wanted = self._waits.wanted(now)
+        for adapter in [one for one in wanted if self._groups and self._is_refused_everywhere(one)]:
+            self._fail_all(adapter)
+        for worker, group in self._groups.items():
+            for adapter, since in wanted.items():
+                group.adapters.want(adapter)
+                if now - since >= self._max_wait_s:
+                    self._make_room(group, adapter, preempts=now - since >= 2 * self._max_wait_s)
+            if group.adapters.has_work:
+                self._change_host_memory(worker, group, wanted)
+                self._is_dirty = self._is_dirty or group.adapters.has_work  # there is no room yet
+
+    def _make_room(self, group: WorkerGroup, adapter: int, *, preempts: bool) -> None:
+        """An adapter has waited for a place for too long: another one takes no new sequences, and later has none."""
+        place = group.adapters.close_for(adapter)
+        if place is not None and preempts:
+            for running in [one for one in group.running if one.adapter_place == place]:
+                self._lifecycle.preempt(group, running)
+
+    def _change_host_memory(self, worker: int, group: WorkerGroup, wanted: Container[int]) -> None:
+        changes = group.adapters.take_changes(wanted)
+        for number in changes.drop:
+            self._outbox.send(worker, DropAdapter(self._scheduler, number))
+        for number in changes.load:
+            adapter = self._registry.all[number]
+            self._outbox.send(worker, LoadAdapter(self._scheduler, number, adapter.name, adapter.path))
+
+    def _is_refused_everywhere(self, adapter: int) -> bool:
+        return all(group.adapters.is_refused(adapter) for group in self._groups.values())
+
+    def _fail_all(self, adapter: int) -> None:
+        """No worker could read an adapter that sequences wait for. The next request for it tries again."""
+        for sequence in self._waits.sequences(adapter):
+            self._lifecycle.fail(sequence, f"no worker can read the adapter {self._registry.all[adapter].name!r}")
+        for group in self._groups.values():
+            group.adapters.retry(adapter)
+
+    # operators
+
+    def take(self, gateway: int, frame: Control) -> None:
+        """Carries out a command to load or to unload. It is answered now or later."""
+        if frame.verb is ControlVerb.LOAD_ADAPTER:
+            self._load(gateway, frame)
+        else:
+            self._unload(gateway, frame)
+
+    def _load(self, gateway: int, frame: Control) -> None:
+        name, served = frame.adapter, self._registry.named(frame.adapter)
+        if served is not None and served.path == frame.adapter_path and not frame.replace:
+            self._answer(gateway, frame.request_id, 400, f"{name!r} is loaded already")
+        elif served is not None and not frame.replace:
+            self._answer(gateway, frame.request_id, 400, f"{name!r} is in use; load_inplace replaces it")
+        elif name in self._names:
+            self._answer(gateway, frame.request_id, 400, f"{name!r} is the name of the model itself")
+        elif any(load.adapter.name == name for load in self._loads):
+            self._answer(gateway, frame.request_id, 409, f"{name!r} is being loaded")
+        elif len(self._loads) >= MAX_OPEN_LOADS:
+            self._answer(gateway, frame.request_id, 429, f"{len(self._loads)} adapters are being loaded")
+        elif not any(group.adapters.serves_any for group in self._groups.values()):
+            self._answer(gateway, frame.request_id, 400, "this server serves no adapters: --enable-lora")
+        else:
+            adapter = self._registry.add(name, frame.adapter_path, self._names[0], self._created)
+            load = OpenLoad(adapter, set(), gateway, frame.request_id)
+            self._loads.append(load)
+            for worker in list(self._groups):
+                self._ask(load, worker)
+
+    def _unload(self, gateway: int, frame: Control) -> None:
+        served = self._registry.named(frame.adapter)
+        if served is None:
+            self._answer(gateway, frame.request_id, 404, f"{frame.adapter!r} is not loaded")
+            return
+        self._registry.retire(served)
+        self._model_limits.update_adapters()
+        self._unloads.append((gateway, frame, served))
+        self._is_dirty = True
+
+    def _ask(self, load: OpenLoad, worker: int) -> None:
+        group = self._groups[worker]
+        if not group.adapters.is_refused(load.adapter.number):
+            load.awaits.add(worker)
+            group.adapters.want(load.adapter.number)
+            self._is_dirty = True
+
+    def _settle_loads(self) -> None:
+        """Serves adapters that all asked workers have read; refuses those that one could not read."""
+        for load in [one for one in self._loads if not one.awaits and (one.error or one.has_been_read)]:
+            self._loads.remove(load)
+            self._is_dirty = True
+            adapter = load.adapter
+            if load.error:
+                self._registry.retire(adapter)
+                if load.gateway is None:
+                    self.notes.append(f"adapter {adapter.name} is not served: {load.error}")
+                    log.error("adapter %s is not served: %s", adapter.name, load.error)
+            else:
+                self._registry.serve(adapter)
+                self._model_limits.update_adapters()
+                log.info("adapter %s is served: %s", adapter.name, adapter.path)
+            if load.gateway is not None:
+                status = 400 if load.error else 200
+                self._answer(load.gateway, load.request_id, status, load.error, "lora_path")
+
+    def _drop(self, adapter: Adapter) -> None:
+        """Drops an adapter everywhere that no request uses."""
+        for worker, group in self._groups.items():
+            if group.adapters.forget(adapter.number):
+                self._outbox.send(worker, DropAdapter(self._scheduler, adapter.number))
+        for gateway, frame, unloaded in self._unloads.copy():
+            if unloaded is adapter:
+                self._unloads.remove((gateway, frame, unloaded))
+                self._answer(gateway, frame.request_id, 200, "")
+
+    def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "lora_name") -> None:
+        cards, field = self._registry.cards, field if status >= 400 else ""
+        answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards)
+        self._outbox.answer(gateway, answer)

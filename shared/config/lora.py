@@ -1,0 +1,37 @@
+"""Settings of LoRA adapters: what a worker holds, and which adapters a deployment begins with."""
+
+from typing import Literal
+
+import msgspec
+
+
+class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A worker's limits."""
+
+    max_loras: int = 1  # adapters on the device: those that one step may use
+    max_cpu_loras: int = 1  # adapters in host memory
+    max_rank: int = 16
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"  # of the matrices; auto: the model's
+    with_bias: bool = False  # adapters may have biases
+    target_modules: list[str] = []  # last parts of names of modules that adapters may change; empty: all
+
+    def __post_init__(self) -> None:
+        if self.max_loras < 1:
+            raise ValueError(f"max_loras must be >= 1, got {self.max_loras}")
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras {self.max_cpu_loras} is less than max_loras, {self.max_loras}")
+
+
+class AdapterSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An adapter that is served from the start: --lora-modules."""
+
+    name: str
+    path: str
+    parent: str = ""  # shown as its base; empty: the first served name
+
+
+class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A scheduler's settings of adapters."""
+
+    sources: list[AdapterSource] = []
+    max_wait_s: float = 2.0  # for a place, before the least recently used adapter takes no new sequences

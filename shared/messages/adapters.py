@@ -1,0 +1,45 @@
+"""Adapters: scheduler <-> worker, operators' commands, and what gateways know of each adapter."""
+
+from blockyard.shared.messages.base import Frame, FrameStruct
+
+
+class LoadAdapter(Frame, frozen=True):
+    """scheduler -> worker: read an adapter into host memory. Answered with AdapterLoaded."""
+
+    scheduler: int  # incarnation
+    adapter: int  # number that this scheduler gives it: other bytes have another number
+    name: str
+    path: str
+
+
+class DropAdapter(Frame, frozen=True):
+    """scheduler -> worker: the adapter is not used any more, and no later plan places it."""
+
+    scheduler: int
+    adapter: int
+
+
+class AdapterLoaded(Frame, frozen=True):
+    worker: int  # incarnation
+    adapter: int
+    digest: bytes = b""  # of the bytes of config and weights
+    size_bytes: int = 0  # of its matrices
+    error: str = ""  # why it cannot be served; empty: it is in host memory
+    notes: list[str] = []
+
+
+class AdapterPlaced(FrameStruct, frozen=True):
+    """Gives a place of the device to an adapter that is in host memory."""
+
+    place: int
+    adapter: int
+
+
+class AdapterCard(FrameStruct, frozen=True):
+    """An adapter that a scheduler serves, as gateways list it."""
+
+    name: str
+    root: str  # its path
+    parent: str  # name of its base model
+    digest: bytes
+    created: int = 0  # seconds since the epoch

@@ -1,0 +1,66 @@
+"""Adapters of the demo model over HTTP: at the start, by an operator's command, and while services are killed."""
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from rig import Server, completion, serve, stream
+from safetensors.torch import save_file
+
+WIDTH, INNER, LAYERS = 256, 688, 6  # of the demo model
+NUM_TOKENS = 80
+MODELS = ("demo", "one", "two", "three")
+
+
+def write(folder: Path, seed: int, rank: int) -> None:
+    """A random adapter of two modules of each layer."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(LAYERS):
+        for name in ("q_proj", "o_proj"):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, WIDTH, generator=generator) * 0.1
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(WIDTH, rank, generator=generator) * 0.1
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+async def ask(server: Server, models: list[str], kills: list[tuple[float, str]]) -> list[str]:
+    """Texts of one stream for each of `models`. kills: when, and which service."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(50)) as session:
+        bodies = [completion(NUM_TOKENS, model=model, prompt=f"def number_{i}():") for i, model in enumerate(models)]
+        tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
+        for delay_s, name in kills:
+            await asyncio.sleep(delay_s)
+            os.kill(server.children()[f"blockyard: {name}"], signal.SIGKILL)
+        return [log.text for log in await asyncio.gather(*tasks)]
+
+
+async def post(server: Server, path: str, body: dict[str, object]) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.post(f"{server.url}{path}", json=body) as answer:
+        return answer.status, await answer.text()
+
+
+@pytest.mark.timeout(180)
+def test_adapters_are_served_while_services_are_killed(tmp_path: Path) -> None:
+    for seed, name in enumerate(MODELS[1:]):
+        write(tmp_path / name, seed, 4 + seed)
+    modules = [f"one={tmp_path / 'one'}", json.dumps({"name": "two", "path": str(tmp_path / "two")})]
+    flags = ("--device", "cpu", "--dtype", "float32", "--max-loras", "2", "--lora-dir", str(tmp_path))
+    with serve("demo", *flags, "--lora-modules", *modules, log=tmp_path / "log") as server:
+        loaded = {"lora_name": "three", "lora_path": "three"}
+        assert asyncio.run(post(server, "/v1/load_lora_adapter", loaded))[0] == 200
+        models = [*MODELS, *MODELS]
+        quiet = asyncio.run(ask(server, models, []))
+        same = [asyncio.run(post(server, "/v1/completions", completion(9, model=model))) for model in MODELS]
+        assert len({json.loads(text)["choices"][0]["text"] for _, text in same}) == 4, "each adapter has an effect"
+        assert asyncio.run(ask(server, models, [(0.3, "gpu_worker"), (1.0, "scheduler")])) == quiet
+        assert asyncio.run(post(server, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
+        status, text = asyncio.run(post(server, "/v1/completions", completion(3, model="three")))
+        assert status == 404 and "model_not_found" in text

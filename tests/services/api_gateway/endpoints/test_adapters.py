@@ -1,0 +1,82 @@
+"""Adapters over HTTP: operators load and unload them, and requests name them as their model."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from blockyard.services.api_gateway.endpoints.adapters import find_folder
+from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import AdapterCard, Control, Controlled, ControlVerb, Generate, Tokenize
+
+CARD = AdapterCard("sql", "/adapters/sql", "base", b"0123456789abcdef", 7)
+
+
+async def test_a_load_is_one_frame_and_the_adapter_is_a_model_at_once(rig, tmp_path: Path) -> None:
+    (tmp_path / "sql").mkdir()
+    async with rig(lora_dir=str(tmp_path)) as r:
+        r.ring.control = lambda frame: Controlled(frame.request_id, 200, "", 0, False, adapters=[CARD])
+        status, _ = await r.post("/v1/completions", {"model": "sql", "prompt": "a"})
+        assert status == 404
+        asked = {"lora_name": "sql", "lora_path": "sql", "load_inplace": True}
+        async with r.http.post("/v1/load_lora_adapter", json=asked) as answer:
+            assert (answer.status, await answer.text()) == (200, "Success: LoRA adapter 'sql' added successfully.")
+        [sent] = r.ring.frames(Control)
+        path = str(tmp_path / "sql")
+        wanted = Control("", ControlVerb.LOAD_ADAPTER, adapter="sql", adapter_path=path, replace=True)
+        assert msgspec.structs.replace(sent, request_id="") == wanted
+        async with r.http.get("/v1/models") as answer:
+            models = (await answer.json())["data"]
+        assert [(one["id"], one["root"], one["parent"]) for one in models][-1] == ("sql", "/adapters/sql", "base")
+        async with r.http.get("/v1/models/sql") as answer:
+            assert (await answer.json())["parent"] == "base"
+        status, body = await r.post("/v1/completions", {"model": "sql", "prompt": "a", "max_tokens": 1})
+        assert (status, body["model"]) == (200, "sql")
+        assert r.ring.frames(Tokenize)[-1].adapter_digest == CARD.digest
+        frame = r.ring.frames(Generate)[-1]
+        assert (frame.adapter, frame.adapter_digest) == ("sql", CARD.digest) and frame.model != "sql"
+
+
+async def test_an_unload_and_a_refusal(rig) -> None:
+    async with rig() as r:
+        r.ring.control = lambda frame: Controlled(frame.request_id, 200, "", 0, False, adapters=[])
+        async with r.http.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}) as answer:
+            assert answer.status == 200
+        [sent] = r.ring.frames(Control)
+        assert (sent.verb, sent.adapter) == (ControlVerb.UNLOAD_ADAPTER, "sql")
+        refused = Controlled("", 404, "'sql' is not loaded", 0, False, field="lora_name", adapters=[])
+        r.ring.control = lambda frame: msgspec.structs.replace(refused, request_id=frame.request_id)
+        status, body = await r.post("/v1/unload_lora_adapter", {"lora_name": "sql"})
+        assert (status, body["error"]["param"], body["error"]["message"]) == (404, "lora_name", "'sql' is not loaded")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"lora_name": "a"}, "lora_path"),
+        ({"lora_name": "", "lora_path": "a"}, "lora_name"),
+        ({"lora_name": "a" * 300, "lora_path": "a"}, "lora_name"),
+        ({"lora_name": "a", "lora_path": "a"}, "lora_path"),  # without --lora-dir
+    ],
+)
+async def test_wrong_bodies(rig, body: dict[str, object], field: str) -> None:
+    async with rig() as r:
+        status, answer = await r.post("/v1/load_lora_adapter", body)
+        assert (status, answer["error"]["param"]) == (400, field)
+        assert not r.ring.frames(Control)
+
+
+def test_paths_below_the_folder_alone(tmp_path: Path) -> None:
+    base, outside = tmp_path / "base", tmp_path / "outside"
+    for folder in (base / "a" / "b", outside):
+        folder.mkdir(parents=True)
+    (base / "link").symlink_to(outside)
+    (base / "inner").symlink_to(base / "a")
+    (base / "file").write_text("x")
+    assert find_folder("a/b", str(base)) == base / "a" / "b"
+    assert find_folder(str(base / "a"), str(base)) == base / "a"
+    assert find_folder("inner", str(base)) == base / "a"
+    for wrong in ("", ".", "..", "../outside", "link", "file", "missing", str(outside), "a/../..", "a\0b", "x" * 5000):
+        with pytest.raises(RequestError) as e:
+            find_folder(wrong, str(base))
+        assert e.value.field == "lora_path"

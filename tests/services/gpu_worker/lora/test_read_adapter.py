@@ -1,0 +1,121 @@
+"""Broken adapters are refused, each with its cause."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import BY_NAME, start
+
+from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.shared.errors import AdapterError
+
+PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
+A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
+A7, B7 = A.replace("layers.1", "layers.7"), B.replace("layers.1", "layers.7")
+LIMITS = AdapterLimits(dtype=torch.float32, max_rank=8, with_bias=False)
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> ModelTargets:
+    folder = tmp_path_factory.mktemp("base")
+    BY_NAME["llama"].save(folder)
+    return ModelTargets(start(folder).model)
+
+
+def write(folder: Path, **config: Any) -> dict[str, torch.Tensor]:
+    """A whole adapter of one module. Returns its tensors."""
+    tensors = {A: torch.ones(4, 64), B: torch.ones(64, 4)}
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | config
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return tensors
+
+
+def test_an_adapter_is_read(targets: ModelTargets, tmp_path: Path) -> None:
+    tensors = write(tmp_path)
+    adapter, notes = read_adapter(tmp_path, targets, LIMITS)
+    [[delta]] = adapter.deltas.values()
+    assert delta.b is not None and torch.equal(delta.b, tensors[B] * 2) and not notes
+    assert adapter.size_bytes == 4 * 128 * 4
+
+
+def test_the_digest_is_of_the_bytes(targets: ModelTargets, tmp_path: Path) -> None:
+    digests = []
+    for i, change in enumerate(({}, {}, {"lora_alpha": 9})):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        write(folder, **change)
+        digests.append(read_adapter(folder, targets, LIMITS)[0].digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def replaced(**changes: torch.Tensor | None) -> Callable[[Path], None]:
+    """Replaces tensors of the file; None removes one."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "adapter_model.safetensors") | {"x": torch.zeros(1)}
+        del tensors["x"]
+        for name, value in changes.items():
+            tensors.pop(name, None)
+            if value is not None:
+                tensors[name] = value
+        save_file(tensors, folder / "adapter_model.safetensors")
+
+    return change
+
+
+def cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({A: Path("x")}, folder / "adapter_model.bin")
+
+
+NAN = torch.full((4, 64), float("nan"))
+WRONG = [
+    (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
+    (lambda folder: (folder / "adapter_model.safetensors").unlink(), "neither"),
+    (cut, "safetensors"),
+    (pickled, "weights_only"),
+    (lambda folder: write(folder, r=16), "rank"),
+    (lambda folder: write(folder, target_modules=["k_proj"]), "target_modules"),
+    (lambda folder: write(folder, target_modules=["q_proj", "k_proj"]), "k_proj"),
+    (replaced(**{A: torch.ones(9, 64), B: torch.ones(64, 9)}), "rank"),
+    (replaced(**{A: None}), "only one"),
+    (replaced(**{A: torch.ones(4, 32)}), "32"),
+    (replaced(**{B: torch.ones(96, 4)}), "96"),
+    (replaced(**{A: NAN}), "finite"),
+    (replaced(**{A: torch.ones(4, 64, dtype=torch.int32)}), "int32"),
+    (replaced(**{f"{PREFIX}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),
+    (replaced(**{f"{PREFIX}.lora_B.bias": torch.ones(64)}), "--enable-lora-bias"),
+    (replaced(**{A7: torch.ones(4, 64), B7: torch.ones(64, 4)}), "layers.7"),
+]
+
+
+@pytest.mark.parametrize(("change", "cause"), WRONG, ids=range(len(WRONG)))
+def test_a_broken_adapter(change: Callable[[Path], None], cause: str, targets: ModelTargets, tmp_path: Path) -> None:
+    write(tmp_path)
+    change(tmp_path)
+    with pytest.raises(AdapterError) as e:
+        read_adapter(tmp_path, targets, LIMITS)
+    assert cause in str(e.value) and "\n" not in str(e.value)
+
+
+def test_modules_that_no_adapter_may_change(targets: ModelTargets, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(AdapterError, match="--lora-target-modules allows k_proj, v_proj"):
+        read_adapter(tmp_path, targets, AdapterLimits(dtype=torch.float32, target_modules=("k_proj", "v_proj")))
+
+
+def test_a_rank_above_the_limit(targets: ModelTargets, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(AdapterError, match="--max-lora-rank is 3"):
+        read_adapter(tmp_path, targets, AdapterLimits(dtype=torch.float32, max_rank=3))

@@ -1,0 +1,205 @@
+"""Adapters in a whole scheduler: at the start, by operators' commands, while requests run, and after losses."""
+
+import pytest
+
+from blockyard.services.gpu_worker.mock.adapters import mock_digest
+from blockyard.shared.messages import Control, Controlled, ControlVerb, FinishReason, Generate, LoadAdapter, Refused
+
+from ..harness.world import Shape, World
+
+
+def make(places: int = 1, host: int = 2, adapters: int = 2, workers: int = 1, **shape: object) -> World:
+    world = World(
+        Shape(
+            num_adapter_places=places, num_host_adapters=host, num_adapters=adapters, max_num_batched_tokens=64, **shape
+        )
+    )
+    world.add_gateway()
+    for _ in range(workers):
+        world.add_worker()
+    world.add_detokenizer()
+    world.settle()
+    return world
+
+
+def names(world: World) -> list[str]:
+    assert world.core.card is not None
+    return [card.name for card in world.core.card.adapters]
+
+
+def command(world: World, verb: ControlVerb, name: str, path: str = "", replace: bool = False) -> None:
+    [gateway] = world.gateways.values()
+    world.tell(gateway.incarnation, Control(name, verb, adapter=name, adapter_path=path, replace=replace))
+
+
+def answers(world: World) -> list[tuple[int, str]]:
+    [gateway] = world.gateways.values()
+    controlled: list[Controlled] = gateway.controlled
+    return [(one.status, one.field) for one in controlled]
+
+
+def submit(world: World, name: str, adapter: str, max_tokens: int = 8) -> Generate:
+    [gateway] = world.gateways.values()
+    return world.submit(gateway, name, 5, adapter=adapter, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_the_card_is_there_once_the_adapters_of_the_start_are_read() -> None:
+    world = World(Shape(num_adapter_places=1, num_adapters=2))
+    worker = world.add_worker()
+    while worker.inbox and not any(isinstance(frame, LoadAdapter) for frame in worker.inbox):
+        assert world.core.card is None
+        world.work(worker)
+    assert world.core.card is None
+    world.settle()
+    assert names(world) == ["a0", "a1"]
+    assert [card.digest for card in world.core.adapters.cards] == [mock_digest("/0"), mock_digest("/1")]
+
+
+def test_a_request_whose_adapter_has_no_place_is_passed_over() -> None:
+    world = make()
+    submit(world, "1", "a0", 20)
+    [worker] = world.workers.values()
+    world.work(worker)
+    submit(world, "2", "a1")
+    submit(world, "3", "")
+    submit(world, "4", "a0")
+    running = {one.sequence.request.id for group in world.core.groups.values() for one in group.running}
+    for _ in range(12):
+        world.work(worker)
+        running |= {one.sequence.request.id for group in world.core.groups.values() for one in group.running}
+    assert running == {"1", "3", "4"}, "the only place is a0's while it runs"
+    world.settle()
+    world.check_outputs()
+    world.check_idle()
+
+
+def test_an_adapter_that_waits_for_long_gets_the_place_of_another() -> None:
+    world = make()
+    submit(world, "1", "a0", 40)
+    [worker] = world.workers.values()
+    for _ in range(4):
+        world.work(worker)
+    submit(world, "2", "a1")
+    for _ in range(4):
+        world.work(worker)
+    world.now += 2.1
+    world.turn()
+    submit(world, "3", "a0")
+    group = next(iter(world.core.groups.values()))
+    for _ in range(3):
+        world.work(worker)
+    assert [one.sequence.request.id for one in group.running] == ["1"], "a0 takes no new sequences"
+    world.now += 2.1
+    world.turn()
+    assert not [one for one in group.running if one.sequence.request.id == "1"], "it is preempted"
+    world.settle()
+    world.check_outputs()
+    world.check_idle()
+
+
+def test_operators_load_replace_and_unload() -> None:
+    world = make(adapters=1)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    world.settle()
+    assert names(world) == ["a0", "b"]
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/c")
+    command(world, ControlVerb.LOAD_ADAPTER, "m", "/c")
+    command(world, ControlVerb.LOAD_ADAPTER, "x", "/broken")
+    world.settle()
+    assert answers(world) == [(200, ""), (400, "lora_name"), (400, "lora_name"), (400, "lora_path")]
+    assert names(world) == ["a0", "b"]
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/c", replace=True)
+    world.settle()
+    assert world.core.adapters.named("b").digest == mock_digest("/c")
+    command(world, ControlVerb.UNLOAD_ADAPTER, "b")
+    world.turn()
+    command(world, ControlVerb.UNLOAD_ADAPTER, "b")
+    world.settle()
+    assert answers(world)[4:] == [(200, ""), (200, ""), (404, "lora_name")]
+    assert names(world) == ["a0"] and len(world.core.adapters.all) == 1
+
+
+def test_an_unload_waits_for_what_runs_and_refuses_what_comes() -> None:
+    world = make(adapters=1)
+    frame = submit(world, "1", "a0", 20)
+    [worker] = world.workers.values()
+    world.work(worker)
+    command(world, ControlVerb.UNLOAD_ADAPTER, "a0")
+    assert not answers(world)
+    [gateway] = world.gateways.values()
+    late = world.submit(gateway, "2", 5, adapter="a0")
+    refused = [one.frame for one in world.sent if isinstance(one.frame, Refused)]
+    assert [(one.request_id, one.status, one.field) for one in refused] == [(late.request_id, 404, "model")]
+    del gateway.journals["2"]
+    world.settle()
+    assert answers(world) == [(200, "")]
+    world.check_outputs()
+    assert gateway.journals[frame.request_id].outputs[0].finish is FinishReason.LENGTH
+
+
+def test_a_running_request_finishes_with_the_bytes_that_it_began_with() -> None:
+    world = make(places=2, host=3, adapters=1)
+    submit(world, "1", "a0", 30)
+    [worker] = world.workers.values()
+    for _ in range(4):
+        world.work(worker)
+    before = world.core.adapters.named("a0")
+    command(world, ControlVerb.LOAD_ADAPTER, "a0", "/new", replace=True)
+    for _ in range(6):
+        world.work(worker)
+    after = world.core.adapters.named("a0")
+    submit(world, "2", "a0")
+    group = next(iter(world.core.groups.values()))
+    used = {one.sequence.request.id: one.sequence.request.adapter for one in group.running}
+    assert used["1"] == before.number != after.number
+    world.settle()
+    world.check_outputs()
+    assert before.number not in world.core.adapters.all
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_are_lost_and_attached_again(workers: int) -> None:
+    world = make(workers=workers)
+    for number in range(6):
+        submit(world, str(number), ("a0", "a1", "")[number % 3], 12)
+    for worker in list(world.workers.values()):
+        world.work(worker)
+    world.blink(next(iter(world.workers)))
+    world.settle()
+    world.kill(next(iter(world.workers)))
+    world.add_worker()
+    world.settle()
+    for number in range(6, 10):
+        submit(world, str(number), ("a0", "a1")[number % 2])
+    world.settle()
+    world.check_outputs()
+    world.check_idle()
+
+
+def test_prompts_of_two_adapters_share_no_block() -> None:
+    world = make(places=2, num_blocks=40)
+    for number, adapter in enumerate(("a0", "a1", "", "a0")):
+        [gateway] = world.gateways.values()
+        world.submit(gateway, str(number), 17, prompt=list(range(10, 27)), adapter=adapter, max_tokens=2)
+        world.settle()
+    stats = world.core.stats()
+    assert stats.prefix_hits_total == 16, "the fourth request finds the blocks of the first alone"
+    world.check_outputs()
+
+
+def test_a_request_goes_where_its_adapter_is() -> None:
+    world = make(workers=2)
+    submit(world, "1", "a0", 30)
+    first, second = world.workers.values()
+    for _ in range(3):
+        world.work(first)
+        world.work(second)
+    holders = [group for group in world.core.groups.values() if group.running]
+    submit(world, "2", "a0", 30)
+    world.turn()
+    for _ in range(3):
+        world.work(first)
+        world.work(second)
+    assert [len(group.running) for group in holders] == [2], "the other group would need a place for it"
+    world.settle()
+    world.check_outputs()

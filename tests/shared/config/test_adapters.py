@@ -1,0 +1,68 @@
+"""The flags of LoRA adapters."""
+
+import pytest
+
+from blockyard.shared.config import adapters, parsed_flags
+from blockyard.shared.config.lora import AdapterSource, LoraConfig
+from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.errors import ConfigError
+
+
+def values(*args: str) -> Values:
+    return Values(parsed_flags.from_command_line(["--model", "m", *args])[0])
+
+
+def test_without_adapters_a_worker_has_none_and_flags_that_do_nothing_are_told() -> None:
+    assert adapters.worker_config(values()) is None and not adapters.notes(values())
+    given = values("--max-loras", "4", "--lora-dir", "/x")
+    assert adapters.worker_config(given) is None
+    assert adapters.notes(given) == ["--max-loras, --lora-dir: nothing without --enable-lora"]
+    assert not adapters.notes(values("--enable-lora", "--max-loras", "4"))
+
+
+def test_limits() -> None:
+    assert adapters.worker_config(values("--enable-lora")) == LoraConfig()
+    given = values(
+        *("--lora-modules", "a=/a", "--max-loras", "3", "--max-cpu-loras", "5", "--max-lora-rank", "64"),
+        *("--lora-dtype", "bfloat16", "--enable-lora-bias", "--lora-target-modules", "q_proj", "v_proj"),
+    )
+    assert adapters.worker_config(given) == LoraConfig(
+        max_loras=3,
+        max_cpu_loras=5,
+        max_rank=64,
+        dtype="bfloat16",
+        with_bias=True,
+        target_modules=["q_proj", "v_proj"],
+    )
+    with pytest.raises(ConfigError, match="--max-cpu-loras 1: at least --max-loras, 2"):
+        adapters.worker_config(values("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "1"))
+    with pytest.raises(ConfigError):
+        values("--max-lora-rank", "513")
+
+
+def test_modules() -> None:
+    given = values("--lora-modules", "a=/x=y", '{"name": "b", "path": "org/b", "base_model_name": "base"}')
+    assert adapters.sources(given) == [
+        AdapterSource(name="a", path="/x=y"),
+        AdapterSource(name="b", path="org/b", parent="base"),
+    ]
+    assert adapters.sources(values("--qlora-adapter-name-or-path", "org/q")) == [
+        AdapterSource(name="org/q", path="org/q")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        (["a"], "neither name=path nor a JSON object"),
+        (["=x"], "has no name or no path"),
+        (["a="], "has no name or no path"),
+        (['{"name": "a"}'], "path"),
+        (['{"name": "a", "path": "x", "rank": 1}'], "rank"),
+        (["a=x", "a=y"], "'a' is given twice"),
+        (["m=x"], "'m' is the name of the model itself"),
+    ],
+)
+def test_wrong_modules(modules: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        adapters.sources(values("--lora-modules", *modules))
