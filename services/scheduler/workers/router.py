@@ -86,6 +86,9 @@ class Router:
         queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
+            if best is None and sequence.request.adapter is not None:
+                self._adapter_waits.defer(sequence)  # the others need not wait for room where its adapter is
+                continue
             if best is None:
                 break
             queue, num_tokens, num_blocks = best
