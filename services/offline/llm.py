@@ -155,5 +155,3 @@ class LLM(RingOperations, PoolingMethods):
         if batch.failures:
             raise GenerationError(batch.failures, batch.outputs)
         return [output for output in batch.outputs if output is not None]
-
-
