@@ -61,7 +61,7 @@ def _check_range(flag: Flag, value: object, where: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     if flag.ge is not None and value < flag.ge:
-        raise ConfigError(f"{where}: must be at least {flag.ge:g}, got {value}")
+        raise ConfigError(f"{where}: must be at least {flag.ge:.15g}, got {value}")
     if flag.le is not None and value > flag.le:
         raise ConfigError(f"{where}: must be at most {flag.le:g}, got {value}")
 

@@ -102,7 +102,7 @@ def test_a_scheduler_has_no_setting_that_no_flag_reaches() -> None:
 def test_less_than_the_least_is_refused_with_the_least(flag: Flag) -> None:
     assert flag.ge is not None
     wrong = -1 if flag.ge >= 0 else flag.ge - 1
-    with pytest.raises(ConfigError, match=f"--{flag.name}: must be at least {flag.ge:g}, got {wrong}"):
+    with pytest.raises(ConfigError, match=f"--{flag.name}: must be at least {flag.ge:.15g}, got {wrong}"):
         deploy(f"--{flag.name}", str(wrong))
 
 
