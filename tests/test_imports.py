@@ -120,7 +120,6 @@ LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
     "text_part",
-    "lora",
     "services",
     "flags",
     "flag_values",

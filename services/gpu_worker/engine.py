@@ -43,10 +43,10 @@ from blockyard.services.gpu_worker.startup.start_report import StartReport, Thro
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
-from blockyard.shared.config.lora import LoraConfig
 from blockyard.shared.config.pooling.output_kinds import OutputKind, first_kind
 from blockyard.shared.config.pooling.pooling_card import make_card
 from blockyard.shared.config.pooling.pooling_choice import PoolingChoice
+from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask

@@ -44,7 +44,7 @@ from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantin
 from blockyard.services.scheduler.workers.router import Router
 from blockyard.services.scheduler.workers.worker_sleep import WorkerSleep
 from blockyard.services.scheduler.workers.workers import Workers
-from blockyard.shared.config.lora import AdapterSettings
+from blockyard.shared.config.services.lora import AdapterSettings
 from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     DEFAULT_SETTINGS,

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from blockyard.shared.config.lora import AdapterSettings, AdapterSource, LoraConfig
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource, LoraConfig
 from blockyard.shared.errors import ConfigError
 
 MODULES = "lora-modules"

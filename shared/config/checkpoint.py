@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config.lora import AdapterSource
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.services.worker import DUMMY_FORMATS
 from blockyard.shared.config.worker_fields import on_gpu
 from blockyard.shared.errors import ConfigError

@@ -18,9 +18,9 @@ from blockyard.shared.config.checkpoint import (
     read_json,
     read_quantization,
 )
-from blockyard.shared.config.lora import AdapterSource
 from blockyard.shared.config.model_bounds import check_numbers
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import AdapterError, ConfigError
 from blockyard.shared.lora.adapter_config import CONFIG_FILE, parse_config

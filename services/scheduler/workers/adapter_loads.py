@@ -10,7 +10,7 @@ from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, Worker
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
-from blockyard.shared.config.lora import AdapterSettings
+from blockyard.shared.config.services.lora import AdapterSettings
 from blockyard.shared.messages import (
     AdapterLoaded,
     Control,

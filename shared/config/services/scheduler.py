@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from blockyard.shared.config.lora import AdapterSettings
+from blockyard.shared.config.services.lora import AdapterSettings
 from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS
 from blockyard.shared.messages import ModelSettings

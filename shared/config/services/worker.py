@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from blockyard.shared.config.lora import LoraConfig
+from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.config.services.process import ProcessConfig
 from blockyard.shared.messages import GrammarEngine, KVRole
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from blockyard.services.scheduler.from_config import settings_of
-from blockyard.shared.config.lora import AdapterSettings
+from blockyard.shared.config.services.lora import AdapterSettings
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.messages import ModelSettings

@@ -3,8 +3,8 @@
 import pytest
 
 from blockyard.shared.config import adapters, parsed_flags
-from blockyard.shared.config.lora import AdapterSource, LoraConfig
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.lora import AdapterSource, LoraConfig
 from blockyard.shared.errors import ConfigError
 
 

@@ -47,6 +47,7 @@ async def test_every_route_under_every_prefix_asks_for_the_key(rig, prefix: str)
             bare = {each.rstrip("/") or each for each in bare}
             url = path.replace("{model}", "tiny").replace("{name}", "style.css")
             url = url.replace("{file_id}", "file-a").replace("{batch_id}", "batch_a")
+            url = url.replace("{response_id}", "resp_a")
             async with r.http.request(method, url, json={} if method == "POST" else None) as response:
                 is_open = bool(bare & OPEN) and (method in ("GET", "HEAD") or bare & OPEN == {"/ping"})
                 ours = root in ("/ring", "/v1/models")  # a prefix that is a route of its own, which asks for the key

@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.lora.device_places import DevicePlaces, place
 from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.lora import LoraConfig
+from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
 
 LORA = LoraConfig(max_loras=2, max_cpu_loras=3, max_rank=16)

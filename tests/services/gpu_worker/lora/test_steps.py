@@ -12,7 +12,7 @@ from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.config.lora import LoraConfig
+from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
 
 LORA = LoraConfig(max_loras=2, max_cpu_loras=3)

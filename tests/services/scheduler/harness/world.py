@@ -19,7 +19,7 @@ from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outgoing
 from blockyard.shared.block_hashes import block_hashes, root_hash, split_hashes
-from blockyard.shared.config.lora import AdapterSettings, AdapterSource
+from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
 from blockyard.shared.messages import (
     Attached,
     Beam,
