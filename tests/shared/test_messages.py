@@ -96,4 +96,5 @@ def test_a_number_on_the_wire_keeps_its_meaning(kind: type[enum.IntEnum], names:
 
 def test_every_frame_is_in_a_union() -> None:
     taken = {frame for _, frame in FRAMES} | {messages.TokenBatch, messages.Members, messages.Hello}
-    assert {f for f in Frame.__subclasses__()} == taken
+    # commands to the ranks of a worker stay within it
+    assert {f for f in Frame.__subclasses__() if f.__module__.startswith(messages.__name__)} == taken
