@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from blockyard.services.offline.prompts import TextPrompt, TokensPrompt
     from blockyard.services.offline.sampling_params import GuidedDecodingParams, RequestOutputKind, SamplingParams
     from blockyard.shared.errors import BlockyardError, ConfigError, RequestError
+    from blockyard.shared.ring_client.request_fields.engine_fields import RepetitionDetectionParams
     from blockyard.shared.ring_client.request_fields.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "RepetitionDetectionParams",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

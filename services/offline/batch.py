@@ -247,6 +247,7 @@ class RequestBatch:
             priority=request.priority,
             cache_salt=request.prompt.work.cache_salt,
             beam=params.choices.beam,
+            kv_transfer_params=params.kv_transfer_params,
             adapter="" if request.adapter is None else request.adapter.name,
             adapter_digest=b"" if request.adapter is None else request.adapter.digest,
         )

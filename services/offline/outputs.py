@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
 
 from blockyard.services.offline.answers import AnswerReading, CompletionToolCall, ParsedAnswer
 from blockyard.shared.errors import BlockyardError
@@ -83,6 +86,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finished: bool = False
     metrics: RequestMetrics | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # of the connector of KV transfers
 
 
 class GenerationError(BlockyardError, RuntimeError):
@@ -136,6 +140,13 @@ class ArrivalTimes:
     clock_s: float
 
 
+class ShownLogprobs(NamedTuple):
+    """The candidates of each position."""
+
+    num_top: int
+    are_likeliest: bool = True  # False: those of `logprob_token_ids`, whose ranks are unknown
+
+
 def request_output(
     entry: JournalEntry,
     prompt: str | None,
@@ -149,18 +160,20 @@ def request_output(
     pairs = [(choice, choice.sink) for choice in entry.choices if isinstance(choice.sink, OutputCollector)]
     chosen = best(pairs, [sink.logprobs for _, sink in pairs], count)
     num_prompt_logprobs = entry.request.sampling.num_prompt_logprobs
+    shown = None if num_logprobs is None else ShownLogprobs(num_logprobs, not entry.request.sampling.logprob_token_ids)
     of_prompt: list[PositionLogprobs | None] | None = None
     if num_prompt_logprobs is not None:
-        of_prompt = [None, *(_position_logprobs(t, num_prompt_logprobs) for t in entry.prompt_logprobs)]
+        of_prompt = [None, *(_position_logprobs(t, ShownLogprobs(num_prompt_logprobs)) for t in entry.prompt_logprobs)]
     return RequestOutput(
         request_id=entry.request_id,
         prompt=prompt,
         prompt_token_ids=unpack(entry.request.prompt_ids),
-        outputs=[_completion_output(i, choice, sink, num_logprobs, reading) for i, (choice, sink) in enumerate(chosen)],
+        outputs=[_completion_output(i, choice, sink, shown, reading) for i, (choice, sink) in enumerate(chosen)],
         prompt_logprobs=of_prompt,
         num_cached_tokens=entry.cached_tokens,
         finished=entry.num_open == 0,
         metrics=_metrics([sink for _, sink in pairs], arrival, queued_s),
+        kv_transfer_params=msgspec.json.decode(connector) if (connector := entry.kv_transfer_params) else None,
     )
 
 
@@ -178,16 +191,16 @@ def _metrics(sinks: list[OutputCollector], arrival: ArrivalTimes, queued_s: floa
 
 
 def _completion_output(
-    index: int, choice: ChoiceLog, sink: OutputCollector, num_logprobs: int | None, reading: AnswerReading | None
+    index: int, choice: ChoiceLog, sink: OutputCollector, shown: ShownLogprobs | None, reading: AnswerReading | None
 ) -> CompletionOutput:
-    params, text = num_logprobs is not None, "".join(sink.text)
+    text = "".join(sink.text)
     answer = ParsedAnswer(text) if reading is None else reading.answer(sink.parts)
     return CompletionOutput(
         index=index,
         text=text,
         token_ids=choice.output_ids.tolist(),
-        cumulative_logprob=sum(t.logprob for t in sink.logprobs) if params else None,
-        logprobs=[_position_logprobs(t, num_logprobs) for t in sink.logprobs] if num_logprobs is not None else None,
+        cumulative_logprob=sum(t.logprob for t in sink.logprobs) if shown is not None else None,
+        logprobs=[_position_logprobs(t, shown) for t in sink.logprobs] if shown is not None else None,
         finish_reason=REASONS.get(sink.finish) if sink.finish is not None else None,
         stop_reason=sink.stop_reason,
         content=answer.content,
@@ -196,12 +209,12 @@ def _completion_output(
     )
 
 
-def _position_logprobs(token: TextLogprobs, num_top: int) -> PositionLogprobs:
-    """Returns the token itself, then the most likely candidates."""
+def _position_logprobs(token: TextLogprobs, shown: ShownLogprobs) -> PositionLogprobs:
+    """Returns the token itself, then its candidates."""
     out = {token.token_id: Logprob(token.logprob, token.rank, _decode(token.token))}
-    candidates = zip(token.top_ids[:num_top], token.top_tokens, token.top_logprobs, strict=False)
+    candidates = zip(token.top_ids[: shown.num_top], token.top_tokens, token.top_logprobs, strict=False)
     for rank, (token_id, text, logprob) in enumerate(candidates, start=1):
-        out.setdefault(token_id, Logprob(logprob, rank, _decode(text)))
+        out.setdefault(token_id, Logprob(logprob, rank if shown.are_likeliest else None, _decode(text)))
     return out
 
 

@@ -13,12 +13,20 @@ from blockyard.shared.messages import (
     DEFAULT_SAMPLING,
     Grammar,
     GrammarDefaults,
+    RepetitionDetection,
     Sampling,
     SamplingDefaults,
     TextOptions,
 )
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.choices import Choices, read_choices
+from blockyard.shared.ring_client.request_fields.engine_fields import (
+    RepetitionDetectionParams,
+    read_kv_transfer_params,
+    read_logprob_ids,
+    read_repetition,
+    read_xargs,
+)
 from blockyard.shared.ring_client.request_fields.logits_processors import read_logits_processors
 from blockyard.shared.ring_client.request_fields.sampling_fields import (
     read_bad_words,
@@ -35,15 +43,13 @@ from blockyard.shared.ring_client.request_fields.structured_outputs import (
 DEFAULT_GRAMMARS = GrammarDefaults()
 UNKNOWN_VOCAB = 2**32 - 1  # ids that fit a frame
 UNSEEDED = -1  # seed
+CONNECTOR = "kv_transfer_params"  # in `extra_args`
 GuidedDecodingParams = StructuredOutputsParams  # its older name
 
 # fields of vLLM that are not supported -> values without an effect
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "flat_logprobs": (False,),
-    "logprob_token_ids": (None,),
     "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
-    "extra_args": (None,),
 }
 
 
@@ -77,7 +83,7 @@ class SamplingParams(msgspec.Struct):
     min_tokens: int = DEFAULT_SAMPLING.min_tokens
     logprobs: int | None = None  # number of candidates besides the sampled token; -1: all, True: 1
     prompt_logprobs: int | None = None
-    logprob_token_ids: Any = None  # refused by name
+    logprob_token_ids: list[int] | None = None  # candidates in place of the likeliest ones; `logprobs` may be left out
     flat_logprobs: bool = False  # refused by name
     detokenize: bool = True  # False: token ids only
     skip_special_tokens: bool = True
@@ -87,10 +93,10 @@ class SamplingParams(msgspec.Struct):
     structured_outputs: Any = None  # StructuredOutputsParams, or a dict of its fields
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    extra_args: Any = None  # refused by name
+    extra_args: dict[str, Any] | None = None  # of logits processors; `kv_transfer_params` in it is the connector's
     bad_words: list[str] | None = None
     thinking_token_budget: Any = None  # refused by name
-    repetition_detection: Any = None  # refused by name
+    repetition_detection: RepetitionDetectionParams | None = None  # or a dict of its fields
     # no longer, or never, in vLLM
     best_of: int | None = None  # number of computed choices, of which the n most likely are returned
     use_beam_search: bool = False
@@ -137,6 +143,7 @@ class CheckedParams:
     detokenize: bool
     num_logprobs: int | None  # shown in outputs
     grammar: Grammar | None = None  # of structured output
+    kv_transfer_params: bytes = b""  # JSON object, for the connector
 
 
 def read(
@@ -175,16 +182,23 @@ def read(
     named = read_logits_processors(_processor_names(params.logits_processors), ".*", processors)
     if choices.beam is not None and named:
         raise RequestError("a beam search has no logits processors", "logits_processors")
+    repetition = _read_repetition(params, choices)
+    extra, connector = _read_extra_args(params.extra_args)
+    listed = _read_listed(params, choices, vocab_size)
+    if listed:
+        num_logprobs = len(listed)
     return CheckedParams(
         sampling=choices.sampling(
             msgspec.structs.replace(
                 sampling,
-                num_logprobs=num_logprobs,
+                num_logprobs=0 if listed else num_logprobs,
                 num_prompt_logprobs=of_prompt,
                 logits_processors=named,
+                extra_args=extra,
+                logprob_token_ids=listed,
             )
         ),
-        text=read_text_options(params),
+        text=msgspec.structs.replace(read_text_options(params), repetition=repetition),
         choices=choices,
         seed=params.seed,
         max_tokens=params.max_tokens,
@@ -193,7 +207,29 @@ def read(
         detokenize=params.detokenize,
         num_logprobs=num_logprobs,
         grammar=grammar.grammar if grammar is not None else None,
+        kv_transfer_params=connector,
     )
+
+
+def _read_listed(params: SamplingParams, choices: Choices, vocab_size: int | None) -> list[int]:
+    listed = read_logprob_ids(params.logprob_token_ids, True, vocab_size)
+    if choices.beam is not None and listed:
+        raise RequestError("a beam search has no logprob_token_ids", "logprob_token_ids")
+    return listed
+
+
+def _read_repetition(params: SamplingParams, choices: Choices) -> RepetitionDetection | None:
+    repetition = read_repetition(params.repetition_detection)
+    if choices.beam is not None and repetition is not None:
+        raise RequestError("a beam search has no repetition_detection", "repetition_detection")
+    return repetition
+
+
+def _read_extra_args(given: dict[str, Any] | None) -> tuple[bytes, bytes]:
+    """JSON for logits processors, and for the connector of KV transfers, as vLLM has both in one field."""
+    left = dict(given or {})
+    connector = read_kv_transfer_params(plain(left.pop(CONNECTOR, None)), f"extra_args.{CONNECTOR}")
+    return read_xargs(plain(left), "extra_args"), connector
 
 
 def _read_grammar(params: SamplingParams, defaults: GrammarDefaults) -> FieldGrammar | None:

@@ -9,6 +9,7 @@ from fake_ring import CARD, SCHEDULER, FakeRing, member
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from blockyard import RepetitionDetectionParams
 from blockyard.services.offline.batch import OfflineRequest, RequestBatch, derived_seed
 from blockyard.services.offline.inflight import InflightLimiter
 from blockyard.services.offline.outputs import GenerationError
@@ -17,11 +18,13 @@ from blockyard.services.offline.sampling_params import SamplingParams, read
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import (
     Cancel,
+    FinishReason,
     Frame,
     Generate,
     QueueCapacity,
     QueueCapacityChanged,
     Refused,
+    RepetitionDetection,
     Role,
     Tokenize,
 )
@@ -124,6 +127,33 @@ def test_outputs_are_in_the_order_of_the_prompts() -> None:
         assert batch.progress.num_output_tokens == sum((3 - i % 3) * (1 + i % 2) for i in range(40))
 
     play(FakeRing(), scene)
+
+
+def test_fields_of_the_engines_parts_reach_the_ring_and_outputs() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.ring.finish_at = (1, FinishReason.REPETITION, "repetition_detected")
+        rig.ring.kv_transfer_params = b'{"remote":[1]}'
+        params = SamplingParams(
+            logprob_token_ids=[9, 5],
+            repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=2),
+            extra_args={"key": 1, "kv_transfer_params": {"local": [2]}},
+        )
+        batch = rig.batch(["prompt"], params)
+        await batch.run()
+        [output] = batch.outputs
+        assert output is not None and output.kv_transfer_params == {"remote": [1]}
+        [choice] = output.outputs
+        assert (choice.finish_reason, choice.stop_reason) == ("repetition", "repetition_detected")
+        assert choice.logprobs is not None and choice.cumulative_logprob is not None
+        for token, position in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert set(position) == {token, 9, 5}
+            assert [(position[i].logprob, position[i].rank) for i in (9, 5)] == [(-9.0, None), (-5.0, None)]
+
+    ring = FakeRing()
+    play(ring, scene)
+    [frame] = sent(ring, Generate)
+    assert (frame.sampling.extra_args, frame.kv_transfer_params) == (b'{"key":1}', b'{"local":[2]}')
+    assert frame.text.repetition == RepetitionDetection(4, 1, 2)
 
 
 @settings(max_examples=25, deadline=None)

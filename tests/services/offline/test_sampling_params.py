@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from blockyard import RequestOutputKind, SamplingParams
+from blockyard import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from blockyard.services.offline.sampling_params import read
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import RepetitionDetection
 
 VOCAB = 1000
 
@@ -124,6 +125,19 @@ def test_every_field_reaches_a_request() -> None:
         ({"guided_decoding": {"regex": "a"}, "use_beam_search": True}, "guided_decoding.regex"),
         ({"logits_processors": [lambda ids, logits: logits]}, "logits_processors"),
         ({"logits_processors": 5}, "logits_processors"),
+        ({"logprob_token_ids": []}, "logprob_token_ids"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [1], "use_beam_search": True}, "logprob_token_ids"),
+        ({"repetition_detection": {"max_patern_size": 4}}, "repetition_detection"),
+        ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection.min_count"),
+        (
+            {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}, "use_beam_search": True},
+            "repetition_detection",
+        ),
+        ({"extra_args": [1]}, "extra_args"),
+        ({"extra_args": {"key": {"nested": 1}}}, "extra_args"),
+        ({"extra_args": {"key": "x" * 2**17}}, "extra_args"),
+        ({"extra_args": {"kv_transfer_params": 5}}, "extra_args.kv_transfer_params"),
     ],
 )
 def test_an_invalid_value_is_a_value_error_that_names_its_field(fields: dict[str, Any], field: str) -> None:
@@ -146,6 +160,7 @@ def test_an_unknown_field_is_pythons_own_error() -> None:
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": [VOCAB]}, "allowed_token_ids"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"logprob_token_ids": [VOCAB]}, "logprob_token_ids"),
     ],
 )
 def test_limits_of_the_model_are_checked_with_it(fields: dict[str, Any], field: str) -> None:
@@ -168,6 +183,32 @@ def test_changed_fields_are_checked_at_use() -> None:
 def test_an_importable_processor_is_sent_by_its_name() -> None:
     checked = read(SamplingParams(logits_processors=[json.loads, "own.first"]))
     assert [one.name for one in checked.sampling.logits_processors] == ["json.loads", "own.first"]
+
+
+def test_listed_tokens_take_the_place_of_the_likeliest() -> None:
+    for logprobs in (None, 0, 5):
+        checked = read(SamplingParams(logprobs=logprobs, logprob_token_ids=np.array([9, 5, 9])), VOCAB)  # type: ignore[arg-type]
+        assert (checked.sampling.logprob_token_ids, checked.sampling.num_logprobs) == ([9, 5], 0)
+        assert checked.num_logprobs == 2
+
+
+def test_repetition_detection_is_for_the_detokenizer() -> None:
+    fields = {"max_pattern_size": 6, "min_pattern_size": 2, "min_count": 3}
+    for given in (fields, RepetitionDetectionParams(**fields)):
+        assert read(SamplingParams(repetition_detection=given)).text.repetition == RepetitionDetection(6, 2, 3)  # type: ignore[arg-type]
+    assert read(SamplingParams(repetition_detection=RepetitionDetectionParams())).text.repetition is None
+
+
+def test_extra_args_are_for_logits_processors_and_the_connector() -> None:
+    given = {"bias": np.float64(0.5), "words": ["a", "b"], "kv_transfer_params": {"remote": [{"port": 1}]}}
+    params = SamplingParams(extra_args=given)
+    for _ in range(2):  # the caller's dict stays as it is
+        checked = read(params.clone())
+        assert json.loads(checked.sampling.extra_args) == {"bias": 0.5, "words": ["a", "b"]}
+        assert json.loads(checked.kv_transfer_params) == {"remote": [{"port": 1}]}
+    assert "kv_transfer_params" in given
+    empty = read(SamplingParams(extra_args={}))
+    assert (empty.sampling.extra_args, empty.kv_transfer_params) == (b"", b"")
 
 
 def test_positional_arguments_are_in_vllms_order() -> None:
@@ -213,6 +254,6 @@ def test_values_that_stand_for_others() -> None:
     with pytest.raises(RequestError, match="--max-logprobs is 20"):
         read(params, VOCAB, 20)
     assert SamplingParams(output_kind=RequestOutputKind.DELTA).clone().output_kind is RequestOutputKind.DELTA
-    for name, value in {"flat_logprobs": True, "logprob_token_ids": [1], "thinking_token_budget": 5}.items():
+    for name, value in {"flat_logprobs": True, "thinking_token_budget": 5}.items():
         with pytest.raises(RequestError, match=f"`{name}` is not built yet"):
             SamplingParams(**{name: value})
