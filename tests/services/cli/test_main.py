@@ -33,7 +33,7 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ("args", "line"),
     [
         (["serve", "--prot", "1"], "blockyard serve: error: --prot: no such flag; did you mean --port?"),
-        (["serve", "-tp", "2"], "blockyard serve: error: -tp 2: not built yet: tensor parallelism; use 1"),
+        (["serve", "-pp", "2"], "blockyard serve: error: -pp 2: not built yet: pipeline parallelism; use 1"),
         (
             ["serve", "/no/such"],
             "blockyard serve: error: model /no/such: no such folder, and not a valid hub name",

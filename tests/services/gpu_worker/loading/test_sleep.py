@@ -152,7 +152,7 @@ def test_weights_are_restored_on_a_gpu(folder: Path) -> None:
 
 class Stub:
     def __init__(self) -> None:
-        self.level, self.log, self.in_flight = 0, [], 0
+        self.level, self.log, self.in_flight, self.adapters = 0, [], 0, None
         self.geometry = type("Geometry", (), {"num_blocks": 4})()
         self.block_hashes = type(
             "Names", (), {"blocks_and_hashes": lambda _: ([], b""), "host_blocks_and_hashes": lambda _: ([], b"")}

@@ -35,7 +35,7 @@ def small_gpu(monkeypatch: pytest.MonkeyPatch) -> CudaBackend:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
     monkeypatch.setattr(cuda, "peak_bytes", lambda *_: GIB)
     monkeypatch.setattr(
-        cuda.cuda_steps, "graph_bytes", lambda *_, captures: ((512 << 20) if captures else 0, 256 << 20)
+        cuda.cuda_steps, "graph_bytes", lambda *_, captures, has_adapters: ((512 << 20) if captures else 0, 256 << 20)
     )
     return CudaBackend(GPU)
 

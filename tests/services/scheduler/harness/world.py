@@ -147,7 +147,7 @@ class World:
             num_host_adapters=max(s.num_host_adapters, s.num_adapter_places),
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
-        waits = s.late_masks or s.host_waits
+        waits = (s.late_masks or s.host_waits) and s.pooling != "encoder"  # nothing of it is sampled
         runner = (
             WaitingRunner(geometry, self.pattern, s.late_masks, s.host_waits)
             if waits

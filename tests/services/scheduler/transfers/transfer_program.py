@@ -12,6 +12,7 @@ ROLES: list[object] = [
     (KVRole.PREFILL, KVRole.DECODE, *more) for num in range(5) for more in product(KVRole, repeat=num)
 ]
 TRANSFER_SHAPES: dict[str, list[object]] = SHAPES | {
+    "pooling": [""],  # models that pool have no roles
     "roles": ROLES,
     "decode_prefill_tokens": [0, 0, 3, 8],
     "kv_lease_s": [5.0, 5.0, 500.0],
