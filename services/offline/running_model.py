@@ -59,7 +59,7 @@ class RunningModel:
         adapters: one of each prompt; empty: none.
         """
         check_generates(self.session.card)
-        priorities = _priorities(priority, len(prompts))
+        priorities = read_priorities(priority, len(prompts))
         checked = self._check_params(params, len(prompts))
         each = zip(prompts, checked, priorities, adapters or [None] * len(prompts), strict=True)
         return [OfflineRequest(p, a, self._seeds.next(a), i, adapter) for p, a, i, adapter in each]
@@ -94,7 +94,8 @@ class RunningModel:
         return [read(one, card.vocab_size, *flags) for one in params]
 
 
-def _priorities(priority: Priority, num_prompts: int) -> list[int]:
+def read_priorities(priority: Priority, num_prompts: int) -> list[int]:
+    """One for each prompt. Raises RequestError."""
     given = plain(priority)
     try:
         if given is None or isinstance(given, int):

@@ -1,4 +1,4 @@
-"""`AsyncLLMEngine`: an async iterator of outputs for each request."""
+"""`AsyncLLMEngine`: an async iterator of outputs for each request, of text or of a pooling model."""
 
 import asyncio
 import contextlib
@@ -8,9 +8,11 @@ from typing import Any
 from blockyard.services.offline.adapters import LoRARequest, read_adapters
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.async_operations import AsyncOperations
-from blockyard.services.offline.engines.live_request import LiveRequest
+from blockyard.services.offline.engines.live_request import LivePooling, LiveRequest
 from blockyard.services.offline.engines.llm_engine import refuse_arguments
 from blockyard.services.offline.outputs import RequestOutput
+from blockyard.services.offline.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from blockyard.services.offline.pooling.params import Params, truncation_of
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.services.offline.sampling_params import SamplingParams
 from blockyard.shared.errors import RequestError
@@ -22,7 +24,7 @@ class AsyncLLMEngine(AsyncOperations):
 
     def __init__(self, running: RunningModel) -> None:
         super().__init__(running)
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[str, LiveRequest | LivePooling] = {}
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgsBase, *_: object, **__: object) -> "AsyncLLMEngine":
@@ -46,8 +48,7 @@ class AsyncLLMEngine(AsyncOperations):
         a ring.
         """
         refuse_arguments(tokenization_kwargs=tokenization_kwargs)
-        if request_id in self._requests:
-            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
+        self._check_unused(request_id)
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def on_news() -> None:
@@ -69,6 +70,38 @@ class AsyncLLMEngine(AsyncOperations):
         finally:
             del self._requests[request_id]
             live.abort()  # has no effect on a finished one
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: Params,
+        request_id: str,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput[PoolingOutput], None]:
+        """Yields one output: what the model's pooling makes of the prompt, as `LLM.encode` returns it.
+
+        Ends and raises as `generate` does. After `abort` the output is empty.
+        """
+        refuse_arguments(lora_request=lora_request)
+        self._check_unused(request_id)
+        truncate = truncation_of(truncate_prompt_tokens, tokenization_kwargs)
+        live = LivePooling(self._running, request_id, prompt, pooling_params, priority, truncate)
+        self._requests[request_id] = live
+        try:
+            output = await live.output()
+        finally:
+            del self._requests[request_id]
+            live.abort()  # has no effect on a finished one
+        yield output
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request", "request_id")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests: their iterators yield the output so far with finish_reason `abort`. Ignores unknown ids."""

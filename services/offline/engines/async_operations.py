@@ -70,7 +70,9 @@ class AsyncOperations:
             raise self.dead_error
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        """The tasks of requests: "generate", or that of a pooling model."""
+        pooling = self._session.card.pooling
+        return ("generate",) if pooling is None else (pooling.task.value,)
 
     async def is_tracing_enabled(self) -> bool:
         """False: no service sends traces."""
@@ -127,7 +129,6 @@ class AsyncOperations:
         self._operations.collective_rpc()
 
     add_request = _refused("add_request", "`generate` returns the outputs of a request")
-    encode = _refused("encode", "`LLM` has it")
     get_vllm_config = _refused("get_vllm_config", "`model_config` has the model's name, length and vocabulary")
     start_profile = _refused("start_profile", PROFILE_FROM_OUTSIDE)
     stop_profile = _refused("stop_profile", PROFILE_FROM_OUTSIDE)

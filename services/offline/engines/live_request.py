@@ -1,20 +1,30 @@
-"""One request of an engine and its outputs so far, in the pieces that its `output_kind` asks for."""
+"""One request of an engine: its outputs so far in the pieces that its `output_kind` asks for, or a pooling result."""
 
+import asyncio
 import concurrent.futures
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from blockyard.services.offline.batch import BatchProgress
 from blockyard.services.offline.outputs import CompletionOutput, RequestOutput
+from blockyard.services.offline.pooling import outputs
+from blockyard.services.offline.pooling.methods import text_job
+from blockyard.services.offline.pooling.outputs import PoolingOutput, PoolingRequestOutput
+from blockyard.services.offline.pooling.params import Params
+from blockyard.services.offline.pooling.pooling_batch import PoolingBatch
 from blockyard.services.offline.prompts import read_prompts
-from blockyard.services.offline.running_model import RunningModel
+from blockyard.services.offline.running_model import RunningModel, read_priorities
 from blockyard.services.offline.sampling_params import RequestOutputKind, SamplingParams
 from blockyard.shared.errors import RequestError
-from blockyard.shared.messages import AdapterCard
+from blockyard.shared.messages import AdapterCard, PoolingTask
+from blockyard.shared.ring_client.pooling.calls import PooledText
+from blockyard.shared.token_ids import unpack
 
 ABORTED = "abort"  # finish_reason
+NO_RESULT = PooledText(memoryview(b""), (0,), 0)
 
 
 class NewsReporter(BatchProgress):
@@ -131,3 +141,43 @@ class LiveRequest:
         logprobs = None if choice.logprobs is None else choice.logprobs[seen.num_tokens :]
         self._delivered[choice.index] = Delivered(len(choice.text), len(choice.token_ids), choice.finished())
         return replace(choice, text=text, content=text, token_ids=token_ids, logprobs=logprobs)
+
+
+class LivePooling:
+    """One text for a pooling model, which `AsyncLLMEngine.encode` awaits. Runs from its construction.
+
+    `output` may be awaited once, on any event loop.
+    """
+
+    def __init__(
+        self,
+        running: RunningModel,
+        request_id: str,
+        prompt: Any,
+        params: Params,
+        priority: int,
+        truncate: int | None,
+    ) -> None:
+        """Raises RequestError, RingLost."""
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a text, got {request_id!r}", "request_id")
+        session, [order] = running.session, read_priorities(priority, 1)
+        job = text_job(session.card, prompt, PoolingTask.ENCODE, params, truncate, priority=order)
+        if len(job.inputs) != 1:
+            raise RequestError(f"a request has one prompt, got {len(job.inputs)}", "prompt")
+        self.id = request_id
+        self._batch, self._future = session.submit_batch(lambda name, client: PoolingBatch(name, job, client))
+
+    def abort(self) -> None:
+        """Ends the request. Its output is then empty, as vLLM's is."""
+        self._future.cancel()
+
+    async def output(self) -> PoolingRequestOutput[PoolingOutput]:
+        """Raises the error that ended the request."""
+        done = asyncio.wrap_future(self._future)
+        await asyncio.wait([done])  # only the caller's own cancellation is raised here
+        item = NO_RESULT
+        if not done.cancelled():
+            done.result()
+            [item] = self._batch.items
+        return outputs.pooled(self.id, item, unpack(item.token_ids))

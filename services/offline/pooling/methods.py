@@ -17,7 +17,7 @@ from blockyard.services.offline.progress import UseTqdm, wait
 from blockyard.services.offline.prompts import Prompt, read_prompts
 from blockyard.services.offline.running_model import RunningModel
 from blockyard.shared.errors import RequestError, not_built
-from blockyard.shared.messages import PoolingTask
+from blockyard.shared.messages import ModelCard, PoolingTask
 from blockyard.shared.ring_client.pooling import params_check, request_checks
 from blockyard.shared.ring_client.pooling.calls import PooledText, PoolingInput
 from blockyard.shared.ring_client.pooling.pair_scores import Pairs
@@ -157,18 +157,9 @@ class PoolingMethods:
         use_tqdm: UseTqdm,
         prompt_name: str | None = None,
     ) -> list[T]:
-        card = self._running.session.card
-        params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
-        read = read_prompts(prompts, card.names[0])
-        checked = read_all(params, len(read), card, task, truncate)
-        job = PoolingJob(
-            model=card.names[0],
-            groups=[InputGroup(a, p.work.cache_salt) for a, p in zip(checked, read, strict=True)],
-            inputs=[_input(prompt, card.vocab_size) for prompt in read],
-            is_single=len(read) == 1 and "[" not in read[0].where,
-            prompt_name=request_checks.read_prompt_name("prompt_name", prompt_name, card),
+        return self._run_job(
+            text_job(self._running.session.card, prompts, task, params, truncate, prompt_name), make, use_tqdm
         )
-        return self._run_job(job, make, use_tqdm)
 
     def _run_job(self, job: PoolingJob, make: Make[T], use_tqdm: UseTqdm) -> list[T]:
         num = len(job.groups)
@@ -178,6 +169,29 @@ class PoolingMethods:
         finally:
             future.cancel()  # cancels it if waiting was interrupted
         return [make(f"{batch.name}-{i}", item, unpack(item.token_ids)) for i, item in enumerate(batch.items)]
+
+
+def text_job(
+    card: ModelCard,
+    prompts: Any,
+    task: PoolingTask,
+    params: Params,
+    truncate: int | None = None,
+    prompt_name: str | None = None,
+    priority: int = 0,
+) -> PoolingJob:
+    """The call for these prompts. Raises RequestError."""
+    params_check.pooling_card(card, *(() if task is PoolingTask.ENCODE else (task,)))
+    read = read_prompts(prompts, card.names[0])
+    checked = read_all(params, len(read), card, task, truncate)
+    return PoolingJob(
+        model=card.names[0],
+        groups=[InputGroup(a, p.work.cache_salt) for a, p in zip(checked, read, strict=True)],
+        inputs=[_input(prompt, card.vocab_size) for prompt in read],
+        is_single=len(read) == 1 and "[" not in read[0].where,
+        prompt_name=request_checks.read_prompt_name("prompt_name", prompt_name, card),
+        priority=priority,
+    )
 
 
 def _input(prompt: Prompt, vocab_size: int) -> PoolingInput:

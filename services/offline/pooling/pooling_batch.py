@@ -38,6 +38,7 @@ class PoolingJob:
     is_single: bool = False
     prompt_name: str | None = None
     add_special_tokens: bool = True
+    priority: int = 0
 
 
 class PoolingBatch:
@@ -122,6 +123,7 @@ class PoolingBatch:
             add_special_tokens=job.add_special_tokens,
             prompt_name=job.prompt_name,
             instruction=checked.instruction,
+            priority=job.priority,
             cache_salt=salt,
             field=job.field,
             is_single=job.is_single,

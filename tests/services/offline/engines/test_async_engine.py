@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from blockyard import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from blockyard import (
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    PoolingParams,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from blockyard.services.offline.outputs import RingLost
 from blockyard.shared.errors import RequestError
 
@@ -117,9 +125,10 @@ def test_errors_are_raised_by_the_iterator(engine: AsyncLLMEngine) -> None:
         ):
             with pytest.raises(RequestError, match=text):
                 await collect(engine, prompt, params, "wrong")
-        for refused in (engine.collective_rpc("name"), engine.encode("prompt")):
-            with pytest.raises(RequestError, match="is not built yet"):
-                await refused
+        with pytest.raises(RequestError, match="is not built yet"):
+            await engine.collective_rpc("name")
+        with pytest.raises(RequestError, match="generates text"):
+            await anext(engine.encode("prompt", PoolingParams(), "wrong"))
         await nothing_runs(engine)
 
     run(scene())

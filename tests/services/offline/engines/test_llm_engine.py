@@ -109,10 +109,6 @@ def test_calls_into_the_worker_are_refused_by_name(engine: LLMEngine) -> None:
     for method in (
         engine.collective_rpc,
         engine.apply_model,
-        engine.encode,
-        engine.embed,
-        engine.score,
-        engine.classify,
     ):
         with pytest.raises(RequestError, match=f"`{method.__name__}` is not built yet; "):
             method("name")
