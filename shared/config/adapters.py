@@ -2,6 +2,7 @@
 
 import msgspec
 
+from blockyard.shared.config import kv_transfer
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource, LoraConfig
 from blockyard.shared.errors import ConfigError
@@ -40,6 +41,7 @@ def worker_config(values: Values) -> LoraConfig | None:
     """Returns a worker's limits; None without adapters. Raises ConfigError."""
     if not are_enabled(values):
         return None
+    _check_workers(values)
     most, in_memory = values.get("max-loras", int), values.maybe("max-cpu-loras", int)
     if in_memory is not None and in_memory < most:
         where = values.where("max-cpu-loras")
@@ -52,6 +54,15 @@ def worker_config(values: Values) -> LoraConfig | None:
         with_bias=values.get("enable-lora-bias", bool),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
     )
+
+
+def _check_workers(values: Values) -> None:
+    """Raises ConfigError for workers that serve no adapters."""
+    for flag in ("prefill-workers", "decode-workers", "tensor-parallel-size"):
+        if (number := values.get(flag, int)) > (1 if flag == "tensor-parallel-size" else 0):
+            raise ConfigError(f"{values.where(flag)} {number}: not built yet with LoRA adapters")
+    if values.is_given(kv_transfer.FLAG):
+        raise ConfigError(f"{values.where(kv_transfer.FLAG)}: not built yet with LoRA adapters")
 
 
 def scheduler_settings(values: Values, sources: list[AdapterSource]) -> AdapterSettings:

@@ -66,3 +66,18 @@ def test_modules() -> None:
 def test_wrong_modules(modules: list[str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         adapters.sources(values("--lora-modules", *modules))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--prefill-workers", "1", "--decode-workers", "1"],
+        ["--tensor-parallel-size", "2"],
+        ["--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_workers_that_serve_no_adapters_are_refused(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{flags[0]}.*: not built yet with LoRA adapters"):
+        adapters.worker_config(values("--enable-lora", *flags))
+    assert adapters.worker_config(values(*flags)) is None
