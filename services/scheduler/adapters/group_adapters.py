@@ -1,7 +1,8 @@
 """The adapters of one worker group: in host memory, in places of the device, and in use.
 
-A sequence that starts takes its adapter's place and gives it back when it leaves the batch. A place without sequences
-keeps its adapter until another one needs it, the least recently used first.
+A sequence that starts takes its adapter's place and gives it back when it leaves the batch. So does a handover to this
+group, from before its blocks are reserved until they have landed. A place without sequences keeps its adapter until
+another one needs it, the least recently used first.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ class HeldAdapter:
 @dataclass(slots=True)
 class AdapterPlace:
     adapter: int | None = None
-    num_sequences: int = 0
+    num_sequences: int = 0  # that run, or are on their way to this group
     last_plan: int = 0  # number of the last plan that may read it, once it has no sequences
     used: int = 0  # turn of its last use
     is_closing: bool = False  # no sequence starts with it any more: another adapter has waited for long
@@ -71,6 +72,11 @@ class GroupAdapters:
     def is_placed(self, adapter: int) -> bool:
         return adapter in self._place_of
 
+    def is_loading(self, adapter: int) -> bool:
+        """Whether the worker was asked to read it, and will answer."""
+        held = self._held.get(adapter)
+        return held is not None and not held.is_loaded
+
     def num_sequences(self, adapter: int) -> int:
         place = self._place_of.get(adapter)
         return 0 if place is None else self._places[place].num_sequences
@@ -85,9 +91,9 @@ class GroupAdapters:
     def take_changes(self, wanted: Container[int] = ()) -> HostChanges:
         """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
 
-        wanted: adapters of waiting sequences. One that was loaded for them stays until the first of them has started:
-        otherwise two adapters could displace each other for ever. One that no sequence waits for is read to be checked,
-        and has room of its own: a command need not wait for requests.
+        wanted: adapters of waiting sequences, set aside or not. One that was loaded for them stays until the first of
+        them has started: otherwise two adapters could displace each other for ever. One that no sequence waits for is
+        read to be checked, and has room of its own: a command need not wait for requests.
         """
         changes = HostChanges()
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
@@ -135,7 +141,7 @@ class GroupAdapters:
         return held is not None and held.is_loaded and self._free_place() is not None
 
     def start(self, adapter: int) -> int:
-        """A sequence starts in the next plan. Returns its place. The caller has asked `can_start`."""
+        """A sequence starts in the next plan, or is on its way. Returns its place. The caller has asked `can_start`."""
         index, self._turn = self._place_of.get(adapter), self._turn + 1
         if index is None:
             index = self._free_place()
@@ -144,6 +150,7 @@ class GroupAdapters:
             if place.adapter is not None:
                 del self._place_of[place.adapter]
             place.adapter, self._place_of[adapter], place.is_closing = adapter, index, False
+            self._unplace(index)
             self.placed.append(AdapterPlaced(index, adapter))
         place = self._places[index]
         place.num_sequences += 1
@@ -171,8 +178,13 @@ class GroupAdapters:
             self._places[closing].is_closing = True
         return closing
 
+    def reopen(self) -> None:
+        """No adapter waits for a place that was closed for it."""
+        for place in self._places:
+            place.is_closing = False
+
     def end(self, index: int) -> None:
-        """A sequence leaves the batch. Plans in flight may still read its place."""
+        """A sequence leaves the batch, or is no longer on its way. Plans in flight may still read its place."""
         place = self._places[index]
         place.num_sequences -= 1
         assert place.num_sequences >= 0, f"place {index} has fewer sequences than none"
@@ -198,4 +210,9 @@ class GroupAdapters:
         index = self._place_of.pop(adapter, None)
         if index is not None:
             self._places[index].adapter, self._places[index].is_closing = None, False
+            self._unplace(index)
         return self._held.pop(adapter, None) is not None
+
+    def _unplace(self, index: int) -> None:
+        """The next plan does not give this place to the adapter that it was to have."""
+        self.placed = [one for one in self.placed if one.place != index]

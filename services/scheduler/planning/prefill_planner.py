@@ -137,7 +137,7 @@ class PrefillPlanner:
         """
         longs: LongPrefills | None = None
         if self._adapter_waits.deferred:
-            self._adapter_waits.release(group.adapters)
+            self._adapter_waits.release(self._router.can_start_in(group))
         if self._partial is not None:
             longs, unfinished = self._partial.begin_plan(group, builder.token_budget, unfinished)
         for running in unfinished:
@@ -262,6 +262,8 @@ class PrefillPlanner:
             self._handovers.begin(group, running, builder.now)
         if found.copy_from is not None:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
+        if sequence.request.adapter is not None:
+            self._adapter_waits.on_started(sequence.request.adapter)
         builder.starts.append(slot_start(group, running))
         return running
 

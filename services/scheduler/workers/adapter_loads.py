@@ -73,8 +73,10 @@ class AdapterLoads:
     # workers
 
     def on_attached(self, worker: int) -> None:
-        """A worker begins without adapters."""
-        self._is_dirty = True
+        """A worker begins without adapters. It reads those that are served, as far as its host memory has room."""
+        self._is_dirty, group = True, self._groups[worker]
+        for adapter in self._registry.served[: group.geometry.num_host_adapters]:
+            group.adapters.want(adapter)
         for load in self._loads:
             if not load.has_been_read and not load.awaits:
                 self._ask(load, worker)
@@ -118,27 +120,39 @@ class AdapterLoads:
         if self._registry.has_unused:
             for retired in self._registry.take_unused():
                 self._drop(retired)
-        if not self._is_dirty and not self._waits.deferred:
+        wants = any(group.adapters.has_work for group in self._groups.values())  # sequences go elsewhere meanwhile
+        if not self._is_dirty and not wants and not self._waits.deferred:
             return
         self._is_dirty = False
         wanted = self._waits.wanted(now)
         for adapter in [one for one in wanted if self._groups and self._is_refused_everywhere(one)]:
             self._fail_all(adapter)
+        for adapter in [one for one in self._waits.released if not self._registry.is_used(one)]:
+            self._waits.on_started(adapter)
+        kept = {*wanted, *self._waits.released}  # where they are loaded, until a sequence has started
+        overdue = {adapter: now - since for adapter, since in wanted.items() if now - since >= self._max_wait_s}
         for worker, group in self._groups.items():
-            for adapter, since in wanted.items():
+            for adapter in wanted:
                 group.adapters.want(adapter)
-                if now - since >= self._max_wait_s:
-                    self._make_room(group, adapter, preempts=now - since >= 2 * self._max_wait_s)
+            if wanted:
+                self._make_room(group, overdue)
             if group.adapters.has_work:
-                self._change_host_memory(worker, group, wanted)
-                self._is_dirty = self._is_dirty or group.adapters.has_work  # there is no room yet
+                self._change_host_memory(worker, group, kept)
 
-    def _make_room(self, group: WorkerGroup, adapter: int, *, preempts: bool) -> None:
-        """An adapter has waited for a place for too long: another one takes no new sequences, and later has none."""
-        place = group.adapters.close_for(adapter)
-        if place is not None and preempts:
-            for running in [one for one in group.running if one.adapter_place == place]:
-                self._lifecycle.preempt(group, running)
+    def _make_room(self, group: WorkerGroup, overdue: dict[int, float]) -> None:
+        """Adapters have waited for a place for too long: another one takes no new sequences, and later has none.
+
+        overdue: seconds that they have waited.
+        """
+        closed = [
+            (place, s) for adapter, s in overdue.items() if (place := group.adapters.close_for(adapter)) is not None
+        ]
+        if not closed:
+            group.adapters.reopen()
+        for place, wait_s in closed:
+            if wait_s >= 2 * self._max_wait_s:
+                for running in [one for one in group.running if one.adapter_place == place]:
+                    self._lifecycle.preempt(group, running)
 
     def _change_host_memory(self, worker: int, group: WorkerGroup, wanted: Container[int]) -> None:
         changes = group.adapters.take_changes(wanted)

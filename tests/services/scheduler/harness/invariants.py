@@ -105,10 +105,11 @@ def check_handovers(core: Scheduler) -> None:
         assert handover.source != handover.target
 
 
-def check_adapters(group: WorkerGroup) -> None:
-    """Each place counts its sequences, and no adapter is in two."""
+def check_adapters(core: Scheduler, group: WorkerGroup) -> None:
+    """Each place counts its sequences and those on their way to it, and no adapter is in two."""
     places = group.adapters._places
-    used = Counter(running.adapter_place for running in group.running if running.adapter_place is not None)
+    inbound = [h.adapter_place for h in live_handovers(core) if h.target == group.worker]
+    used = Counter(place for place in [*(one.adapter_place for one in group.running), *inbound] if place is not None)
     assert [place.num_sequences for place in places] == [used[i] for i in range(len(places))]
     assert {one.adapter: i for i, one in enumerate(places) if one.adapter is not None} == group.adapters._place_of
     assert len(group.adapters._held) <= group.geometry.num_host_adapters + 1  # one that is checked
@@ -217,7 +218,7 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     ready = first is not None and core.acceptance.can_accept(first.request) and not first.awaits_results()
     if core.router.roles.is_active or core.ledger.transfers:
         return  # a group waits for sequences that are routed to it, or for blocks
-    if core.quarantine.probations and core.adapter_waits.deferred:
+    if any(one.request.adapter is not None for one in core.quarantine.probations.values()):
         return  # a group waits for the adapter of a sequence that it has to run alone
     assert core.controls.paused or not (idle and ready), "a group idles"
 
@@ -283,7 +284,7 @@ def check_group(core: Scheduler, group: WorkerGroup) -> None:
     used = [running.slot for running in group.running]
     assert sorted(group.slots.free_ids() + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
     check_blocks(core, group)
-    check_adapters(group)
+    check_adapters(core, group)
     check_decode_batch(group)
     for running in group.running:
         request = running.sequence.request
