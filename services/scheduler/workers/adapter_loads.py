@@ -59,6 +59,7 @@ class AdapterLoads:
         self._max_wait_s = settings.max_wait_s
         self._loads: list[OpenLoad] = []
         self._unloads: list[tuple[int, Control, Adapter]] = []
+        self._unloaded: set[str] = set()  # names that operators have unloaded: requests do not load them again
         self._is_dirty = False
         for source in settings.sources:
             adapter = self._registry.add(source.name, source.path, source.parent or names[0], created)
@@ -99,11 +100,16 @@ class AdapterLoads:
         if group is None or adapter is None:
             return
         self._is_dirty, error = True, frame.error
-        if not error and adapter.digest and adapter.digest != frame.digest:
-            error = f"{adapter.path} has other bytes on this worker than on another one"
-        if not error:
+        differs = not error and adapter.digest not in (b"", frame.digest)
+        if not error and not differs:
             adapter.digest = frame.digest
-        group.adapters.on_loaded(frame.adapter, is_usable=not error)
+        group.adapters.on_loaded(frame.adapter, is_usable=not error and not differs)
+        if differs:  # the name is served elsewhere
+            self._outbox.send(worker, DropAdapter(self._scheduler, frame.adapter))
+            log.warning(
+                "adapter %s is not served by worker %x: %s has other bytes there than on another worker",
+                *(adapter.name, worker, adapter.path),
+            )
         for note in frame.notes:
             log.warning("adapter %s: %s", adapter.name, note)
         if error:
@@ -112,7 +118,7 @@ class AdapterLoads:
             if load.adapter is adapter and worker in load.awaits:
                 load.awaits.discard(worker)
                 load.error = load.error or error
-                load.has_been_read = load.has_been_read or not error
+                load.has_been_read = load.has_been_read or not (error or differs)
         self._settle_loads()
 
     def step(self, now: float) -> None:
@@ -183,7 +189,10 @@ class AdapterLoads:
 
     def _load(self, gateway: int, frame: Control) -> None:
         name, served = frame.adapter, self._registry.named(frame.adapter)
-        if served is not None and served.path == frame.adapter_path and not frame.replace:
+        serves_any = any(group.adapters.serves_any for group in self._groups.values())
+        if frame.first_use and (not serves_any or name in self._unloaded):
+            self._answer(gateway, frame.request_id, 404, f"the model {name!r} does not exist")
+        elif served is not None and served.path == frame.adapter_path and not frame.replace:
             self._answer(gateway, frame.request_id, 400, f"{name!r} is loaded already")
         elif served is not None and not frame.replace:
             self._answer(gateway, frame.request_id, 400, f"{name!r} is in use; load_inplace replaces it")
@@ -193,9 +202,10 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, 409, f"{name!r} is being loaded")
         elif len(self._loads) >= MAX_OPEN_LOADS:
             self._answer(gateway, frame.request_id, 429, f"{len(self._loads)} adapters are being loaded")
-        elif not any(group.adapters.serves_any for group in self._groups.values()):
+        elif not serves_any:
             self._answer(gateway, frame.request_id, 400, "this server serves no adapters: --enable-lora")
         else:
+            self._unloaded.discard(name)
             adapter = self._registry.add(name, frame.adapter_path, self._names[0], self._created)
             load = OpenLoad(adapter, set(), gateway, frame.request_id)
             self._loads.append(load)
@@ -208,6 +218,7 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, 404, f"{frame.adapter!r} is not loaded")
             return
         self._registry.retire(served)
+        self._unloaded.add(served.name)
         self._model_limits.update_adapters()
         self._unloads.append((gateway, frame, served))
         self._is_dirty = True
@@ -249,6 +260,7 @@ class AdapterLoads:
                 self._answer(gateway, frame.request_id, 200, "")
 
     def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "lora_name") -> None:
-        cards, field = self._registry.cards, field if status >= 400 else ""
+        cards = self._registry.cards if status != 429 else None  # a flood of commands is refused in few bytes
+        field = field if status >= 400 else ""
         answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards)
         self._outbox.answer(gateway, answer)
