@@ -22,7 +22,7 @@ LOADING_S = 60.0  # how long that is waited for
 POLL_S = 0.05
 
 
-class _Named(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str | None = None
 
 
@@ -51,7 +51,7 @@ class AdapterFolders:
         Raises RequestError if the folder of that name cannot be served.
         """
         try:
-            name = msgspec.json.decode(body, type=_Named).model or ""
+            name = msgspec.json.decode(body, type=_ModelField).model or ""
         except (msgspec.DecodeError, UnicodeDecodeError):
             return False
         folder = self._find(name)

@@ -6,7 +6,7 @@ another one needs it, the least recently used first.
 """
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.plan_pacer import PlanClock
@@ -31,7 +31,7 @@ class AdapterPlace:
     num_sequences: int = 0  # that run, or are on their way to this group
     last_plan: int = 0  # number of the last plan that may read it, once it has no sequences
     used: int = 0  # turn of its last use
-    is_closing: bool = False  # no sequence starts with it any more: another adapter has waited for long
+    closed_s: float | None = None  # since when no sequence starts with it: another adapter has waited for long
 
 
 @dataclass(slots=True)
@@ -53,8 +53,13 @@ class GroupAdapters:
         self._wanted: deque[int] = deque()  # to load, in order
         self._refused: set[int] = set()  # could not be loaded here
         self._turn = 0
+        self._next: int | None = None  # an adapter that has waited for long: no other one gets a place before it
         self._place_of: dict[int, int] = {}  # by adapter
         self.placed: list[AdapterPlaced] = []  # by the next plan
+
+    @property
+    def num_places(self) -> int:
+        return len(self._places)
 
     @property
     def serves_any(self) -> bool:
@@ -96,9 +101,13 @@ class GroupAdapters:
         read to be checked, and has room of its own: a command need not wait for requests.
         """
         changes = HostChanges()
+        if self._next is not None and self._next in self._wanted:
+            self._wanted.remove(self._next)
+            self._wanted.appendleft(self._next)
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
             room = self._num_host + (self._wanted[0] not in wanted)
-            while len(self._held) >= room and (idle := self._least_used_in_host(wanted)) is not None:
+            kept = () if self._wanted[0] == self._next else wanted
+            while len(self._held) >= room and (idle := self._least_used_in_host(kept)) is not None:
                 self._drop(idle)
                 changes.drop.append(idle)
             if len(self._held) >= room:
@@ -136,7 +145,9 @@ class GroupAdapters:
         """Whether a sequence with this adapter may start in the next plan."""
         index = self._place_of.get(adapter)
         if index is not None:
-            return not self._places[index].is_closing
+            return self._places[index].closed_s is None
+        if self._next not in (None, adapter):
+            return False
         held = self._held.get(adapter)
         return held is not None and held.is_loaded and self._free_place() is not None
 
@@ -149,7 +160,9 @@ class GroupAdapters:
             place = self._places[index]
             if place.adapter is not None:
                 del self._place_of[place.adapter]
-            place.adapter, self._place_of[adapter], place.is_closing = adapter, index, False
+            place.adapter, self._place_of[adapter], place.closed_s = adapter, index, None
+            if self._next == adapter:
+                self._next = None
             self._unplace(index)
             self.placed.append(AdapterPlaced(index, adapter))
         place = self._places[index]
@@ -164,24 +177,28 @@ class GroupAdapters:
         placed, self.placed = self.placed, []
         return placed
 
-    def close_for(self, adapter: int) -> int | None:
-        """An adapter in host memory has waited for long: the least recently used place takes no new sequences.
+    def make_room(self, overdue: Sequence[int], now: float) -> AdapterPlace | None:
+        """Adapters have waited for a place for long, the longest first. The first of them that lacks one here is next.
 
-        Returns that place; None if there is none to close, or the adapter does not wait for a place here.
+        Returns the least recently used place, which takes no new sequences until another adapter has it; None if there
+        is a free place and memory to load the adapter into.
         """
-        held = self._held.get(adapter)
-        if adapter in self._place_of or held is None or not held.is_loaded or self._free_place() is not None:
+        self._next = next((one for one in overdue if one not in self._place_of and not self.is_refused(one)), None)
+        if self._next is None:
+            for place in self._places:
+                place.closed_s = None
             return None
-        closing = next((i for i, one in enumerate(self._places) if one.is_closing), None)
-        if closing is None and self._places:
-            closing = min(range(len(self._places)), key=lambda i: self._places[i].used)
-            self._places[closing].is_closing = True
-        return closing
+        has_memory = self._next in self._held or len(self._held) < self._num_host
+        if (has_memory or self._least_used_in_host(()) is not None) and self._free_place() is not None:
+            return None
+        closed = next((place for place in self._places if place.closed_s is not None), None)
+        if closed is None:
+            closed = min(self._places, key=lambda place: place.used)
+            closed.closed_s = now
+        return closed
 
-    def reopen(self) -> None:
-        """No adapter waits for a place that was closed for it."""
-        for place in self._places:
-            place.is_closing = False
+    def index(self, place: AdapterPlace) -> int:
+        return self._places.index(place)
 
     def end(self, index: int) -> None:
         """A sequence leaves the batch, or is no longer on its way. Plans in flight may still read its place."""
@@ -209,7 +226,7 @@ class GroupAdapters:
     def _drop(self, adapter: int) -> bool:
         index = self._place_of.pop(adapter, None)
         if index is not None:
-            self._places[index].adapter, self._places[index].is_closing = None, False
+            self._places[index].adapter, self._places[index].closed_s = None, None
             self._unplace(index)
         return self._held.pop(adapter, None) is not None
 

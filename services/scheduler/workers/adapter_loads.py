@@ -136,29 +136,23 @@ class AdapterLoads:
         for adapter in [one for one in self._waits.released if not self._registry.is_used(one)]:
             self._waits.on_started(adapter)
         kept = {*wanted, *self._waits.released}  # where they are loaded, until a sequence has started
-        overdue = {adapter: now - since for adapter, since in wanted.items() if now - since >= self._max_wait_s}
+        overdue = [one for one, since in wanted.items() if now - since >= self._max_wait_s]
+        overdue.sort(key=wanted.__getitem__)
         for worker, group in self._groups.items():
             for adapter in wanted:
                 group.adapters.want(adapter)
             if wanted:
-                self._make_room(group, overdue)
+                self._make_room(group, overdue, now)
             if group.adapters.has_work:
                 self._change_host_memory(worker, group, kept)
 
-    def _make_room(self, group: WorkerGroup, overdue: dict[int, float]) -> None:
-        """Adapters have waited for a place for too long: another one takes no new sequences, and later has none.
-
-        overdue: seconds that they have waited.
-        """
-        closed = [
-            (place, s) for adapter, s in overdue.items() if (place := group.adapters.close_for(adapter)) is not None
-        ]
-        if not closed:
-            group.adapters.reopen()
-        for place, wait_s in closed:
-            if wait_s >= 2 * self._max_wait_s:
-                for running in [one for one in group.running if one.adapter_place == place]:
-                    self._lifecycle.preempt(group, running)
+    def _make_room(self, group: WorkerGroup, overdue: list[int], now: float) -> None:
+        """Adapters have waited for a place for long: another one takes no new sequences, and after as long has none."""
+        closed = group.adapters.make_room(overdue, now)
+        if closed is not None and closed.closed_s is not None and now - closed.closed_s >= self._max_wait_s:
+            place = group.adapters.index(closed)
+            for running in [one for one in group.running if one.adapter_place == place]:
+                self._lifecycle.preempt(group, running)
 
     def _change_host_memory(self, worker: int, group: WorkerGroup, wanted: Container[int]) -> None:
         changes = group.adapters.take_changes(wanted)

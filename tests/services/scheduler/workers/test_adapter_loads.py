@@ -5,6 +5,7 @@ import pytest
 
 from blockyard.services.gpu_worker.mock.adapters import mock_digest
 from blockyard.shared.messages import (
+    AdapterUse,
     Cancel,
     Control,
     Controlled,
@@ -282,7 +283,7 @@ def test_a_place_that_was_closed_opens_again_once_nothing_waits_for_it() -> None
         world.work(worker)
     world.now += 2.1
     world.turn()
-    assert [place.is_closing for place in group.adapters._places] == [True, False]
+    assert [place.closed_s for place in group.adapters._places] == [world.now, None]
     [gateway] = world.gateways.values()
     gateway.journals["3"].cancelled = True
     world.tell(gateway.incarnation, Cancel(frame.request_id, 0))
@@ -299,3 +300,18 @@ def test_a_worker_that_joins_reads_what_is_served() -> None:
     worker = world.add_worker()
     world.settle()
     assert sorted(worker.mock.adapters.held.values()) == ["/0", "/1"]
+
+
+def test_gateways_are_told_which_adapters_run_and_wait() -> None:
+    world = make(places=1, host=2, adapters=2)
+    assert world.core.stats().adapter_use == AdapterUse(1, [], [])
+    [worker] = world.workers.values()
+    submit(world, "1", "a0")
+    world.work(worker)
+    submit(world, "2", "a1")
+    submit(world, "3", "")
+    world.work(worker)
+    assert world.core.stats().adapter_use == AdapterUse(1, ["a0"], ["a1"])
+    world.settle()
+    assert world.core.stats().adapter_use == AdapterUse(1, [], [])
+    assert make(places=0, host=0, adapters=0).core.stats().adapter_use is None
