@@ -10,33 +10,17 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
+from demo_adapters import demo_adapter
 from rig import Server, completion, serve, stream
 from ring_state import left_over, scheduler_stats, wait_for
-from safetensors.torch import save_file
 
 PROMPT = "\n    # one of the numbers that are asked for\n    return " * 2  # some blocks long
-WIDTH, INNER, LAYERS = 256, 688, 6  # of the demo model
 NUM_TOKENS = 80
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-loras", "2", "--max-cpu-loras", "3")
 ROLES = ("--prefill-workers", "1", "--decode-workers", "1", "--decode-prefill-tokens", "0")
 WORKERS = ["gpu_worker prefill 0", "gpu_worker decode 0"]
 MODELS = ("demo", "one", "two", "three")
 ASKED = [*MODELS, *MODELS]
-
-
-def write(folder: Path, seed: int, rank: int) -> None:
-    """A random adapter of two modules of each layer."""
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(LAYERS):
-        for name in ("q_proj", "o_proj"):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, WIDTH, generator=generator) * 0.1
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(WIDTH, rank, generator=generator) * 0.1
-    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 async def ask(server: Server, models: list[str], kills: list[tuple[float, str]]) -> list[str]:
@@ -61,7 +45,7 @@ async def post(server: Server, path: str, body: dict[str, object]) -> tuple[int,
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(MODELS[1:]):
-        write(folder / name, seed, 4 + seed)
+        demo_adapter(folder / name, seed, 4 + seed)
     return folder
 
 
