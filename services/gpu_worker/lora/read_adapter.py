@@ -26,10 +26,14 @@ class AdapterLimits:
 def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> tuple[HostAdapter, list[str]]:
     """Returns an adapter and notes on its config. Raises AdapterError with the cause in one line."""
     files = read_folder(folder)
-    modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
-    for module in modules:
-        _check_limits(module, limits)
-    return HostAdapter(files.digest, targets.arrange(modules, limits.dtype, files.config, limits.max_rank)), files.notes
+    try:
+        modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
+        for module in modules:
+            _check_limits(module, limits)
+        deltas = targets.arrange(modules, limits.dtype, files.config, limits.max_rank)
+    except AdapterError as e:
+        raise AdapterError(f"{files.weights_path}: {e}") from e
+    return HostAdapter(files.digest, deltas), files.notes
 
 
 def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:

@@ -11,6 +11,7 @@ from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
 from blockyard.shared.config.services.lora import AdapterSettings
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
     AdapterLoaded,
     Control,
@@ -56,7 +57,7 @@ class AdapterLoads:
         self._scheduler, self._names, self._created = scheduler, names, created
         self._groups, self._lifecycle, self._outbox = groups.attached, lifecycle, outbox
         self._model_limits = model_limits
-        self._max_wait_s = settings.max_wait_s
+        self._max_wait_s, self._leaves_out_broken = settings.max_wait_s, settings.leaves_out_broken
         self._loads: list[OpenLoad] = []
         self._unloads: list[tuple[int, Control, Adapter]] = []
         self._is_dirty = False
@@ -69,6 +70,15 @@ class AdapterLoads:
     def is_settled(self) -> bool:
         """Whether the adapters of the start were read, or were refused."""
         return not any(load.gateway is None for load in self._loads)
+
+    @property
+    def phase(self) -> str:
+        """What the start waits for; empty: for no adapter."""
+        if self.is_settled or not self._groups:
+            return ""
+        if any(group.adapters.serves_any for group in self._groups.values()):
+            return "reading adapters"
+        return "waiting for a worker with --enable-lora"
 
     # workers
 
@@ -206,13 +216,18 @@ class AdapterLoads:
             self._is_dirty = True
 
     def _settle_loads(self) -> None:
-        """Serves adapters that all asked workers have read; refuses those that one could not read."""
+        """Serves adapters that all asked workers have read; refuses those that one could not read.
+
+        Raises LoadError for one of the start, unless the settings leave it out.
+        """
         for load in [one for one in self._loads if not one.awaits and (one.error or one.has_been_read)]:
             self._loads.remove(load)
             self._is_dirty = True
             adapter = load.adapter
             if load.error:
                 self._registry.retire(adapter)
+                if load.gateway is None and not self._leaves_out_broken:
+                    raise LoadError(f"adapter {adapter.name}: {load.error}")
                 if load.gateway is None:
                     self.notes.append(f"adapter {adapter.name} is not served: {load.error}")
                     log.error("adapter %s is not served: %s", adapter.name, load.error)

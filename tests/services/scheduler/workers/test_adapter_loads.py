@@ -2,7 +2,12 @@
 
 import pytest
 
-from blockyard.services.gpu_worker.mock.adapters import mock_digest
+from blockyard.services.gpu_worker.mock.adapters import BROKEN, mock_digest
+from blockyard.services.scheduler.from_config import settings_of
+from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Control, Controlled, ControlVerb, FinishReason, Generate, LoadAdapter, Refused
 
 from ..harness.world import Shape, World
@@ -53,6 +58,36 @@ def test_the_card_is_there_once_the_adapters_of_the_start_are_read() -> None:
     world.settle()
     assert names(world) == ["a0", "a1"]
     assert [card.digest for card in world.core.adapters.cards] == [mock_digest("/0"), mock_digest("/1")]
+
+
+def start_with_broken(*, is_restart: bool) -> World:
+    config = SchedulerConfig(
+        process=ProcessConfig(name="s", bus=BusConfig(registry="ipc:///x", bind="ipc:///x"), is_restart=is_restart),
+        served_model_names=["m"],
+        adapters=AdapterSettings(sources=[AdapterSource(name="a0", path="/0"), AdapterSource(name="bad", path=BROKEN)]),
+    )
+    world = World(Shape(num_adapter_places=1), adapters=settings_of(config).adapters)
+    world.add_worker()
+    world.settle()
+    return world
+
+
+def test_a_broken_adapter_ends_the_start() -> None:
+    with pytest.raises(LoadError, match=f"^adapter bad: {BROKEN} is broken$"):
+        start_with_broken(is_restart=False)
+
+
+def test_a_scheduler_that_starts_again_leaves_a_broken_adapter_out() -> None:
+    world = start_with_broken(is_restart=True)
+    assert names(world) == ["a0"]
+    assert world.core.notes[-1] == f"adapter bad is not served: {BROKEN} is broken"
+
+
+def test_the_phase_tells_that_no_worker_serves_adapters() -> None:
+    world = World(Shape(num_adapter_places=0, num_adapters=1))
+    world.add_worker()
+    world.settle()
+    assert world.core.card is None and world.core.phase == "waiting for a worker with --enable-lora"
 
 
 def test_a_request_whose_adapter_has_no_place_is_passed_over() -> None:
