@@ -188,7 +188,7 @@ class RequestHandler:
             self._answer(gateway, frame, refusal, "invalid")
             return
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
+        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids), num_sequences)
         owner = (frame.tenant, frame.user)
         # later attempts had their place in the queue
         if frame.attempt == 0 and not self._make_room(gateway, frame, owner, amount):

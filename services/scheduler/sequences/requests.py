@@ -31,16 +31,20 @@ class Phase(enum.Enum):
 
 
 class QueueAmount(NamedTuple):
-    """A number of sequences, and of the tokens in all of them."""
+    """A number of sequences, of the tokens in all of them, and of entries: what --max-queue-len bounds.
+
+    A sequence is an entry of its own. The prompts of a `Pool` are one entry in all.
+    """
 
     sequences: int = 0
     tokens: int = 0
+    entries: int = 0
 
     def plus(self, other: "QueueAmount") -> "QueueAmount":
-        return QueueAmount(self.sequences + other.sequences, self.tokens + other.tokens)
+        return QueueAmount(self.sequences + other.sequences, self.tokens + other.tokens, self.entries + other.entries)
 
     def less(self, other: "QueueAmount") -> "QueueAmount":
-        return QueueAmount(self.sequences - other.sequences, self.tokens - other.tokens)
+        return QueueAmount(self.sequences - other.sequences, self.tokens - other.tokens, self.entries - other.entries)
 
 
 NO_AMOUNT = QueueAmount()
@@ -57,6 +61,7 @@ class PoolMembership(Protocol):
 
     id: str
     finds_prefix: bool
+    requests: "dict[int, Request]"  # by index: those without a result
 
     def on_ended(self, index: int) -> None: ...
 

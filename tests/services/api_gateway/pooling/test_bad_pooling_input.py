@@ -164,7 +164,7 @@ async def test_a_client_that_leaves_drops_its_request(pooling_rig) -> None:
 
 
 async def test_an_operator_aborts_and_the_ring_refuses(pooling_rig) -> None:
-    async with pooling_rig(EMBED, max_num_queued_reqs=4) as (r, fake):
+    async with pooling_rig(EMBED, max_num_queued_reqs=1) as (r, fake):
         fake.answers.clear()
         asked = {"input": ["a", "b"], "request_id": "mine"}
         asking = asyncio.create_task(r.post("/v1/embeddings", asked))
@@ -178,3 +178,16 @@ async def test_an_operator_aborts_and_the_ring_refuses(pooling_rig) -> None:
         fake.error = RequestError("full", status=429, retry_after_s=2.0)
         async with r.http.post("/v1/embeddings", json={"input": "a"}) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "2")
+
+
+async def test_a_call_counts_as_one_and_its_tokens_until_it_has_results(pooling_rig) -> None:
+    async with pooling_rig(EMBED, max_num_queued_reqs=3, max_num_queued_tokens=5) as (r, fake):
+        fake.answers.clear()
+        open_ones = []
+        for text in ("ab", "abc"):
+            open_ones.append(asyncio.create_task(r.post("/v1/embeddings", {"input": [text]})))
+            await r.until(lambda: len(fake.calls) == len(open_ones))
+        assert (await r.post("/v1/embeddings", {"input": "x"}))[0] == 429
+        fake.answers.set()
+        assert [(await each)[0] for each in open_ones] == [200, 200]
+        assert (await r.post("/v1/embeddings", {"input": ["x"] * 2048}))[0] == 200

@@ -223,7 +223,10 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
 
 
 def _amount(sequences: list[Sequence]) -> QueueAmount:
-    return QueueAmount(sum(c.queue_amount.sequences for c in sequences), sum(c.queue_amount.tokens for c in sequences))
+    pools = {c.request.pool.id for c in sequences if c.request.pool is not None}
+    amounts = [c.queue_amount for c in sequences]
+    entries = len(pools) + sum(one.entries for one in amounts)
+    return QueueAmount(sum(one.sequences for one in amounts), sum(one.tokens for one in amounts), entries)
 
 
 def check_searches(core: Scheduler) -> None:
@@ -328,7 +331,9 @@ def check(core: Scheduler, turn: int) -> None:
     amounts, of_lines = _amount([c for c in queued if not c.request.is_batch_line]), _amount(lines)
     assert amounts == core.waiting.usage.amount
     assert of_lines == core.waiting.batch_usage.amount
-    assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)
+    for c in queued:
+        entries = c.num_beams if c.request.pool is None else 0
+        assert c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens, entries)
     assert core.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:
         assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)
