@@ -53,8 +53,10 @@ def _tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
     try:
         # `weights_only` reads tensors and nothing that could run code; from memory, because the bytes are hashed
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (_NOT_PLAIN, RuntimeError, EOFError, ValueError, KeyError) as e:
-        raise AdapterError(f"{path} is refused by torch.load with weights_only: {first_line(e)}") from e
+    except _NOT_PLAIN as e:  # whose text advises to read it without `weights_only`
+        raise AdapterError(f"{path} is damaged, or has other objects than tensors: it is not read") from e
+    except (RuntimeError, EOFError, ValueError, KeyError) as e:
+        raise AdapterError(f"{path} cannot be read by torch.load: {first_line(e)}") from e
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise AdapterError(f"{path} has to be a dictionary of tensors")
     return {str(name): value.contiguous() for name, value in found.items()}

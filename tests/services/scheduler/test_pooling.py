@@ -10,6 +10,8 @@ from blockyard.shared.messages import (
     Accepted,
     Cancel,
     ChoiceState,
+    Control,
+    ControlVerb,
     Frame,
     Generate,
     PoolingParams,
@@ -183,6 +185,23 @@ def test_prompts_of_calls_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) ->
     assert world.core.bounds.capacity().choices == 0
     world.add_worker()
     world.settle()
+    world.check_idle()
+
+
+def test_texts_wait_while_the_workers_sleep_and_a_full_queue_is_a_503() -> None:
+    world = World(Shape(pooling="encoder", max_queue_len=2))
+    gateway, _ = ready(world)
+    world.tell(gateway.incarnation, Control("sleep", ControlVerb.SLEEP, level=1))
+    world.settle()
+    calls = [world.pool(gateway, str(i), PROMPTS) for i in range(3)]
+    world.settle()
+    assert not any(call.results for call in calls)
+    refused = calls[2].refused
+    assert refused is not None and (refused.status, refused.capacity.asleep) == (503, True)
+    world.tell(gateway.incarnation, Control("wake", ControlVerb.WAKE_UP))
+    world.settle()
+    assert all(len(call.results) == len(PROMPTS) for call in calls[:2])
+    world.check_outputs()
     world.check_idle()
 
 

@@ -62,7 +62,10 @@ BAD: list[tuple[PoolingCard, str, dict[str, Any], str, str]] = [
     (SCORE, "/rerank", {"documents": ["a"]}, "query", "missing"),
     (SCORE, "/rerank", {"query": "a", "documents": ["a", {"text": ""}]}, "documents[1]", "empty"),
     (SCORE, "/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents", "2048"),
-    (SCORE, "/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1"),
+    *(
+        (SCORE, path, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1")
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     (SCORE, "/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc", "at least 1"),
     (SCORE, "/rerank", {"query": "a", "documents": ["a", 3]}, "documents[1]", "got `int`"),
     (CLASSIFY, "/pooling", {"input": "a", "dimensions": 2}, "dimensions", "classify"),
@@ -119,6 +122,53 @@ TEXTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
     "/v1/responses": {"input": "a"},
 }
+
+
+PAIR = {"text_1": "a b", "text_2": ["a", "b"]}
+RANK = {"query": "a b", "documents": ["a", "b"]}
+TURN = {"messages": [{"role": "user", "content": "a"}]}
+INVOCATIONS: list[tuple[PoolingCard, dict[str, Any], str]] = [
+    (EMBED, {"input": "a"}, "/v1/embeddings"),
+    (EMBED, {"input": "a", "prompt": None, "encoding_format": "base64"}, "/v1/embeddings"),
+    (EMBED, TURN, "/v1/embeddings"),
+    (EMBED, PAIR, "/score"),
+    (EMBED, RANK, "/rerank"),
+    (SCORE, {"queries": "a b", "documents": ["a"]}, "/score"),
+    (SCORE, RANK | {"model": "tiny"}, "/rerank"),
+    (SCORE, {"input": "a"}, "/pooling"),
+    (CLASSIFY, {"input": "a"}, "/classify"),
+    (REWARD, {"input": "a"}, "/pooling"),
+]
+
+
+@pytest.mark.parametrize(("card", "body", "path"), INVOCATIONS)
+async def test_invocations_are_for_what_the_model_serves(
+    pooling_rig, card: PoolingCard, body: dict[str, Any], path: str
+) -> None:
+    async with pooling_rig(card) as (r, _):
+        [invoked, asked] = [await r.post(one, body | {"request_id": "x"}) for one in ("/invocations", path)]
+    assert invoked[0] == asked[0] == 200
+    kept = [{name: value for name, value in answer.items() if name != "created"} for _, answer in (invoked, asked)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("card", "body", "field"),
+    [
+        (EMBED, {"prompt": "a"}, "model"),
+        (EMBED, {}, "input"),
+        (EMBED, {"input": None, "query": None}, "input"),
+        (CLASSIFY, PAIR, "model"),
+        (REWARD, RANK, "model"),
+    ],
+)
+async def test_an_invocation_for_nothing_that_is_served_names_what_is(
+    pooling_rig, card: PoolingCard, body: dict[str, Any], field: str
+) -> None:
+    async with pooling_rig(card) as (r, _):
+        status, answer = await r.post("/invocations", body)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert "it serves" in answer["error"]["message"] and "/pooling" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
