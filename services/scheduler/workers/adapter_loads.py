@@ -23,6 +23,7 @@ from blockyard.shared.messages import (
 
 log = logging.getLogger(__name__)
 
+NOT_SERVED = "this server serves no adapters: --enable-lora"
 MAX_OPEN_LOADS = 64  # of operators; more are refused until some are done
 
 
@@ -76,18 +77,22 @@ class AdapterLoads:
         """What the start waits for; empty: for no adapter."""
         if self.is_settled or not self._groups:
             return ""
-        if any(group.adapters.serves_any for group in self._groups.values()):
+        if self._serve_any():
             return "reading adapters"
         return "waiting for a worker with --enable-lora"
 
     # workers
 
     def on_attached(self, worker: int) -> None:
-        """A worker begins without adapters."""
+        """A worker begins without adapters, and has forgotten what it was asked to read."""
         self._is_dirty = True
         for load in self._loads:
+            load.awaits.discard(worker)
             if not load.has_been_read and not load.awaits:
                 self._ask(load, worker)
+            if load.gateway is not None and not self._serve_any():
+                load.error = NOT_SERVED
+        self._settle_loads()
 
     def on_lost(self, worker: int) -> None:
         for load in self._loads:
@@ -189,14 +194,17 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, 409, f"{name!r} is being loaded")
         elif len(self._loads) >= MAX_OPEN_LOADS:
             self._answer(gateway, frame.request_id, 429, f"{len(self._loads)} adapters are being loaded")
-        elif not any(group.adapters.serves_any for group in self._groups.values()):
-            self._answer(gateway, frame.request_id, 400, "this server serves no adapters: --enable-lora")
-        else:
+        elif self._groups and not self._serve_any():
+            self._answer(gateway, frame.request_id, 400, NOT_SERVED)
+        else:  # it waits for a worker if there is none, or if they sleep
             adapter = self._registry.add(name, frame.adapter_path, self._names[0], self._created)
             load = OpenLoad(adapter, set(), gateway, frame.request_id)
             self._loads.append(load)
             for worker in list(self._groups):
                 self._ask(load, worker)
+
+    def _serve_any(self) -> bool:
+        return any(group.adapters.serves_any for group in self._groups.values())
 
     def _unload(self, gateway: int, frame: Control) -> None:
         served = self._registry.named(frame.adapter)

@@ -154,6 +154,48 @@ def test_operators_load_replace_and_unload() -> None:
     assert names(world) == ["a0"] and len(world.core.adapters.all) == 1
 
 
+def test_a_load_is_asked_again_of_workers_that_begin_anew() -> None:
+    world = make(adapters=0, workers=2)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    [gateway] = world.gateways.values()
+    world.tell(gateway.incarnation, Control("sleep", ControlVerb.SLEEP, level=1))
+    world.settle()
+    assert answers(world) == [(200, "")], "it sleeps"
+    world.tell(gateway.incarnation, Control("wake", ControlVerb.WAKE_UP))
+    world.settle()
+    assert answers(world)[1:] == [(200, ""), (200, "")] and names(world) == ["b"]
+
+
+def test_a_load_while_no_worker_is_there() -> None:
+    world = make(adapters=0)
+    [gateway] = world.gateways.values()
+    world.tell(gateway.incarnation, Control("sleep", ControlVerb.SLEEP, level=1))
+    world.settle()
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    world.settle()
+    assert len(answers(world)) == 1, "workers that sleep read nothing"
+    world.tell(gateway.incarnation, Control("wake", ControlVerb.WAKE_UP))
+    world.settle()
+    assert len(answers(world)) == 3 and names(world) == ["b"]
+    world.kill(next(iter(world.workers)))
+    command(world, ControlVerb.LOAD_ADAPTER, "c", "/c")
+    world.settle()
+    assert len(answers(world)) == 3, "it waits for a worker"
+    world.add_worker()
+    world.settle()
+    assert answers(world) == [(200, "")] * 4 and names(world) == ["b", "c"]
+
+
+def test_a_load_by_workers_that_serve_no_adapters() -> None:
+    world = make(places=0, adapters=0)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    world.kill(next(iter(world.workers)))
+    command(world, ControlVerb.LOAD_ADAPTER, "c", "/c")
+    world.add_worker()
+    world.settle()
+    assert answers(world) == [(400, "lora_name"), (400, "lora_path")]
+
+
 def test_an_unload_waits_for_what_runs_and_refuses_what_comes() -> None:
     world = make(adapters=1)
     frame = submit(world, "1", "a0", 20)
