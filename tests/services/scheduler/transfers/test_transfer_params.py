@@ -1,4 +1,4 @@
-"""A prompt and its continuation as two requests, as a proxy in front of vLLM's prefill and decode servers sends them."""
+"""A prompt and its continuation as two requests, as a proxy for vLLM's prefill and decode servers sends them."""
 
 from typing import Any
 
