@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "request_pipeline",
         "stored_responses",
         "service",
+        "turns",
         "batches",
         "batch_api",
         "http",

@@ -6,6 +6,7 @@ writes is written there.
 
 - `requests`: these types.
 - `beam_search`: the algorithm of beam search, on hypotheses.
+- `transfer_params`: what a client asks of a request's KV transfer.
 
 Used by all other folders. Imports only `outbox`, `plan_pacer` and shared code.
 """

@@ -16,6 +16,7 @@ from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.handover import Handover
+from blockyard.services.scheduler.sequences.transfer_params import TransferParams
 from blockyard.shared.messages import Generate, PooledStart, Sampling, SlotRun
 
 NEVER = 1 << 62  # more tokens than any sequence has
@@ -90,6 +91,7 @@ class Request:
     pool: "PoolMembership | None" = None  # of one prompt of many: what they have in common
     pooled: PooledStart | None = None  # how its vector is made
     adapter: int | None = None  # number of its adapter
+    transfer_params: TransferParams | None = None
 
     @property
     def has_fixed_length(self) -> bool:
