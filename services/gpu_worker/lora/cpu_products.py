@@ -8,8 +8,10 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.linear import Linear, in_groups
+from blockyard.services.gpu_worker.lora.cpu_head_products import CpuAdaptedHeads
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import Delta
+from blockyard.services.gpu_worker.models.interface import Model
 
 
 class JoinedDeltas:
@@ -75,12 +77,17 @@ class CpuAdaptedRows:
 class CpuPlaces:
     """Implements `AdapterPlaces`: a place refers to the matrices in host memory."""
 
-    def __init__(self, linears: Sequence[Linear], rows: AdapterRows, num_places: int) -> None:
-        """rows: of the model."""
+    def __init__(self, model: Model, num_places: int) -> None:
+        rows, linears, ups = model.adapter_rows, model.linears(), model.adaptable.up_projections
         self.num_places = num_places
-        self._layers = [CpuAdaptedRows(linear, rows) for linear in linears]
-        for linear, layer in zip(linears, self._layers, strict=True):
+        of_linears = [CpuAdaptedRows(linear, rows) for linear in linears]
+        for linear, layer in zip(linears, of_linears, strict=True):
             linear.adapt(layer)
+        batch_invariant = any(linear.is_batch_invariant for linear in linears)
+        of_ups = [CpuAdaptedHeads(up, rows, batch_invariant=batch_invariant) for up in ups]
+        for up, heads in zip(ups, of_ups, strict=True):
+            up.adapt(heads)
+        self._layers: list[CpuAdaptedRows | CpuAdaptedHeads] = [*of_linears, *of_ups]  # as `targets.adapted_layers`
 
     @property
     def size_bytes(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.lora.targets import Delta
 
-Deltas = Mapping[int, Sequence[Delta]]  # by the index of the linear layer
+Deltas = Mapping[int, Sequence[Delta]]  # by the index in `targets.adapted_layers`
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,16 @@ def test_experts_and_their_router(name: str, tmp_path: Path) -> None:
     check(BY_NAME[name], tmp_path, {"target_modules": "all-linear"})
 
 
+LATENT = ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite"]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention(name: str, tmp_path: Path) -> None:
+    """Where K and V are never made: `kv_b_proj` alone, and with all others."""
+    runner = check(BY_NAME[name], tmp_path / "up", {"target_modules": ["kv_b_proj"]})
+    check(BY_NAME[name], tmp_path / "all", {"target_modules": "all-linear"}, runner)
+
+
 STACKS = [["mlp.experts.gate_up_proj"], ["experts.down_proj"], ["gate_up_proj", "down_proj"]]
 
 

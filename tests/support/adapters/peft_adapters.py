@@ -47,7 +47,7 @@ def peft_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
 def adapt(runner: Runner, *folders: Path) -> None:
     """Puts the adapters of these folders into places 0, 1, ..."""
     model = runner.model
-    places, targets = CpuPlaces(model.linears(), model.adapter_rows, len(folders)), ModelTargets(model)
+    places, targets = CpuPlaces(model, len(folders)), ModelTargets(model)
     for place, folder in enumerate(folders):
         places.put(place, read_adapter(folder, targets, EXACT)[0])
 
