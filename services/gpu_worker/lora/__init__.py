@@ -5,7 +5,9 @@
 - `read_adapter` does all of this, and gives a `HostAdapter`.
 - `places.AdapterPlaces` adapts a model's layers (`Linear.adapt`, `UpProjection.adapt`) and holds an
   adapter in each of its places.
-- `cpu_products` adds the products of adapters on the CPU, `cpu_head_products` those of latent attention.
+- `token_rows`: what it changes of embedding and head beside that.
+- `cpu_products` adds the products of adapters on the CPU, `cpu_head_products` those of latent attention,
+  `cpu_token_products` those of embedding and head.
 
 Which row of a step has which place is said by `layers.adapter_rows.AdapterRows`, one object of each model: the steps
 write it, the layers' products read it. A step of which no row has an adapter runs as if there were none.

@@ -22,6 +22,7 @@ from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, adapted_layers, last_name
 from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.shared.errors import AdapterError
 
 ALIGNED = 16  # elements; matrices begin at such places, for wide loads
 
@@ -122,7 +123,10 @@ class DevicePlaces:
         return self._memory.nbytes
 
     def prepare(self, adapter: HostAdapter) -> HostAdapter:
-        """Moves all matrices into one tensor, from which the device copies while the host goes on."""
+        """Moves all matrices into one tensor, from which the device copies while the host goes on. Raises
+        AdapterError for what no kernel computes."""
+        if adapter.tokens is not None:
+            raise AdapterError("adapters that change the embedding, or rows of the head, are served on the CPU alone")
         found = [one for deltas in adapter.deltas.values() for delta in deltas for one in delta.tensors()]
         memory = self._link.host_tensor((sum(_aligned(one.numel()) for one in found),), self._dtype)
         end = 0
@@ -140,7 +144,7 @@ class DevicePlaces:
             layer: [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
             for layer, of_layer in adapter.deltas.items()
         }
-        return HostAdapter(adapter.digest, deltas, memory)
+        return HostAdapter(adapter.digest, deltas, memory=memory)
 
     def put(self, place: int, adapter: HostAdapter) -> None:
         memory = adapter.memory

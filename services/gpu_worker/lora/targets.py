@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.embedding import HEAD
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart
 from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, listed
+from blockyard.services.gpu_worker.lora.token_rows import TokenTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
@@ -80,13 +82,15 @@ class ModelTargets:
                 start += one.size
             if (found := EXPERT.match(_key(adapted.spec.parts[0].name))) is not None:
                 self._experts.setdefault(found["stack"], []).append(layer)
+        head = self.find(HEAD)
+        self.tokens = TokenTargets(model, None if head is None else (head.name, head.layer))
 
     def find(self, module: str) -> Target | None:
         name = _key(module)
         return self._targets.get(name) or self._targets.get(OTHER_NAMES.get(name, ""))
 
     def names(self) -> list[str]:
-        return [target.name for target in self._targets.values()]
+        return [*(target.name for target in self._targets.values()), *self.tokens.names()]
 
     def arrange(
         self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK

@@ -37,7 +37,7 @@ class Decoder:
         """positions: learned ones that are added to the embeddings of tokens; None: positions are in `rotations`.
         up_projections: of the layers' latent attention."""
         self.table, self.shape, self.adapter_rows = table, shape.share(table.shard), AdapterRows()
-        self._ops, self.adaptable = ops_of(table), AdaptableParts(up_projections)
+        self._ops, self.adaptable = ops_of(table), AdaptableParts(up_projections, embedding)
         self._embedding, self._positions, self._rotations = embedding, positions, rotations
         self._layers, self._norm, self._head = layers, norm, head
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.layers.embedding import TokenEmbedding
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -73,6 +74,7 @@ class AdaptableParts:
     """What adapters may change of a model beside its linear layers."""
 
     up_projections: Sequence[UpProjection] = ()  # of latent attention
+    embedding: TokenEmbedding | None = None
 
 
 class Model(Protocol):
