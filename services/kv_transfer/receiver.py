@@ -273,9 +273,7 @@ class TransferReceiver:
             self._refuse(hello.sender, route, f"the workers cannot exchange KV blocks: {e}")
             return
         self._forget(hello.sender)
-        link = _Link(
-            hello.sender, route, hello.connector == "nixl", self._layout if part is None else hello.layout, own
-        )
+        link = _Link(hello.sender, route, hello.connector == "nixl", self._layout.of(part), own)
         self._links[hello.sender] = self._routes[route] = link
         if link.is_nixl:
             self._open_nixl(link)

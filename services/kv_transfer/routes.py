@@ -24,7 +24,7 @@ class RankPlace(msgspec.Struct, frozen=True, array_like=True):
     part: LayoutPart
 
 
-class Route(NamedTuple):
+class RankRoute(NamedTuple):
     sender: int  # ranks
     receiver: int
     part: LayoutPart | None  # that the sender writes to this receiver; None: all of the model
@@ -47,7 +47,7 @@ def decode_places(data: bytes) -> list[RankPlace]:
     return places
 
 
-def find_routes(layout: BlockLayout, senders: Sequence[LayoutPart], receivers: Sequence[LayoutPart]) -> list[Route]:
+def find_routes(layout: BlockLayout, senders: Sequence[LayoutPart], receivers: Sequence[LayoutPart]) -> list[RankRoute]:
     """Returns routes that write each head of each layer once to every receiver that has it.
 
     Of several senders with the same heads, receivers take different ones in turn. Raises ValueError if a receiver has
@@ -55,7 +55,7 @@ def find_routes(layout: BlockLayout, senders: Sequence[LayoutPart], receivers: S
     """
     if len(senders) * len(receivers) > MAX_PAIRS:
         raise ValueError(f"{len(senders)} and {len(receivers)} ranks are too many for KV transfers")
-    found: list[Route] = []
+    found: list[RankRoute] = []
     for receiver, part in enumerate(receivers):
         chosen = _choose(layout.of(part), receiver, senders)
         for sender, heads in sorted(chosen.items()):
@@ -63,7 +63,7 @@ def find_routes(layout: BlockLayout, senders: Sequence[LayoutPart], receivers: S
             ranges = tuple(heads.get(run, (0, 0)) for run in range(len(layout.runs)))
             pair = sender * len(receivers) + receiver
             some = LayoutPart(layers.start, len(layers), ranges)
-            found.append(Route(sender, receiver, None if some == layout.whole else some, pair))
+            found.append(RankRoute(sender, receiver, None if some == layout.whole else some, pair))
     return found
 
 
@@ -97,7 +97,7 @@ def rank_incarnation(worker: int, rank: int) -> int:
     return (worker + rank * _RANK_STEP) & (1 << 64) - 1
 
 
-def pair_number(transfer: int, route: Route) -> int:
+def pair_number(transfer: int, route: RankRoute) -> int:
     """Returns the number of a transfer's part between two ranks."""
     return transfer ^ (route.pair << _PAIR_BIT)
 

@@ -86,7 +86,7 @@ class SenderLink:
         self._broken = ""  # why the connector has failed
         layout, part, self._theirs = layouts
         self._own = make_copier(arena, layout, copies, part)
-        self._layout = layout if part is None else layout.of(part)
+        self._layout = layout.of(part)
         self._arena, self._copies = arena, copies
         self._generation, self._config, self._endpoint = arena.generation, config, endpoint
         self._staging = staging or StagingMemory(arena)

@@ -88,16 +88,16 @@ class LeaderTeam:
 
     @property
     def followers(self) -> list[int]:
-        """Implements `FollowerTransfers`."""
+        """Implements `TransferFollowers`."""
         return list(self._commands)
 
     @property
     def answers(self) -> list[int]:
-        """Implements `FollowerTransfers`."""
+        """Implements `TransferFollowers`."""
         return [pipe.socket.fileno() for pipe in self._commands.values()]
 
     def take_answers(self) -> list[tuple[int, Answer]]:
-        """Implements `FollowerTransfers`."""
+        """Implements `TransferFollowers`."""
         found: list[tuple[int, Answer]] = []
         for rank, pipe in self._commands.items():
             while pipe.is_readable:
@@ -105,7 +105,7 @@ class LeaderTeam:
         return found
 
     def wait_answer(self, rank: int) -> Answer:
-        """Implements `FollowerTransfers`."""
+        """Implements `TransferFollowers`."""
         try:
             answer = self._commands[rank].receive()
         except TimeoutError:

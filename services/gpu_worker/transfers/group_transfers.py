@@ -24,7 +24,7 @@ from blockyard.services.kv_transfer.transfer_blocks import SocketWatch
 from blockyard.shared.messages import KVAbort, KVReceive, KVSend
 
 
-class FollowerTransfers(Protocol):
+class TransferFollowers(Protocol):
     """The followers of a leader. Implemented by `ranks.LeaderTeam`."""
 
     @property
@@ -52,7 +52,7 @@ class GroupTransfers:
     """
 
     def __init__(
-        self, watch: SocketWatch, worker: int, own: RankTransfers, followers: FollowerTransfers | None
+        self, watch: SocketWatch, worker: int, own: RankTransfers, followers: TransferFollowers | None
     ) -> None:
         """worker: incarnation of the leader. Raises RankLostError if a follower is gone."""
         self.own, self.sent_to = own, set[int]()

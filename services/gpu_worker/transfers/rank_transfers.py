@@ -15,7 +15,7 @@ from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, Rece
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
 from blockyard.services.kv_transfer.routes import (
     RankPlace,
-    Route,
+    RankRoute,
     decode_places,
     find_routes,
     pair_number,
@@ -67,7 +67,7 @@ class RankTransfers:
         self.place = RankPlace(self._endpoint.receiver.endpoint, generation, layout.part or layout.whole)
         self._places = [self.place]
         self._receives: dict[int, dict[int, bytes]] = {}  # by transfer: tickets of open pairs, by their number
-        self._sends: OrderedDict[int, dict[int, Route]] = OrderedDict()  # by transfer: open pairs, by their number
+        self._sends: OrderedDict[int, dict[int, RankRoute]] = OrderedDict()  # by transfer: open pairs, by their number
         self._transfers: dict[int, int] = {}  # by number of an open pair
         self._num_ranks: dict[int, int] = {}  # of other workers, by incarnation
         self._refused = Events()
@@ -170,7 +170,7 @@ class RankTransfers:
         self._num_ranks[frame.source] = len(places)
         return places
 
-    def _expect(self, frame: KVReceive, route: Route, generation: int) -> None:
+    def _expect(self, frame: KVReceive, route: RankRoute, generation: int) -> None:
         """generation: of the sender."""
         pair, sender = pair_number(frame.transfer, route), rank_incarnation(frame.source, route.sender)
         blocks, ticket = list(frame.blocks), rank_ticket(frame.ticket, route.sender)
@@ -182,7 +182,13 @@ class RankTransfers:
             self._endpoint.receiver.admit(ticket, sender)
 
     def _send(
-        self, send: KVSend, pair: int, route: Route, to: RankPlace, layers: range, is_stored: Callable[[], bool] | None
+        self,
+        send: KVSend,
+        pair: int,
+        route: RankRoute,
+        to: RankPlace,
+        layers: range,
+        is_stored: Callable[[], bool] | None,
     ) -> None:
         one = msgspec.structs.replace(
             send,
@@ -222,10 +228,10 @@ class RankTransfers:
 
 def transfer_layout(config: WorkerConfig, blocks: TransferBlocks) -> BlockLayout | None:
     """Returns the layout of a rank's blocks as other workers compare it; None while its scales are not known."""
-    layout = blocks.layout
-    if layout is None or config.kv_transfer is None:
+    layout, settings = blocks.layout, config.kv_transfer
+    if layout is None or settings is None:
         return None
-    return msgspec.structs.replace(layout, scope=scope_of(config), checksums=config.kv_transfer.checksums)
+    return msgspec.structs.replace(layout, scope=scope_of(config), checksums=settings.checksums)
 
 
 def scope_of(config: WorkerConfig) -> str:

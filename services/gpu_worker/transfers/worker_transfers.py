@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from blockyard.services.gpu_worker.interfaces import StoredLayers, WorkerLinks
-from blockyard.services.gpu_worker.transfers.group_transfers import FollowerTransfers, GroupTransfers
+from blockyard.services.gpu_worker.transfers.group_transfers import GroupTransfers, TransferFollowers
 from blockyard.services.gpu_worker.transfers.rank_transfers import Events, RankTransfers, transfer_layout
 from blockyard.services.kv_transfer.layout import as_text
 from blockyard.services.kv_transfer.link_counts import LinkCounts
@@ -40,14 +40,15 @@ class WorkerTransfers:
         config: WorkerConfig,
         links: WorkerLinks,
         blocks: Callable[[], TransferBlocks],
-        followers: FollowerTransfers | None = None,
+        followers: TransferFollowers | None = None,
     ) -> None:
         """blocks: returns the runner's blocks, which may be other ones after sleep. followers: None: there is one rank.
 
         Raises ConfigError for settings with which no socket can be bound, or no link opened.
         """
         assert config.kv_transfer is not None
-        self._worker_config, self._role, self._followers = config, config.kv_transfer.role, followers
+        settings = config.kv_transfer
+        self._config, self._role, self._followers = config, settings.role, followers
         self._links, self._me, self._find_blocks = links, links.me.incarnation, blocks
         self._group: GroupTransfers | None = None
         self._receives: dict[int, KVReceive] = {}  # transfers that have not ended
@@ -75,7 +76,7 @@ class WorkerTransfers:
     def open(self) -> None:
         """While the scales of the KV cache are not known it stays closed: this worker exchanges blocks with none."""
         blocks, before = self._find_blocks(), self._group
-        layout = transfer_layout(self._worker_config, blocks)
+        layout = transfer_layout(self._config, blocks)
         if before is not None and before.own.blocks.arena is blocks.arena and before.own.layout == layout:
             return
         self.close()
@@ -83,7 +84,7 @@ class WorkerTransfers:
             return
         blocks.arena.renumber(self._generation + 1)
         self._generation = blocks.arena.generation
-        own = RankTransfers(self._links, self._me, 0, self._worker_config, blocks, layout)
+        own = RankTransfers(self._links, self._me, 0, self._config, blocks, layout)
         self._group = GroupTransfers(self._links, self._me, own, self._followers)
 
     def describe(self, geometry: Geometry) -> Geometry:

@@ -141,9 +141,8 @@ class IncomingTransfers:
             raise ValueError(f"transfer {transfer.number} names a block twice")
         if transfer.number in self._open or transfer.number in self._ended:
             raise ValueError(f"transfer {transfer.number} was expected before")
-        if transfer.part is not None:
-            self._layout.cut(transfer.part)
-        layout = self._layout if transfer.part is None else self._layout.of(transfer.part)
+        layout = self._layout.of(transfer.part)
+        self._layout.cut(transfer.part or layout.whole)
         none, zeros = dict.fromkeys(layout.layers, 0), np.zeros(len(transfer.blocks), np.uint64)
         it = _Incoming(transfer, layout, none, none.copy(), zeros, zeros.copy())
         self._open[transfer.number] = it

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from blockyard.services.gpu_worker.transfers.joined_transfers import JoinedTransfers
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
-from blockyard.services.kv_transfer.protocol.outgoing import Sent, SenderEnded
+from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
 
 BAD = [Received.ABORTED, Received.SENDER_LOST, Received.REVOKED]
 
