@@ -127,8 +127,8 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         self._enter(sequence)
         request = sequence.request
-        self.num_sequences += 1
         self._count(sequence)
+        self.num_sequences += _num_entries(sequence)
         if not request.accepted and not request.attempt and not request.is_batch_line:
             self.usage.add_unaccepted(request)
 
@@ -145,13 +145,37 @@ class WaitingQueue:
         self.num_dequeued_tokens += sequence.num_tokens
         self.discard(sequence)
 
+    def take_texts(self, sequence: Sequence, amount: QueueAmount) -> None:
+        """Some of the texts of a sequence are scheduled, or all that waited."""
+        self.num_dequeued += 0 if sequence.request.is_batch_line else amount.sequences
+        self.num_dequeued_tokens += amount.tokens
+        if amount == sequence.queue_amount:
+            self.discard(sequence)
+        else:
+            self._change_texts(sequence, NO_AMOUNT.less(amount))
+
+    def put_back_texts(self, sequence: Sequence, amount: QueueAmount) -> None:
+        """Texts that were scheduled wait again."""
+        if sequence.ticket:
+            self._change_texts(sequence, amount)
+        else:
+            self.push(sequence)
+
+    def _change_texts(self, sequence: Sequence, by: QueueAmount) -> None:
+        request = sequence.request
+        self.num_sequences += by.sequences
+        sequence.queue_amount = sequence.queue_amount.plus(by)
+        self._usage_of(request).add(request.owner, by)
+        if not request.is_batch_line:
+            self.output_limits[_limit(request)] += by.sequences
+
     def discard(self, sequence: Sequence) -> None:
         """Takes out a sequence, set aside or not. Does nothing if it is not in the queue."""
         if not sequence.ticket:
             return
         was_set_aside = sequence.is_set_aside
         sequence.ticket, sequence.is_set_aside = 0, False
-        self.num_sequences -= 1
+        self.num_sequences -= _num_entries(sequence)
         self._uncount(sequence)
         if not was_set_aside:
             self.policy.remove(sequence)
@@ -179,15 +203,15 @@ class WaitingQueue:
 
     def _count(self, sequence: Sequence) -> None:
         self._requests[sequence.request.id] += 1
-        sequence.queue_amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens)
+        sequence.queue_amount = sequence.amount
         self._usage_of(sequence.request).add(sequence.request.owner, sequence.queue_amount)
         if not sequence.request.is_batch_line:
-            self.output_limits[_limit(sequence.request)] += sequence.num_beams
+            self.output_limits[_limit(sequence.request)] += sequence.queue_amount.sequences
 
     def _uncount(self, sequence: Sequence) -> None:
         request, amount = sequence.request, sequence.queue_amount
         if not request.is_batch_line:
-            self._uncount_limit(_limit(request), sequence.num_beams)
+            self._uncount_limit(_limit(request), amount.sequences)
         sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1  # from now on it stands for itself alone
         self._requests[request.id] -= 1
         if not self._requests[request.id]:
@@ -207,6 +231,11 @@ class WaitingQueue:
         self._tickets += 1
         sequence.ticket, sequence.is_set_aside = self._tickets, False
         self.policy.push(sequence)
+
+
+def _num_entries(sequence: Sequence) -> int:
+    """Beams that wait as one sequence are counted as one, texts one by one."""
+    return 1 if sequence.request.texts is None else sequence.queue_amount.sequences
 
 
 def _limit(request: Request) -> OutputLimit:
