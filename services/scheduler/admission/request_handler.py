@@ -155,6 +155,12 @@ class RequestHandler:
             if request.attempt:
                 self._acceptance.accept(request)
 
+    def on_attached(self, has_kv: bool, now: float) -> None:
+        """A worker is attached. Prompts that came before the first one wait as those of a model without KV do."""
+        for pool in self.pools.unpack_all() if has_kv else ():
+            if not pool.accepted:
+                self._acceptance.on_arrival(self.pools.first_request(pool), now)
+
     def on_member_lost(self, member: int) -> None:
         """A member is lost, which may be a detokenizer or a gateway."""
         self._streams.remove_detokenizer(member, self._lifecycle.requests.values())
