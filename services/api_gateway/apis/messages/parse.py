@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from blockyard.services.api_gateway.apis.messages.conversation import read_conversation
-from blockyard.services.api_gateway.apis.messages.schemas import EMPTY, REFUSED, SAME, MessagesRequest
+from blockyard.services.api_gateway.apis.messages.schemas import EMPTY, REFUSED, MessagesRequest
 from blockyard.services.api_gateway.apis.messages.tools import read_offered_tools
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, MessagesOptions, ResponseOptions
 from blockyard.services.api_gateway.requests.prompt_fields import REASONING_SWITCHES, messages_prompt, template_kwargs
-from blockyard.services.api_gateway.requests.schemas import GenerationFields
+from blockyard.services.api_gateway.requests.schemas import GenerationFields, shared_sampling
 from blockyard.services.api_gateway.requests.validate import conversation_request
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError, not_built
@@ -86,7 +86,9 @@ def _parsed(
         stop=request.stop_sequences,
         user=None if request.metadata is None else request.metadata.user_id,
         thinking_token_budget=_thinking_budget(request, card),
-        **{name: getattr(request, name) for name in SAME},
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        **shared_sampling(request),
     )
     parsed = conversation_request(
         fields,
