@@ -29,6 +29,14 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "images": ([],),
     "rank_fields": ([], ["text"]),
     "data": (),
+    # of /v1/messages and /inference/v1/generate
+    "container": ([], {}),
+    "compaction": ([], {}),
+    "mcp_servers": ([], {}),
+    "thread": ([], {}),
+    "features": ([], {}),
+    "content_parts": ([], {}),
+    "ec_transfer_params": ([], {}),
 }
 
 

@@ -8,7 +8,6 @@ import msgspec
 
 from blockyard.services.api_gateway.apis.hidden_reasoning import read_hidden_reasoning
 from blockyard.services.api_gateway.apis.messages.schemas import (
-    EMPTY,
     Block,
     InputMessage,
     ResultBlock,
@@ -19,6 +18,7 @@ from blockyard.shared.ring_client.request_fields.chat_messages import CalledFunc
 
 # the first block of Claude Code's system prompt: it differs in every request, and no prefix would be cached
 BILLING_HEADER = "x-anthropic-billing-header"
+EMPTY = (b"null", b"[]", b"{}")  # values of a field that ask for nothing
 FAILED = "Error: "  # before the result of a tool that failed
 
 

@@ -158,7 +158,3 @@ class MessagesRequest(SharedSampling):
     compaction: msgspec.Raw = NULL
     mcp_servers: msgspec.Raw = NULL
     thread: msgspec.Raw = NULL
-
-
-REFUSED = ("container", "compaction", "mcp_servers", "thread")
-EMPTY = (b"null", b"[]", b"{}")  # values of a refused field that ask for nothing
