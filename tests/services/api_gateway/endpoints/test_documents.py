@@ -12,7 +12,7 @@ from aiohttp import web
 from openai.types import chat
 
 from blockyard.services.api_gateway.apis.completions import COMPLETIONS
-from blockyard.services.api_gateway.apis.responses.fields import ResponsesRequest
+from blockyard.services.api_gateway.apis.responses.schemas import ResponsesRequest
 from blockyard.services.api_gateway.endpoints.documents import Components, document
 from blockyard.services.api_gateway.http.access import Access, Guard, Route
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
