@@ -5,6 +5,8 @@ import logging
 import secrets
 from contextlib import nullcontext
 
+import msgspec
+
 from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
 from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
 from blockyard.services.api_gateway.responses.http_generation import OpenRequests
@@ -36,6 +38,9 @@ class PoolingPipeline:
         if self._config.log_requests:
             text = "%s: %d results of %d tokens for %s"
             log.info(text, request.options.answer_id, len(pooled.items), pooled.num_tokens, model)
+        if self._config.enable_prompt_tokens_details:
+            options = msgspec.structs.replace(request.options, prompt_tokens_details=True)
+            request = msgspec.structs.replace(request, options=options)
         return api.answer(request, pooled)
 
     def abort(self, answer_ids: set[str], error: RequestError) -> int:
