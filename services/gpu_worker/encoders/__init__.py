@@ -2,9 +2,9 @@
 
 - `packed_steps.PackedSteps`: one forward pass over packed texts, and the pooling behind it.
 - `read_packed`: the columns of a plan to arrays, and results to the block of bytes of their frame.
-- `packed_graphs`: on a GPU, CUDA graphs of the forward passes of small steps.
 - `encoder_runner.EncoderRunner`: plans to steps, and their results.
 - `encoder_engine.start_encoder`: loads the model; `engine.start` calls it.
 
-The models are in `models/encoders`, their attention is `attention/packed_attention`.
+The models are in `models/encoders`, their attention is `attention/packed_attention`, CUDA graphs of small steps are
+`execution/packed_graphs`.
 """

@@ -8,7 +8,7 @@ import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
-from blockyard.services.gpu_worker.encoders.packed_graphs import PackedGraphs
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk

@@ -18,12 +18,12 @@ from blockyard.services.gpu_worker.compilation import record_kernels
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.compilation.kernel_compiler import KernelCompiler
 from blockyard.services.gpu_worker.cores import usable_cores
-from blockyard.services.gpu_worker.encoders.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.cuda.forward_capture import CudaForwardCapture
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror

@@ -1,4 +1,4 @@
-"""Captures a forward pass as a CUDA graph, for `encoders.packed_graphs`."""
+"""Captures a forward pass as a CUDA graph, for `execution.packed_graphs`."""
 
 from collections.abc import Callable
 

@@ -17,7 +17,7 @@ from blockyard.kernels.attention.packed.packed_attention import packed_attention
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
-from blockyard.services.gpu_worker.encoders.packed_graphs import PackedGraphs
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.shared.messages import PackedPart, StepPlan
 
 RNG = np.random.default_rng(4)
