@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
@@ -52,6 +53,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
+MakeReader = Callable[[AdapterLimits], AdapterReader]
 DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -79,10 +81,12 @@ def start(
     report_start: Report,
     processes: CompileProcesses | None = None,
     team: RankTeam | None = None,
+    make_reader: MakeReader = ReaderProcess,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
+    make_reader: of adapters.
     """
     backend, report = pick_backend(config.device), StartReport(report_start)
     config = of_host(config)
@@ -103,7 +107,7 @@ def start(
         raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model with adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
-    loaded = load(config, settings, build, dtype, backend, report, team, generates=generates)
+    loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
     return make_runner(loaded, settings, backend, report, None if team is None else team.send, generates=generates)
 
 
@@ -141,6 +145,7 @@ def load(
     backend: Backend,
     report: StartReport,
     team: RankTeam | None,
+    make_reader: MakeReader = ReaderProcess,
     *,
     generates: bool = True,
 ) -> LoadedModel:
@@ -167,7 +172,7 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
-        adapters = make_adapters(model, config.lora, backend, report)
+        adapters = make_adapters(model, config.lora, backend, report, make_reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
@@ -262,7 +267,7 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
 
 
 def make_adapters(
-    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport
+    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport, make_reader: MakeReader
 ) -> WorkerAdapters | None:
     """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
     if config is None:
@@ -283,7 +288,7 @@ def make_adapters(
     held, size = f"{config.max_cpu_loras} in host memory", places.size_bytes
     on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
     report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
-    return WorkerAdapters(targets, places, limits)
+    return WorkerAdapters(targets, places, limits, make_reader(limits))
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

@@ -1,5 +1,6 @@
-"""Reads an adapter of a model from its folder: checked, in the order of the model's products, in the model's dtype."""
+"""Reads an adapter from its folder, and brings it into the order of a model's products."""
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, gro
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.lora.adapter_config import MAX_RANK
+from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,17 +25,35 @@ class AdapterLimits:
     target_modules: tuple[str, ...] = ()  # last parts of module names that adapters may change; empty: all
 
 
-def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> tuple[HostAdapter, list[str]]:
-    """Returns an adapter and notes on its config. Raises AdapterError with the cause in one line."""
+@dataclass(frozen=True, slots=True)
+class ReadModules:
+    """An adapter, read and checked as far as it can be without its model."""
+
+    config: AdapterConfig
+    modules: list[ModuleTensors]
+    digest: bytes
+    notes: list[str]  # on its config
+
+
+def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
+    """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line."""
     files = read_folder(folder)
     modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
     for module in modules:
         _check_limits(module, limits)
-    of_tokens = [module for module in modules if module.is_of_tokens]
-    others = [module for module in modules if not module.is_of_tokens]
-    deltas = targets.arrange(others, limits.dtype, files.config, limits.max_rank)
-    tokens = targets.tokens.arrange(of_tokens, files.config, limits.dtype, limits.max_rows)
-    return HostAdapter(files.digest, deltas, tokens), files.notes
+        module.convert(limits.dtype)
+    return ReadModules(files.config, modules, files.digest, files.notes)
+
+
+def arrange_modules(
+    read: ReadModules, targets: ModelTargets, limits: AdapterLimits
+) -> Generator[None, None, HostAdapter]:
+    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
+    of_tokens = [module for module in read.modules if module.is_of_tokens]
+    others = [module for module in read.modules if not module.is_of_tokens]
+    deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
+    tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows)
+    return HostAdapter(read.digest, deltas, tokens)
 
 
 def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
