@@ -80,7 +80,7 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
     """Assigns tensors to modules. with_bias: adapters may have biases. Raises AdapterError."""
     modules: dict[str, ModuleTensors] = {}
     unknown: list[str] = []
-    for name, value in tensors.items():
+    for name, value in sorted(tensors.items()):  # a file's reader gives any order, on which sums would depend
         module, field = _split(name)
         if field is None:
             unknown.append(name)
