@@ -7,16 +7,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+Child = tuple["subprocess.Popen[bytes]", socket.socket]  # with our end of its socket
+ADAPTER_READER = ("-m", "blockyard.services.gpu_worker.lora.reader_process")
 CLOSE_S = 5.0  # a process that has not ended by then is killed
 
 
-def start_child(
-    command: Sequence[str], descriptors: Sequence[int] = (), **environment: str
-) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """Returns the process and our end of its socket.
+def start_child(command: Sequence[str], descriptors: Sequence[int] = (), **environment: str) -> Child:
+    """Starts a process to which no GPU is visible.
 
     command: arguments of the Python interpreter, behind which the process gets its socket, `descriptors`, and the
-    process id of the worker. No GPU is visible to it.
+    process id of the worker.
     """
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(entry for entry in sys.path if entry)

@@ -18,9 +18,10 @@ from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTabl
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
+from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, adapted_layers, last_name
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, adapted_layers
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 

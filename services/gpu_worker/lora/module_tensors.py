@@ -175,3 +175,8 @@ def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:
 
 def _ends(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
+
+
+def last_name(module: str) -> str:
+    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
+    return module.rpartition(".")[2]

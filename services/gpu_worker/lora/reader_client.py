@@ -6,8 +6,8 @@ from typing import Protocol
 import msgspec
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
-from blockyard.services.gpu_worker.child_processes.start import end_child, start_child
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, ReadModules
+from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, Child, end_child, start_child
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderRefused,
     FromReader,
@@ -19,7 +19,6 @@ from blockyard.services.gpu_worker.lora.reader_frames import (
 
 log = logging.getLogger(__name__)
 
-COMMAND = ("-m", "blockyard.services.gpu_worker.lora.reader_process")
 MOST_DEATHS = 3  # an adapter whose reader ended so often is refused
 
 
@@ -39,12 +38,13 @@ class AdapterReader(Protocol):
 class ReaderProcess:
     """Implements `AdapterReader` by a process. What it was asked for when it ended is asked of the next one."""
 
-    def __init__(self, limits: AdapterLimits) -> None:
+    def __init__(self, limits: AdapterLimits, child: Child | None = None) -> None:
+        """child: one that is already started; None: starts one."""
         dtype = str(limits.dtype).removeprefix("torch.")
         self._settings = ReaderSettings(dtype, limits.max_rank, limits.with_bias, list(limits.target_modules))
         self._asked: dict[int, str] = {}  # in order: the process reads the first
         self._deaths: dict[int, int] = {}  # by job
-        self._start()
+        self._use(child or start_child(ADAPTER_READER))
 
     @property
     def process_id(self) -> int:
@@ -76,8 +76,8 @@ class ReaderProcess:
         self._frames.close()
         end_child(self._process)
 
-    def _start(self) -> None:
-        self._process, ours = start_child(COMMAND)
+    def _use(self, child: Child) -> None:
+        self._process, ours = child
         self._frames: FrameSocket[FromReader] = FrameSocket(ours, msgspec.msgpack.Decoder(FromReader))
         self._frames.send(self._settings)
 
@@ -93,7 +93,7 @@ class ReaderProcess:
             if self._deaths[job] >= MOST_DEATHS:
                 path = self._asked.pop(job)
                 refused.append((job, f"{path}: the process that reads it has ended {self._deaths.pop(job)} times"))
-        self._start()
+        self._use(start_child(ADAPTER_READER))
         for job, path in self._asked.items():
             self._frames.send(ReadFolder(job, path))
         return refused

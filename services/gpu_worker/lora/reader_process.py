@@ -18,7 +18,7 @@ import torch
 from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.reader_frames import (
     FolderRead,
     FolderRefused,

@@ -211,11 +211,6 @@ def _stack(module: ModuleTensors) -> str:
     return _key(module.name.removesuffix(STACK_SUFFIX))
 
 
-def last_name(module: str) -> str:
-    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
-    return module.rpartition(".")[2]
-
-
 def in_order(one: MatrixPart, rows: Tensor) -> Tensor:
     """Brings a part's rows [out, ...] from the checkpoint's order into that of the product."""
     if one.interleaved:

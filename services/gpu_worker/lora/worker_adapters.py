@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, ReadModules, arrange_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
@@ -28,6 +28,17 @@ class _Arranged:
     adapter: int
     notes: list[str]
     pieces: Generator[None, None, HostAdapter]
+
+
+def arrange_modules(
+    read: ReadModules, targets: ModelTargets, limits: AdapterLimits
+) -> Generator[None, None, HostAdapter]:
+    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
+    of_tokens = [module for module in read.modules if module.is_of_tokens]
+    others = [module for module in read.modules if not module.is_of_tokens]
+    deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
+    tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows)
+    return HostAdapter(read.digest, deltas, tokens)
 
 
 class WorkerAdapters:

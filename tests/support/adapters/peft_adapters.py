@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from blockyard.services.gpu_worker.lora.cpu_products import CpuPlaces
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, arrange_modules, read_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.lora.worker_adapters import arrange_modules
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import AdapterPlaced, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, ReadModules, read_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
 from blockyard.shared.errors import AdapterError
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tiny_models import BY_NAME, settings, start
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, ReadModules, read_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
 from blockyard.services.gpu_worker.lora.reader_client import MOST_DEATHS, ReaderProcess
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig

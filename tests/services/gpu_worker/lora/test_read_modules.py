@@ -11,7 +11,7 @@ from peft_adapters import read_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_modules
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
 

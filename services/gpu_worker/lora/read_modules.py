@@ -1,15 +1,12 @@
-"""Reads an adapter from its folder, and brings it into the order of a model's products."""
+"""Reads an adapter from its folder, as far as that needs no model. Imports no layers: a reader is to start quickly."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
-from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors
-from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, last_name
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
@@ -43,17 +40,6 @@ def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
         _check_limits(module, limits)
         module.convert(limits.dtype)
     return ReadModules(files.config, modules, files.digest, files.notes)
-
-
-def arrange_modules(
-    read: ReadModules, targets: ModelTargets, limits: AdapterLimits
-) -> Generator[None, None, HostAdapter]:
-    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
-    of_tokens = [module for module in read.modules if module.is_of_tokens]
-    others = [module for module in read.modules if not module.is_of_tokens]
-    deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
-    tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows)
-    return HostAdapter(read.digest, deltas, tokens)
 
 
 def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
