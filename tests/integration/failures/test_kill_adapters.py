@@ -76,7 +76,7 @@ def test_adapters_are_served_while_services_are_killed(tmp_path: Path) -> None:
         status, text = asyncio.run(post(server, "/v1/completions", completion(3, model="three")))
         assert status == 404 and "model_not_found" in text
 
-        reader = next(number for number, title in server.family().items() if title == "blockyard: adapters")
+        reader = next(number for number, title in server.family().items() if title == "adapters")
         os.kill(reader, signal.SIGSTOP)  # so that it ends while it reads
         texts, (status, text) = asyncio.run(ask_while_loading(server, models[:3], loaded, reader))
         assert texts == quiet[:3] and status == 200, text
