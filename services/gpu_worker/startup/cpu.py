@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.layers.cpu_offload import Declare
 from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare
 from blockyard.services.gpu_worker.lora.cpu_products import CpuPlaces
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus

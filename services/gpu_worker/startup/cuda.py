@@ -37,7 +37,7 @@ from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
 from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
     KVMemoryNeed,
     MemoryPlan,
