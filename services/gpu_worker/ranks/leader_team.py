@@ -15,8 +15,10 @@ from blockyard.services.gpu_worker.parallel.commands import Answer, Begin, Frame
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, LoadError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, LoadError, RankLostError
+from blockyard.shared.messages import RankStats
 from blockyard.shared.messages.base import Frame
+from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
@@ -39,6 +41,7 @@ class LeaderTeam:
         self.shard = Shard(0, config.tensor_parallel_size)
         self._config, self._on_end = config, on_end
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self.failure = ""  # why the device of a follower has failed
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._commands: dict[int, FramePipe[Answer]] = {}
         self._signs: dict[int, FramePipe[Sign]] = {}
@@ -114,6 +117,14 @@ class LeaderTeam:
             raise RankLostError(f"rank {rank} has ended")
         return answer
 
+    def stats(self) -> list[RankStats]:
+        """Implements `WorkerRanks`."""
+        found = [RankStats(0, os.getpid(), rss_bytes())]
+        for rank, process in self._processes.items():
+            silent_s, held = (0.0, 0) if self._watch is None else self._watch.last(rank)
+            found.append(RankStats(rank, process.pid, held, round(silent_s, 3)))
+        return found
+
     def serve(self) -> None:
         """The start is over."""
         if self._watch is not None:
@@ -133,11 +144,14 @@ class LeaderTeam:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
         code = process.returncode
-        self._kill()
         detail = what if code is None else f"{what} with code {code}"
         error: BlockyardError = RankLostError(f"rank {rank} of {self.shard.size} {detail}; all ranks end")
         if failed is not None:
             error = FAILURES.get(failed.exit_code, RankLostError)(f"rank {rank}: {failed.detail}")
+        if failed is not None and failed.is_of_device:
+            error = DeviceError(f"rank {rank}: {failed.detail}")
+            self.failure = str(error)
+        self._kill()
         self._on_end(error)
 
     def _kill(self) -> None:
