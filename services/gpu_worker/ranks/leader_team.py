@@ -40,7 +40,7 @@ class LeaderTeam:
         """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process."""
         self.shard = Shard(0, config.tensor_parallel_size)
         self._config, self._on_end = config, on_end
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
         self.failure = ""  # why the device of a follower has failed
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._commands: dict[int, FramePipe[Answer]] = {}
@@ -70,13 +70,13 @@ class LeaderTeam:
         pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
         self._commands[rank] = FramePipe(pairs[0][0], Answer)
         self._signs[rank] = FramePipe(pairs[1][0], Sign)
-        self._commands[rank].send(RankSetup(self._config, rank, str(self._folder), os.getpid()))
+        self._commands[rank].send(RankSetup(self._config, rank, str(self.folder), os.getpid()))
 
     def connect(self, connect: "Connect") -> "RankGroup":
         """Implements `RankTeam`. Followers start to load, again if they have before."""
         self.send(Begin())
         if self._group is None:
-            self._group = connect(self.shard, self._folder)
+            self._group = connect(self.shard, self.folder)
         return self._group
 
     def send(self, frame: Frame) -> None:
@@ -160,4 +160,4 @@ class LeaderTeam:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -45,13 +45,13 @@ class FollowerTeam:
 
     def __init__(self, setup: RankSetup) -> None:
         self.shard = Shard(setup.rank, setup.config.tensor_parallel_size)
-        self._folder = Path(setup.folder)
+        self.folder = Path(setup.folder)
         self._group: RankGroup | None = None
 
     def connect(self, connect: Connect) -> RankGroup:
         """Implements `RankTeam`."""
         if self._group is None:
-            self._group = connect(self.shard, self._folder)
+            self._group = connect(self.shard, self.folder)
         return self._group
 
 
