@@ -45,13 +45,13 @@ class FollowerTeam:
 
     def __init__(self, setup: RankSetup) -> None:
         self.shard = Shard(setup.rank, setup.config.tensor_parallel_size)
-        self._folder = Path(setup.folder)
+        self.folder = Path(setup.folder)
         self._group: RankGroup | None = None
 
     def connect(self, connect: Connect) -> RankGroup:
         """Implements `RankTeam`."""
         if self._group is None:
-            self._group = connect(self.shard, self._folder)
+            self._group = connect(self.shard, self.folder)
         return self._group
 
 
@@ -87,7 +87,8 @@ def main() -> None:
         fail(signs, str(e), e.exit_code)
     except Exception as e:
         log.exception("rank %d ends", setup.rank)
-        fail(signs, f"{type(e).__name__}: {e}".splitlines()[0], RankLostError.exit_code)
+        detail = f"{type(e).__name__}: {e}".splitlines()[0]
+        fail(signs, detail, RankLostError.exit_code, is_of_device=watch.is_serving and isinstance(e, RuntimeError))
 
 
 def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> None:
@@ -111,10 +112,10 @@ def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> 
                 follower.do(command)
 
 
-def fail(signs: FramePipe[Sign], detail: str, exit_code: int) -> None:
+def fail(signs: FramePipe[Sign], detail: str, exit_code: int, *, is_of_device: bool = False) -> None:
     """Tells the leader, which ends all ranks."""
     with contextlib.suppress(OSError):  # the leader is gone
-        signs.send(RankFailed(detail, exit_code))
+        signs.send(RankFailed(detail, exit_code, is_of_device))
     time.sleep(HEARD_S)
 
 
