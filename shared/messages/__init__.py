@@ -43,6 +43,7 @@ from blockyard.shared.messages.membership import (
     MembersRequest,
     ModelCard,
     NamedCount,
+    RankStats,
     RefusalCount,
     Stats,
     TenantShare,
@@ -57,6 +58,9 @@ from blockyard.shared.messages.model_settings import (
 )
 from blockyard.shared.messages.pooling import (
     NamedPrompt,
+    PackedPart,
+    PackedStep,
+    PackedVectors,
     Pool,
     PooledStart,
     PoolingCard,

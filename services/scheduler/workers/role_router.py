@@ -61,6 +61,11 @@ class Placement:
     price: int
 
 
+def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup]:
+    """Those for sequences of so many tokens; all of them if there is none."""
+    return [group for group in groups if group.max_model_len >= num_tokens] or groups
+
+
 def _holds(role: RoleGroups, adapter: int) -> bool:
     return any(group.adapters.can_start(adapter) for group in role.groups)
 
@@ -115,21 +120,16 @@ class RoleRouter:
         if request.adapter is not None and not (decode and prefill):
             for group in self._prefill.groups if decode else self._decode.groups:
                 group.adapters.want(request.adapter)
-            holders = decode or prefill
-            fits = [group for group in holders if group.max_model_len >= most] or holders
-            return self._remember(first, self._cheapest(fits, sequence))
+            return self._remember(first, self._cheapest(_long_enough(decode or prefill, most), sequence))
         longest = max(group.max_model_len for group in [*decode, *prefill])
         need = min(most, longest)
         decode = [group for group in decode if group.max_model_len >= need]
         at_decode = [(group, self._missing(group, sequence)) for group in decode]
-        if siblings := [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]:
-            if request.adapter is not None:
-                siblings = [group for group in siblings if group.adapters.can_start(request.adapter)]
-            beside = [
-                one for group in siblings if (one := self._placement(group, sequence, is_sibling=True)) is not None
-            ]
-            if beside:
-                return min(beside, key=lambda placement: placement.price)
+        if (beside := self._place_beside(sequence)) is not None:
+            return beside
+        asked = request.transfer_params
+        if asked is not None and asked.do_remote_decode:  # another request will go on with its blocks
+            return self._remember(first, self._cheapest(_long_enough(prefill, need), sequence))
         near = [group for group, num in at_decode if num <= max(self._most_there, group.kv_cache.block_size)]
         if near:
             return self._remember(first, self._cheapest(near, sequence))
@@ -146,7 +146,19 @@ class RoleRouter:
         if not pairs:  # their blocks do not fit together, or transfers between them fail
             fits = [group for group in prefill if group.max_model_len >= need]
             return self._remember(first, self._cheapest(list(dict.fromkeys([*fits, *decode])), sequence))
-        return self._place_pair(first, sequence, pairs, dict(at_decode), alone)
+        missing = dict(at_decode)
+        of_source = [pair for pair in pairs if pair[0].worker == asked.source] if asked is not None else []
+        if of_source and (placement := self._place_pair(first, sequence, of_source, missing, [])) is not None:
+            return placement
+        return self._place_pair(first, sequence, pairs, missing, alone)
+
+    def _place_beside(self, sequence: Sequence) -> Placement | None:
+        """The cheapest group where other sequences of the request run; None if there is none that has room."""
+        siblings = [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]
+        if (adapter := sequence.request.adapter) is not None:
+            siblings = [group for group in siblings if group.adapters.can_start(adapter)]
+        found = (self._placement(group, sequence, is_sibling=True) for group in siblings)
+        return min((one for one in found if one is not None), key=lambda one: one.price, default=None)
 
     def _place_pair(
         self,
@@ -183,7 +195,10 @@ class RoleRouter:
         adapter = sequence.request.adapter
         decode, prefill = self._decode.some(adapter), self._prefill.some(adapter)
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
-        for worker in self._recent.get(first, {}) if first is not None else {}:
+        known = dict(self._recent.get(first, {})) if first is not None else {}
+        if (asked := sequence.request.transfer_params) is not None and asked.source is not None:
+            known[asked.source] = None
+        for worker in known:
             group = self._by_worker.get(worker)
             if group is not None and adapter is not None and not group.adapters.can_start(adapter):
                 continue

@@ -36,6 +36,17 @@ async def ask(server: Server, models: list[str], kills: list[tuple[float, str]])
         return [log.text for log in await asyncio.gather(*tasks)]
 
 
+async def ask_while_loading(
+    server: Server, models: list[str], loaded: dict[str, object], reader: int
+) -> tuple[list[str], tuple[int, str]]:
+    """Asks while an adapter is loaded whose reader is killed."""
+    loading = asyncio.create_task(post(server, "/v1/load_lora_adapter", loaded))
+    asking = asyncio.create_task(ask(server, models, []))
+    await asyncio.sleep(0.3)
+    os.kill(reader, signal.SIGKILL)
+    return await asking, await loading
+
+
 async def post(server: Server, path: str, body: dict[str, object]) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.post(f"{server.url}{path}", json=body) as answer:
         return answer.status, await answer.text()
@@ -100,3 +111,14 @@ def test_an_adapter_that_is_unloaded_is_unknown(unified: Server) -> None:
     assert asyncio.run(post(unified, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
     status, text = asyncio.run(post(unified, "/v1/completions", completion(3, model="three")))
     assert status == 404 and "model_not_found" in text
+
+
+@pytest.mark.timeout(180)
+def test_a_reader_that_is_killed_delays_its_adapter_alone(unified: Server, quiet: list[str]) -> None:
+    """Runs after the test above, which unloads the third adapter."""
+    reader = next(number for number, title in unified.family().items() if title == "adapters")
+    os.kill(reader, signal.SIGSTOP)  # so that it ends while it reads
+    loaded: dict[str, object] = {"lora_name": "three", "lora_path": "three"}
+    texts, (status, text) = asyncio.run(ask_while_loading(unified, ASKED[:3], loaded, reader))
+    assert texts == quiet[:3] and status == 200, text
+    assert asyncio.run(ask(unified, ASKED[:4], [])) == quiet[:4]

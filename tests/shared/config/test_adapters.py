@@ -53,6 +53,16 @@ def test_modules() -> None:
     ]
 
 
+def test_modules_are_mappings_in_yaml_python_and_json_lists() -> None:
+    modules = ["a=/x", {"name": "b", "path": "/b"}]
+    of_file = Values(parsed_flags.from_mapping({"model": "m", "lora-modules": modules}, "serve.yaml"))
+    of_line = values("--lora-modules", '["a=/x", {"name": "b", "path": "/b"}]')
+    expected = [AdapterSource(name="a", path="/x"), AdapterSource(name="b", path="/b")]
+    assert adapters.sources(of_file) == adapters.sources(of_line) == expected
+    with pytest.raises(ConfigError, match="expected a list, got"):
+        parsed_flags.from_mapping({"lora-modules": [5]}, "serve.yaml")
+
+
 @pytest.mark.parametrize(
     ("modules", "text"),
     [
@@ -90,13 +100,13 @@ GIVEN = {
     "max-loras": ["--max-loras", "3"],
     "max-lora-rank": ["--max-lora-rank", "8"],
     "lora-dtype": ["--lora-dtype", "float16"],
+    "lora-extra-vocab-size": ["--lora-extra-vocab-size", "8"],
     "max-cpu-loras": ["--max-cpu-loras", "7"],
     "qlora-adapter-name-or-path": ["--qlora-adapter-name-or-path", "org/q"],
     "lora-target-modules": ["--lora-target-modules", "q_proj"],
     "lora-max-wait": ["--lora-max-wait", "0.5"],
 }
 REFUSED = {
-    "lora-extra-vocab-size": ["--lora-extra-vocab-size", "8"],
     "long-lora-scaling-factors": ["--long-lora-scaling-factors", "4.0"],
     "enable-prompt-adapter": ["--enable-prompt-adapter"],
     "max-prompt-adapters": ["--max-prompt-adapters", "2"],
