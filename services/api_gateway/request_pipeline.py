@@ -53,7 +53,8 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 class RequestPipeline:
     def __init__(self, client: RingClient, formats: ModelFormats, config: GatewayConfig) -> None:
         self._config, self._formats = config, formats
-        self._open = OpenRequests(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        bounds = (config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self._open = OpenRequests(*bounds, num_pooled_tokens=lambda: client.pooling.num_waiting_tokens)
         self.pooling = PoolingPipeline(client, self._open, config)
         self._logs_prompts = config.log_requests and bool(config.max_log_len)
         self.tokenizer_client, self.schedulers, self._dispatch = (

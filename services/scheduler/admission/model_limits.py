@@ -226,7 +226,8 @@ class ModelLimits:
         """
         adapter = self._adapters.find(frame.adapter, frame.adapter_digest)
         if adapter is None:
-            return None, Refusal(404, "model", f"the model {frame.adapter!r} does not exist")
+            text = f"The model `{frame.adapter}` does not exist any more: the adapter was unloaded."
+            return None, Refusal(404, "model", text)
         if adapter.digest != frame.adapter_digest and any(choice.output_ids for choice in frame.choices):
             return None, Refusal(409, "model", f"the adapter {frame.adapter!r} was replaced while the request ran")
         return adapter, None

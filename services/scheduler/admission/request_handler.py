@@ -155,6 +155,12 @@ class RequestHandler:
             if request.attempt:
                 self._acceptance.accept(request)
 
+    def on_attached(self, has_kv: bool, now: float) -> None:
+        """A worker is attached. Prompts that came before the first one wait as those of a model without KV do."""
+        for pool in self.pools.unpack_all() if has_kv else ():
+            if not pool.accepted:
+                self._acceptance.on_arrival(self.pools.first_request(pool), now)
+
     def on_member_lost(self, member: int) -> None:
         """A member is lost, which may be a detokenizer or a gateway."""
         self._streams.remove_detokenizer(member, self._lifecycle.requests.values())
@@ -189,7 +195,7 @@ class RequestHandler:
             self._answer(gateway, frame, refusal, "invalid")
             return
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
+        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids), num_sequences)
         owner = (frame.tenant, frame.user)
         # later attempts had their place in the queue
         if frame.attempt == 0 and not self._make_room(gateway, frame, owner, amount):
