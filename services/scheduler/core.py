@@ -248,7 +248,8 @@ class Scheduler:
 
     @property
     def phase(self) -> str:
-        return self.controls.phase or ("serving" if self.groups else "waiting for a worker")
+        serving = self.adapter_loads.phase or "serving"
+        return self.controls.phase or (serving if self.groups else "waiting for a worker")
 
     @property
     def idle(self) -> bool:

@@ -39,7 +39,7 @@ class PoolHandler:
             refuse(gateway, frame, refusal, "invalid")
             return None
         owner = (frame.tenant, frame.user)
-        amount = QueueAmount(num_ids(frame.indexes), num_ids(frame.token_ids))
+        amount = QueueAmount(num_ids(frame.indexes), num_ids(frame.token_ids), 1)
         if frame.attempt == 0 and not make_room(gateway, frame, owner, amount):
             return None
         if pool is None:

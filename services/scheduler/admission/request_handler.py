@@ -18,6 +18,7 @@ from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import Owner, WaitingQueue
 from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence
+from blockyard.services.scheduler.sequences.transfer_params import TransferParams
 from blockyard.shared import messages
 from blockyard.shared.messages import Accepted, Cancel, Generate, PathLost, Pool, Refused, Stop
 from blockyard.shared.token_ids import num_ids
@@ -194,7 +195,7 @@ class RequestHandler:
             self._answer(gateway, frame, refusal, "invalid")
             return
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
+        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids), num_sequences)
         owner = (frame.tenant, frame.user)
         # later attempts had their place in the queue
         if frame.attempt == 0 and not self._make_room(gateway, frame, owner, amount):
@@ -303,6 +304,7 @@ class RequestHandler:
             owner=old.owner if old is not None else (frame.tenant, frame.user),
             is_batch_line=old.is_batch_line if old is not None else frame.batch_line,
             adapter=None if adapter is None else adapter.number,
+            transfer_params=TransferParams.read(frame.kv_transfer_params) if frame.kv_transfer_params else None,
         )
         self._lifecycle.add(request)
         self._add_sequences(request, frame.choices, found)

@@ -141,7 +141,10 @@ class ResultApplier:
         if sequence.hypothesis is not None:
             self._beam_scheduler.on_result(group, sequence, slot)
             return
-        _send(sequence, slot, finish, stamp_s)
+        transfer_params = b""
+        if finish is not None and (asked := sequence.request.transfer_params) is not None:
+            transfer_params = asked.answer(group.worker, sequence.request.id)
+        _send(sequence, slot, finish, stamp_s, transfer_params)
         if sequence.ticket:
             self._waiting.add_tokens(sequence, num_tokens)
         # log-probabilities are not kept: the gateway has them, or they are computed again
@@ -215,7 +218,9 @@ def _indexes(tokens: "array[int]", token: int) -> set[int]:
     return places
 
 
-def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float) -> None:
+def _send(
+    sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float, transfer_params: bytes
+) -> None:
     """Sends what a slot produced to the detokenizer."""
     request, first, text_outbox = sequence.request, len(sequence.outputs), sequence.request.text_outbox
     if text_outbox is None:
@@ -236,6 +241,7 @@ def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, sta
             0 if first else sequence.reported_cached_tokens,
             None if first else sequence.queued_s,
             slot.status,
+            transfer_params,
         ),
         stamp_s,
     )

@@ -223,7 +223,10 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
 
 
 def _amount(sequences: list[Sequence]) -> QueueAmount:
-    return QueueAmount(sum(c.queue_amount.sequences for c in sequences), sum(c.queue_amount.tokens for c in sequences))
+    pools = {c.request.pool.id for c in sequences if c.request.pool is not None}
+    amounts = [c.queue_amount for c in sequences]
+    entries = len(pools) + sum(one.entries for one in amounts)
+    return QueueAmount(sum(one.sequences for one in amounts), sum(one.tokens for one in amounts), entries)
 
 
 def check_texts(core: Scheduler) -> None:
