@@ -58,8 +58,9 @@ def worker_config(values: Values) -> LoraConfig | None:
 
 def _check_workers(values: Values) -> None:
     """Raises ConfigError for workers that serve no adapters."""
-    for flag in ("prefill-workers", "decode-workers", "tensor-parallel-size"):
-        if (number := values.get(flag, int)) > (1 if flag == "tensor-parallel-size" else 0):
+    most = {"prefill-workers": 0, "decode-workers": 0, "tensor-parallel-size": 1, "pipeline-parallel-size": 1}
+    for flag, allowed in most.items():
+        if (number := values.get(flag, int)) > allowed:
             raise ConfigError(f"{values.where(flag)} {number}: not built yet with LoRA adapters")
     if values.is_given(kv_transfer.FLAG):
         raise ConfigError(f"{values.where(kv_transfer.FLAG)}: not built yet with LoRA adapters")

@@ -7,6 +7,7 @@ socket of their own, which threads read and write while a rank computes.
 import socket
 import struct
 import threading
+from enum import Enum
 from typing import Generic, TypeVar
 
 import msgspec
@@ -15,6 +16,14 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages.base import Frame
 
 _LENGTH = struct.Struct("<I")
+
+
+class Followers(Enum):
+    """Those that a command is for."""
+
+    ALL = "all"
+    EARLIER_STAGES = "earlier stages"
+    LAST_STAGE = "last stage"  # the leader's
 
 
 class RankSetup(Frame, frozen=True):
@@ -29,9 +38,11 @@ class RankSetup(Frame, frozen=True):
 class Begin(Frame, frozen=True):
     """Load the model. Again after deep sleep."""
 
+    stage_layers: list[int]  # number of layers of each pipeline stage; empty: there is one
+
 
 class AttentionCall(Frame, frozen=True):
-    """The arguments of `CpuMetadataBuilder.attention`, int64: of the forward pass that follows."""
+    """The arguments of `CpuMetadataBuilder.attention`, int64."""
 
     blocks: bytes
     offsets: bytes
@@ -45,6 +56,7 @@ class AttentionCall(Frame, frozen=True):
 class ForwardPass(Frame, frozen=True):
     """Compute the layers."""
 
+    attention: AttentionCall
     token_ids: bytes  # int64
     positions: bytes
 
@@ -151,7 +163,6 @@ class RankFailed(Frame, frozen=True):
 Command = (
     RankSetup
     | Begin
-    | AttentionCall
     | ForwardPass
     | DeviceForward
     | ScatterWords

@@ -68,7 +68,7 @@ class RankGroup:
         if self._is_alone:
             return part
         if not self._sums_in_order:
-            self._do(self._group.allreduce([part]))
+            self.wait(self._group.allreduce([part]))
             return part
         parts = self.collect(part)
         total = parts[0].float() if part.dtype.itemsize < 4 else parts[0]  # rounded once
@@ -80,7 +80,7 @@ class RankGroup:
         """Returns all ranks' parts, of equal shape and dtype, in the order of ranks."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._do(self._group.allgather([[_bytes(one) for one in parts]], [_bytes(part)]))
+        self.wait(self._group.allgather([[_bytes(one) for one in parts]], [_bytes(part)]))
         return parts
 
     def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor:
@@ -92,18 +92,31 @@ class RankGroup:
             return part.new_zeros(len(part), sum(widths))
         part = part.contiguous()
         if not self.is_leader:
-            self._do(self._group.send([_bytes(part)], LEADER, 0))
+            self.wait(self._group.send([_bytes(part)], LEADER, 0))
             return part
         parts = [part, *(part.new_empty((len(part), width)) for width in widths[1:])]
         for work in [self._group.recv([_bytes(one)], rank, 0) for rank, one in enumerate(parts) if rank != LEADER]:
-            self._do(work)
+            self.wait(work)
         return torch.cat(parts, 1)
 
     def copy_from_leader(self, tensor: Tensor) -> None:
         """Writes what the leader has there to `tensor`, which is contiguous, on the other ranks."""
         if self._is_alone:
             return
-        self._do(self._group.broadcast([_bytes(tensor)], self._from_leader))
+        self.wait(self._group.broadcast([_bytes(tensor)], self._from_leader))
+
+    def send(self, tensor: Tensor, to: int) -> PendingCollective:
+        """Sends a contiguous tensor to another rank, which calls `receive`. It must not change before the end."""
+        return self._group.send([_bytes(tensor)], to, 0)
+
+    def receive(self, tensor: Tensor, of: int) -> None:
+        """Writes what another rank has sent to a contiguous tensor."""
+        if not self._is_alone:
+            self.wait(self._group.recv([_bytes(tensor)], of, 0))
+
+    @property
+    def is_alone(self) -> bool:
+        return self._is_alone
 
     def least(self, value: int) -> int:
         """Returns the smallest value of all ranks."""
@@ -113,7 +126,8 @@ class RankGroup:
         """Returns the largest value of all ranks, element by element."""
         return torch.stack(self.collect(values)).amax(0)
 
-    def _do(self, work: PendingCollective) -> None:
+    def wait(self, work: PendingCollective) -> None:
+        """Waits for the end of a collective: on a GPU its stream does."""
         try:
             work.wait()
         except RuntimeError as e:

@@ -73,6 +73,7 @@ def test_wrong_modules(modules: list[str], text: str) -> None:
     [
         ["--prefill-workers", "1", "--decode-workers", "1"],
         ["--tensor-parallel-size", "2"],
+        ["--pipeline-parallel-size", "2"],
         ["--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'],
     ],
     ids=lambda flags: flags[0],

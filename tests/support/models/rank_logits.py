@@ -1,6 +1,6 @@
 """One rank of a group: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits RANK SIZE GROUP-FOLDER [--spread] CHECKPOINT...
+python -m rank_logits RANK TENSOR-SIZE STAGES GROUP-FOLDER [--spread] CHECKPOINT...
 
 --spread: ranks have some experts whole.
 """
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,11 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.stages import Stage, place_of, ranges_of
+from blockyard.services.gpu_worker.parallel.team import RankGroups, connect_groups
+from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
@@ -34,11 +38,26 @@ def prompt() -> list[int]:
     return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
 
 
-def load(folder: Path, ranks: RankGroup | None, *, spread: bool = False) -> Model:
+def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroups:
+    """size: ranks of a stage."""
+    return connect_groups(connect_cpus, place_of(rank, size, num_stages), group)
+
+
+def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False) -> Model:
+    """Stages have as many layers each, the last may have more."""
     settings = read_config(folder, {}, lambda note: None)
-    table = WeightTable(torch.float32, CPU, shard=Shard() if ranks is None else ranks.shard)
-    table.ranks, table.spreads_experts = ranks, spread
-    model = find_family(settings)(settings, table)
+    shard = Shard() if ranks is None else ranks.place.shard
+    build = partial(find_family(settings), settings)
+    table = WeightTable(torch.float32, CPU, shard=shard)
+    table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
+    if ranks is not None and ranks.place.num_stages > 1:
+        whole, size = build(WeightTable(torch.float32, torch.device("meta"), shard=shard)), ranks.place.num_stages
+        each = whole.shape.num_layers // size
+        layers = ranges_of([*[each] * (size - 1), whole.shape.num_layers - each * (size - 1)])
+        table.stage, table.whole = Stage(ranks.place.stage, size, layers[ranks.place.stage]), whole.table
+    model = build(table)
+    if table.stage is not None and ranks is not None:
+        model = make_stage_model(model, table.stage, ranks)
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     return model
@@ -50,16 +69,16 @@ def logits(model: Model) -> torch.Tensor:
     return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
 
 
-def run(size: int, group: Path, folders: Sequence[Path], *flags: str) -> None:
-    """Runs all ranks as processes. Raises CalledProcessError if one fails."""
+def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
+    """Runs all ranks as processes. Raises CalledProcessError if one fails. size: of a stage."""
     group.mkdir()
-    arguments = [str(size), str(group), *flags, *map(str, folders)]
+    arguments = [str(size), str(num_stages), str(group), *flags, *map(str, folders)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-P", "-m", "rank_logits"]
-    ranks = [subprocess.Popen([*command, str(rank), *arguments], env=env) for rank in range(size)]
+    ranks = [subprocess.Popen([*command, str(rank), *arguments], env=env) for rank in range(size * num_stages)]
     try:
         for rank in ranks:
-            if rank.wait(120):
+            if rank.wait(300):
                 raise subprocess.CalledProcessError(rank.returncode, "rank_logits")
     finally:
         for rank in ranks:
@@ -69,13 +88,15 @@ def run(size: int, group: Path, folders: Sequence[Path], *flags: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rank, size, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    ranks = connect_cpus(Shard(rank, size), group)
-    spread = sys.argv[4] == "--spread"
-    for folder in map(Path, sys.argv[4 + spread :]):
-        found = logits(load(folder, ranks, spread=spread))
-        if ranks.is_leader:
+    rank, size, num_stages = map(int, sys.argv[1:4])
+    ranks = connect(rank, size, Path(sys.argv[4]), num_stages)
+    spread, models = sys.argv[5] == "--spread", list[Model]()  # with what they send
+    for folder in map(Path, sys.argv[5 + spread :]):
+        models.append(load(folder, ranks, spread=spread))
+        found = logits(models[-1])
+        if rank == 0:
             torch.save(found, folder / OUTPUT)
+    ranks.everyone.least(0)  # the leader ends when nobody sends any more
 
 
 if __name__ == "__main__":

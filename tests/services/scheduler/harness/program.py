@@ -44,6 +44,7 @@ SHAPES: dict[str, list[object]] = {
     "num_adapters": [0, 0, 3],
     "num_adapter_places": [1, 2],
     "num_host_adapters": [1, 2, 3],
+    "num_stages": [1, 1, 2, 3],
 }  # fields of a world's Shape
 
 T = TypeVar("T")
