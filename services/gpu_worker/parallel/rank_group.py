@@ -42,15 +42,21 @@ class RankGroup:
     """One rank's end of its group. All methods are collective, and raise RankLostError if another rank is gone."""
 
     def __init__(
-        self, shard: Shard, collectives: Collectives, device: torch.device, *, sums_in_order: bool = True
+        self,
+        shard: Shard,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        sums_in_order: bool = True,
+        host_waits: bool = True,
     ) -> None:
         """sums_in_order: parts are added in the order of ranks, so that the sum of a row does not depend on the number
-        of rows. Otherwise the transport adds them as is quickest."""
+        of rows. Otherwise the transport adds them as is quickest. host_waits: in `wait`; otherwise a stream does."""
         self.shard, self.device = shard, device
         self.rank, self.size = shard
         self.is_leader = shard.rank == LEADER
         self._group, self._sums_in_order = collectives, sums_in_order
-        self._is_alone = False
+        self._is_alone, self.host_waits = False, host_waits
         self._from_leader = _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
 
@@ -151,7 +157,7 @@ def connect_gpus(shard: Shard, folder: Path, device: torch.device) -> RankGroup:
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
     collectives = _dist.ProcessGroupNCCL(_store(shard, folder), shard.rank, shard.size, options)
-    return RankGroup(shard, collectives, device, sums_in_order=False)
+    return RankGroup(shard, collectives, device, sums_in_order=False, host_waits=False)
 
 
 def _store(shard: Shard, folder: Path) -> object:

@@ -15,7 +15,7 @@ class StageLink:
     def __init__(self, everyone: RankGroup, place: RankPlace) -> None:
         """everyone: all ranks of the worker."""
         self.is_first, self.is_last = place.stage == 0, place.stage == place.num_stages - 1
-        self._everyone, self._most_sent = everyone, place.num_stages
+        self._everyone, self._most_sent = everyone, place.num_stages if everyone.host_waits else 0
         self._before, self._behind = rank_at(place, place.stage - 1), rank_at(place, place.stage + 1)
         # perhaps not taken yet: gloo sends nothing more after one that was given up
         self._sent: deque[tuple[PendingCollective, Tensor]] = deque()

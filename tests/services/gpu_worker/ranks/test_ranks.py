@@ -216,16 +216,21 @@ def test_stages_that_cannot_be_are_refused_before_anything_is_loaded(
 
 
 def test_stages_have_the_layers_that_are_asked_for(folder: Path, tmp_path: Path) -> None:
+    """All have as many KV blocks as the one with the most layers has room for."""
     notes: list[str] = []
-    asked = config(folder, 1, 2, pipeline_layers=[2, 1])
+    size_bytes = 100 * BLOCK_BYTES
+    fields = {"pipeline_layers": [2, 1], "kv_cache_memory_bytes": size_bytes, "pipeline_parallel_size": 2}
+    asked = settings(folder, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=None, **fields)
     team = LeaderTeam(asked, tmp_path, lambda error: None)
     team.start({})
     try:
         runner = engine.start(asked, lambda phase, progress, said: notes.extend(said), team=team)
         assert isinstance(runner, Runner)
-        assert runner.model.shape.num_layers == 1
         assert "pipeline: 2 stages; the last one has layers 2 to 2" in notes
-        assert not any("embed_tokens" in name for name in runner.model.table.places)
+        assert runner.model.shape.num_layers == 1
+        names = runner.model.table.places.keys()
+        assert not any("embed_tokens" in name or "layers.0." in name for name in names)
+        assert runner.geometry.num_blocks == runner.pool.num_blocks == size_bytes // (BLOCK_BYTES * 2 // 3)
     finally:
         team.close()
 
