@@ -32,6 +32,7 @@ from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
+from blockyard.services.gpu_worker.models.stage_model import StageModel
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage
@@ -348,6 +349,7 @@ def geometry_of(
         num_adapter_places=0 if config.lora is None else config.lora.max_loras,
         num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
         num_stages=config.pipeline_parallel_size,
+        balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
     )
 
 

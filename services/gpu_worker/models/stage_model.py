@@ -1,5 +1,6 @@
 """The layers of one pipeline stage as a model: input comes from the stage before, and output goes to the next."""
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -35,6 +36,15 @@ class StageModel:
 
     def computed(self) -> list[Tensor]:
         return self._decoder.computed()
+
+    def balanced_context(self) -> int:
+        """See `Geometry`. 0 for mixtures, of whose experts a token uses few."""
+        attended = sum(layer.num_heads * layer.head_dim for layer in self.shape.attention if layer.rules.window is None)
+        if not attended or self.experts():
+            return 0
+        heads = {id(linear) for linear in self._decoder.head_linears()}
+        weights = sum(math.prod(linear.shape) for linear in self.linears() if id(linear) not in heads)
+        return weights // (2 * attended)  # a weight is two operations, a number of a head four: of K, and of V
 
     def forward(self, step: Step) -> Tensor:
         """Returns hidden states of the last stage; of others the residual, which is sent."""

@@ -115,7 +115,9 @@ class CpuBackend:
 
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         edits = config.run_ahead_penalties
-        metadata = None if runner.send is None else LeaderMetadata(runner.pool, runner.send)
+        metadata = None
+        if runner.send is not None:
+            metadata = LeaderMetadata(runner.pool, runner.send, runner.geometry.num_stages)
         steps = CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits, metadata)
         if isinstance(runner.model, LeaderModel) and (num_stages := runner.geometry.num_stages) > 1:
             pipelined = PipelinedCpuSteps(steps, runner.model, num_stages)

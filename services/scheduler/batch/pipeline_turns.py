@@ -2,9 +2,11 @@
 
 Each stage computes another plan, so as many plans are under way as there are stages. A sequence decodes in every plan
 of its turn alone: the next plan of a turn is built once the result of the one before is in, which it needs.
-Chunks of prompts need no tokens, and run in plans of any turn.
+Chunks of prompts need no tokens, and run in plans of any turn. They get smaller as their context grows (`even_chunk`), so
+that no stage waits long for another.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
@@ -95,3 +97,24 @@ class PipelineTurns:
         self.remove(running)
         to.add(running)
         self._turn_of[running] = to
+
+
+def even_chunk(most: int, context: int, balanced_context: int) -> int:
+    """Returns how many tokens behind `context` others take as long as the first `most` of a prompt; at least one.
+
+    balanced_context: see `Geometry`; 0: attention costs nothing.
+
+    A token behind c others costs 1 + c / B, with B the balanced context, so n of them cost n + n * (c + n / 2) / B.
+    """
+    if not balanced_context or not context:
+        return most
+    first, slope = most + most * most / (2 * balanced_context), 1 + context / balanced_context
+    return max(int(balanced_context * (math.sqrt(slope * slope + 2 * first / balanced_context) - slope)), 1)
+
+
+def tokens_of_cost(num_tokens: int, context: int, balanced_context: int) -> int:
+    """Returns how many first tokens of a prompt take as long as `num_tokens` behind `context` others."""
+    if not balanced_context or not context:
+        return num_tokens
+    cost = num_tokens + num_tokens * (context + num_tokens / 2) / balanced_context
+    return math.ceil(balanced_context * (math.sqrt(1 + 2 * cost / balanced_context) - 1))

@@ -55,7 +55,7 @@ class CpuFollowerSteps:
 
     def __init__(self, model: Model, pool: KVPool, ranks: RankGroups) -> None:
         self._model, self._ranks = model, ranks
-        self._builder = CpuMetadataBuilder(pool)
+        self._builder = CpuMetadataBuilder(pool, ranks.place.num_stages)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
 
     def forget(self) -> None:

@@ -183,8 +183,9 @@ class DeviceMirror:
 class LeaderMetadata:
     """Builds the attention of a step as `CpuMetadataBuilder` does. `LeaderModel` tells followers of it."""
 
-    def __init__(self, pool: KVPool, send: SendCommand) -> None:
-        self._builder, self._send = CpuMetadataBuilder(pool), send
+    def __init__(self, pool: KVPool, send: SendCommand, num_batches: int = 1) -> None:
+        """num_batches: see `CpuMetadataBuilder`."""
+        self._builder, self._send = CpuMetadataBuilder(pool, num_batches), send
 
     def clear(self) -> None:
         self._send(ForgetSequences())

@@ -75,6 +75,18 @@ def test_chunks_of_a_prompt_do_not_wait_for_one_another(ring: type[Ring]) -> Non
     it.finish()
 
 
+def test_chunks_shrink_as_their_context_grows(ring: type[Ring]) -> None:
+    it = ring(num_stages=2, balanced_context=40, num_blocks=200, max_num_batched_tokens=32, max_model_len=300)
+    it.submit("a", 250)
+    chunks = [record.chunk_sizes[0] for record in group_of(it).in_flight]
+    while sum(chunks) < 250:
+        it.steps(1)
+        chunks.append(group_of(it).in_flight[-1].chunk_sizes[0])
+    assert chunks[:2] == [32, 21] and chunks[-2] < 10
+    assert chunks[:-1] == sorted(chunks[:-1], reverse=True)
+    it.finish()
+
+
 def test_a_sequence_alone_has_one_plan(ring: type[Ring]) -> None:
     it = ring(num_stages=2, num_blocks=200)
     it.submit("a", 5, max_tokens=30)
