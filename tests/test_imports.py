@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "request_pipeline",
         "stored_responses",
         "service",
+        "turns",
         "batches",
         "batch_api",
         "http",
@@ -211,6 +212,7 @@ LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server",
 LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
     "layout",
+    "routes",
     "sender_processes",
     "protocol",
     "copy_thread",
@@ -261,10 +263,10 @@ LAYERS["services/gpu_worker"] += (
     "startup",
     "encoders",
     "engine",
-    "ranks",
     "mock",
-    "bench",
     "transfers",
+    "ranks",
+    "bench",
 )
 LAYERS["services/gpu_worker"] += ("counters", "session", "service", "__main__")
 LAYERS["kernels"] = (

@@ -67,7 +67,7 @@ def serve(config: WorkerConfig) -> None:
 
         start, held_bytes = load_engine(config, team)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
-        transfers = make_transfers(config, links, runner)
+        transfers = make_transfers(config, links, runner, team)
         if team is not None:
             team.serve()
         links.update(ready=True)
@@ -129,12 +129,14 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     return processes
 
 
-def make_transfers(config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner) -> KVTransfers | None:
+def make_transfers(
+    config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner, team: LeaderTeam | None = None
+) -> KVTransfers | None:
     """Binds the socket for KV blocks of other workers. Raises ConfigError if that cannot be done."""
     if config.kv_transfer is None:
         return None
     worker_transfers, _ = load_transfers()
-    return worker_transfers(config, links, lambda: runner.kv_memory)
+    return worker_transfers(config, links, lambda: runner.kv_memory, team)
 
 
 def load_transfers() -> "tuple[type[WorkerTransfers], type[MockMemory]]":

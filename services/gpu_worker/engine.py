@@ -287,7 +287,13 @@ def make_adapters(
     if unknown := sorted(set(wanted) - known):
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
     dtype = model.table.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    limits = AdapterLimits(dtype=dtype, max_rank=config.max_rank, with_bias=config.with_bias, target_modules=wanted)
+    limits = AdapterLimits(
+        dtype=dtype,
+        max_rank=config.max_rank,
+        with_bias=config.with_bias,
+        max_rows=config.extra_vocab_size,
+        target_modules=wanted,
+    )
     places = backend.make_places(model, config.max_loras, limits)
     held, size = f"{config.max_cpu_loras} in host memory", places.size_bytes
     on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""

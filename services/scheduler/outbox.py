@@ -111,6 +111,17 @@ class VectorOutbox:
         block.cached_tokens += sequence.reported_cached_tokens
         block.queued_s = max(block.queued_s, sequence.queued_s or 0.0)
 
+    def add_block(
+        self, pool: PoolAddress, indexes: "array[int]", lengths: bytes, data: bytes, width: int, queued_s: float
+    ) -> None:
+        """The results of many prompts, as they came from the worker."""
+        block = self._block(pool)
+        block.indexes += indexes
+        block.lengths.frombytes(lengths)
+        block.data.append(data)
+        block.width = width
+        block.queued_s = max(block.queued_s, queued_s)
+
     def fail(self, pool: PoolAddress, index: int, detail: str, status: int) -> None:
         """A prompt has no result."""
         self._block(pool).failures.append(VectorFailure(index, detail, status))

@@ -32,7 +32,12 @@ class PooledEntry(OpenEntry):
 
     @property
     def num_held(self) -> tuple[int, int]:
-        return len(self._prompts), sum(self.lengths)
+        return 1, sum(self.lengths)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the prompts without a result."""
+        return sum(n for n, result in zip(self.lengths, self.results, strict=True) if result is None)
 
     def on_accepted(self) -> None:
         """Nobody waits for it: an answer begins with its last result."""

@@ -23,7 +23,7 @@ import torch
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_copies import Words, blocks_of
-from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun
+from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun, LinkLayouts
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
 from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded, SenderUnreachable
@@ -103,7 +103,8 @@ class Peer:
 
     def sender(self, endpoint: str, connector: str = "auto", ticket: bytes = b"", me: int = SENDER) -> SenderLink:
         config = KVTransferConfig(connector=connector)
-        return SenderLink(self.sockets, endpoint, RECEIVER, me, self.layout, self.arena, self.copies, config, ticket)
+        own = (LinkLayouts(self.layout), self.arena, self.copies)
+        return SenderLink(self.sockets, endpoint, RECEIVER, me, *own, config, ticket)
 
     def receiver(self, needs_ticket: bool = False) -> TransferReceiver:
         return TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket)

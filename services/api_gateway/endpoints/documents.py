@@ -13,6 +13,7 @@ from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.batch_api.objects import CreateBatch
+from blockyard.services.api_gateway.bodies.invocations import INVOKED
 from blockyard.services.api_gateway.endpoints.files import FORM as UPLOAD
 from blockyard.services.api_gateway.endpoints.files import PURPOSES
 from blockyard.services.api_gateway.endpoints.operations import AbortRequests
@@ -33,7 +34,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/detokenize": (DetokenizeRequest,),
     "/abort_requests": (AbortRequests,),
     "/v1/batches": (CreateBatch,),
-    "/invocations": tuple(APIS[name].schema for name in ("chat", "completions")),
+    "/invocations": tuple(api.schema for api in INVOKED),
 }
 FORM: Json = {
     "type": "object",
@@ -51,7 +52,6 @@ SUMMARIES = {
     "/v1/messages": "Answers a conversation in the form of the Messages API.",
     "/v1/messages/count_tokens": "The number of tokens of such a conversation.",
     "/v1/responses/input_tokens": "The number of tokens of such a request.",
-    "/invocations": "SageMaker's route: a conversation or a prompt, by the body's fields.",
 }
 PAGES = ("/", "/page/{name}")  # are not part of the API
 BODIES |= {path: (api.schema,) for api in APIS.values() for path in api.paths}

@@ -122,6 +122,10 @@ class GenerateRequest:
     wants_assistant_mask: bool = False  # if it is rendered
     batch_line: bool = False  # of a batch file: it waits and runs behind every online request
 
+    def drop_prompts(self) -> None:
+        """Called when the ring has the ids: the texts are as large as the body, and an answer may be open for long."""
+        self.prompts.clear()
+
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""
         return finalize_sampling(

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
-from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, PackedText
+from blockyard.services.gpu_worker.encoders.packed_steps import PackedBatch, PackedSteps
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build
+from blockyard.services.gpu_worker.pooling.output import DEFAULT
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.startup.backend import Backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -79,8 +80,9 @@ def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, card: Po
 
 def first_step(steps: PackedSteps, max_model_len: int) -> None:
     """Runs one text. Raises LoadError if its results are not finite."""
-    ids = np.zeros(min(FIRST_TOKENS, max_model_len), np.int64)
-    pooled = steps.run([PackedText(slot=0, token_ids=ids)])
+    lengths = np.array([min(FIRST_TOKENS, max_model_len)])
+    ids, skips = np.zeros(lengths[0], np.int64), np.zeros_like(lengths)
+    pooled = steps.run(PackedBatch(token_ids=ids, lengths=lengths, skips=skips, options=[(1, DEFAULT)]))
     pooled.done.synchronize()
-    if pooled.not_finite():
+    if pooled.not_finite().any():
         raise LoadError("a first step makes numbers that are not finite; the weights or --dtype are wrong")

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.linear import Linear, in_groups
+from blockyard.services.gpu_worker.lora.cpu_head_products import CpuAdaptedHeads
+from blockyard.services.gpu_worker.lora.cpu_token_products import CpuAdaptedEmbedding, replace_logits
 from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.targets import Delta
+from blockyard.services.gpu_worker.lora.token_rows import ReplacedRows, TokenDeltas
+from blockyard.services.gpu_worker.models.interface import Model
 
 
 class JoinedDeltas:
@@ -45,14 +49,18 @@ class CpuAdaptedRows:
     def __init__(self, linear: Linear, rows: AdapterRows) -> None:
         self._linear, self._rows = linear, rows
         self._places: dict[int, JoinedDeltas] = {}
+        self._replaced: dict[int, ReplacedRows] = {}  # of a head, by place
 
     @property
     def is_active(self) -> bool:
         return self._rows.is_active
 
-    def put(self, place: int, deltas: Sequence[Delta]) -> None:
+    def put(self, place: int, deltas: Sequence[Delta], replaced: ReplacedRows | None = None) -> None:
         """Gives a place another adapter; without deltas: one that does not change this layer."""
         self._places.pop(place, None)
+        self._replaced.pop(place, None)
+        if replaced is not None:
+            self._replaced[place] = replaced
         if deltas:
             self._places[place] = JoinedDeltas(deltas, batch_invariant=self._linear.is_batch_invariant)
 
@@ -61,6 +69,8 @@ class CpuAdaptedRows:
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
         for place, rows in self._rows.groups():
+            if (replaced := self._replaced.get(place)) is not None:
+                replace_logits(out, x, rows, replaced, batch_invariant=self._linear.is_batch_invariant)
             joined = self._places.get(place)
             if joined is None:
                 continue
@@ -75,12 +85,20 @@ class CpuAdaptedRows:
 class CpuPlaces:
     """Implements `AdapterPlaces`: a place refers to the matrices in host memory."""
 
-    def __init__(self, linears: Sequence[Linear], rows: AdapterRows, num_places: int) -> None:
-        """rows: of the model."""
+    def __init__(self, model: Model, num_places: int) -> None:
+        rows, linears, ups = model.adapter_rows, model.linears(), model.adaptable.up_projections
         self.num_places = num_places
-        self._layers = [CpuAdaptedRows(linear, rows) for linear in linears]
-        for linear, layer in zip(linears, self._layers, strict=True):
+        of_linears = [CpuAdaptedRows(linear, rows) for linear in linears]
+        for linear, layer in zip(linears, of_linears, strict=True):
             linear.adapt(layer)
+        batch_invariant = any(linear.is_batch_invariant for linear in linears)
+        of_ups = [CpuAdaptedHeads(up, rows, batch_invariant=batch_invariant) for up in ups]
+        for up, heads in zip(ups, of_ups, strict=True):
+            up.adapt(heads)
+        self._linears, self._ups = of_linears, of_ups  # as `targets.adapted_layers`
+        self._embedding = CpuAdaptedEmbedding(rows, batch_invariant=batch_invariant)
+        if model.adaptable.embedding is not None:
+            model.adaptable.embedding.adapt(self._embedding)
 
     @property
     def size_bytes(self) -> int:
@@ -92,5 +110,10 @@ class CpuPlaces:
     def put(self, place: int, adapter: HostAdapter) -> None:
         assert 0 <= place < self.num_places, f"place {place} of {self.num_places}"
         with torch.inference_mode():
-            for index, layer in enumerate(self._layers):
-                layer.put(place, adapter.deltas.get(index, ()))
+            tokens = adapter.tokens or TokenDeltas()
+            for index, layer in enumerate(self._linears):
+                replaced = tokens.head_rows if index == tokens.head_layer else None
+                layer.put(place, adapter.deltas.get(index, ()), replaced)
+            for index, up in enumerate(self._ups, len(self._linears)):
+                up.put(place, adapter.deltas.get(index, ()))
+            self._embedding.put(place, tokens.embedding)

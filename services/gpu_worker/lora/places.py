@@ -7,8 +7,9 @@ from typing import Protocol
 from torch import Tensor
 
 from blockyard.services.gpu_worker.lora.targets import Delta
+from blockyard.services.gpu_worker.lora.token_rows import TokenDeltas
 
-Deltas = Mapping[int, Sequence[Delta]]  # by the index of the linear layer
+Deltas = Mapping[int, Sequence[Delta]]  # by the index in `targets.adapted_layers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +18,13 @@ class HostAdapter:
 
     digest: bytes
     deltas: Deltas
+    tokens: TokenDeltas | None = None  # of embedding and head
     memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
 
     @property
     def size_bytes(self) -> int:
-        return sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
+        found = sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
+        return found + (0 if self.tokens is None else sum(one.nbytes for one in self.tokens.tensors()))
 
 
 class AdapterPlaces(Protocol):

@@ -3,7 +3,7 @@
 This is the one place where the layers of a model are made, and a pipeline stage makes its own alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,12 +11,13 @@ from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
 from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import ops_of
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import NoNorm, Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.gpu_worker.models.interface import AdaptableParts, ModelShape
 from blockyard.services.gpu_worker.step import Step
 
 
@@ -38,9 +39,10 @@ class Decoder:
         head: OutputLayer,
         rotations: LayerRotations,
         positions: LearnedPositions | None = None,
+        up_projections: Sequence[UpProjection] = (),
     ) -> None:
         """make_layer: given the number of a layer. positions: learned ones that are added to the embeddings of tokens;
-        None: positions are in `rotations`."""
+        None: positions are in `rotations`. up_projections: of the layers' latent attention."""
         self.table, self.adapter_rows, self._stage = table, AdapterRows(), table.stage
         shape, numbers = shape.share(table.shard), range(shape.num_layers)
         if self._stage is not None:
@@ -53,7 +55,7 @@ class Decoder:
             before = table.size_bytes
             self._layers.append(make_layer(number))
             self.layer_bytes.append(table.size_bytes - before)
-        self._ops = ops_of(table)
+        self._ops, self.adaptable = ops_of(table), AdaptableParts(up_projections, embedding)
         self._embedding, self._positions, self._rotations = embedding, positions, rotations
         self._norm, self._head = norm, head
         self._has_embedding = self._stage is None or self._stage.is_first

@@ -20,7 +20,7 @@ class StageModel:
     def __init__(self, decoder: Decoder, stage: Stage, link: StageLink) -> None:
         self._decoder, self._link, self._first_layer = decoder, link, stage.layers.start
         self.shape, self.table, self.adapter_rows = decoder.shape, decoder.table, decoder.adapter_rows
-        self.is_last = stage.is_last
+        self.adaptable, self.is_last = decoder.adaptable, stage.is_last
 
     def prepare(self, max_model_len: int) -> list[str]:
         return self._decoder.prepare(max_model_len)

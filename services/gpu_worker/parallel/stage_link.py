@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from blockyard.services.gpu_worker.parallel.rank_group import PendingCollective, RankGroup
-from blockyard.services.gpu_worker.parallel.stages import RankPlace, rank_at
+from blockyard.services.gpu_worker.parallel.stages import RankPosition, rank_at
 
 
 class StageLink:
     """One rank's end. A stage receives each step once, but for the first, and sends it once, but for the last."""
 
-    def __init__(self, everyone: RankGroup, place: RankPlace) -> None:
+    def __init__(self, everyone: RankGroup, place: RankPosition) -> None:
         """everyone: all ranks of the worker."""
         self.is_first, self.is_last = place.stage == 0, place.stage == place.num_stages - 1
         self._everyone, self._most_sent = everyone, place.num_stages if everyone.host_waits else 0

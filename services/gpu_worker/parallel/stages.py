@@ -28,7 +28,7 @@ class Stage(NamedTuple):
         return self.number == self.size - 1
 
 
-class RankPlace(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank of a worker is. The leader is rank 0, and the first of the last stage."""
 
     rank: int
@@ -38,13 +38,13 @@ class RankPlace(NamedTuple):
     num_stages: int
 
 
-def place_of(rank: int, tensor_size: int, num_stages: int) -> RankPlace:
+def place_of(rank: int, tensor_size: int, num_stages: int) -> RankPosition:
     """Ranks of a stage follow each other: those of the last stage, then of the first, the second and so on."""
     stage = (rank // tensor_size - 1) % num_stages
-    return RankPlace(rank, tensor_size * num_stages, Shard(rank % tensor_size, tensor_size), stage, num_stages)
+    return RankPosition(rank, tensor_size * num_stages, Shard(rank % tensor_size, tensor_size), stage, num_stages)
 
 
-def rank_at(place: RankPlace, stage: int) -> int:
+def rank_at(place: RankPosition, stage: int) -> int:
     """Returns the rank with the same shard in another stage."""
     return (stage + 1) % place.num_stages * place.shard.size + place.shard.rank
 

@@ -10,7 +10,7 @@ from blockyard.services.gpu_worker.parallel.commands import Followers
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stage_link import StageLink
-from blockyard.services.gpu_worker.parallel.stages import RankPlace
+from blockyard.services.gpu_worker.parallel.stages import RankPosition
 from blockyard.shared.messages.base import Frame
 
 
@@ -24,7 +24,7 @@ class SendCommand(Protocol):
 class RankGroups:
     """The groups of ranks that one of them is in."""
 
-    place: RankPlace
+    place: RankPosition
     everyone: RankGroup  # all ranks of the worker
     tensor: RankGroup | None  # of the same stage, which share its layers; None: there is one
 
@@ -44,14 +44,14 @@ class RankGroups:
                 yield
 
 
-Connect = Callable[[RankPlace, Path], RankGroups]
+Connect = Callable[[RankPosition, Path], RankGroups]
 
 
 class RankTeam(Protocol):
     """All ranks of a worker, as one of them sees them."""
 
     @property
-    def place(self) -> RankPlace: ...
+    def place(self) -> RankPosition: ...
 
     @property
     def send(self) -> SendCommand | None:
@@ -64,7 +64,7 @@ class RankTeam(Protocol):
         """Returns the groups. The leader calls it once the settings are checked: followers load from then on."""
 
 
-def connect_groups(make: Callable[[Shard, Path], RankGroup], place: RankPlace, folder: Path) -> RankGroups:
+def connect_groups(make: Callable[[Shard, Path], RankGroup], place: RankPosition, folder: Path) -> RankGroups:
     """Waits for the other ranks. make: makes one group. folder: private to them. Raises RankLostError."""
     everyone = make(Shard(place.rank, place.num_ranks), folder)
     if place.num_stages == 1:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockyard.services.gpu_worker.parallel.commands import (
+    Answer,
     Begin,
-    Command,
     Followers,
     FramePipe,
     RankFailed,
@@ -47,7 +47,7 @@ class LeaderTeam:
         self._config, self._on_end = config, on_end
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._commands: dict[int, FramePipe[Command]] = {}
+        self._commands: dict[int, FramePipe[Answer]] = {}
         self._signs: dict[int, FramePipe[Sign]] = {}
         self._watch: RankSigns | None = None
         self._groups: RankGroups | None = None
@@ -73,7 +73,7 @@ class LeaderTeam:
         for pair in pairs:
             pair[1].close()
         pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
-        self._commands[rank] = FramePipe(pairs[0][0], Command)
+        self._commands[rank] = FramePipe(pairs[0][0], Answer)
         self._signs[rank] = FramePipe(pairs[1][0], Sign)
         self._commands[rank].send(RankSetup(self._config, rank, str(self._folder), os.getpid()))
 
@@ -100,6 +100,34 @@ class LeaderTeam:
                 pipe.send_encoded(data)
             except OSError as e:
                 raise RankLostError(f"rank {rank} takes no commands: {e.strerror or e}") from e
+
+    @property
+    def followers(self) -> list[int]:
+        """Implements `TransferFollowers`."""
+        return list(self._commands)
+
+    @property
+    def answers(self) -> list[int]:
+        """Implements `TransferFollowers`."""
+        return [pipe.socket.fileno() for pipe in self._commands.values()]
+
+    def take_answers(self) -> list[tuple[int, Answer]]:
+        """Implements `TransferFollowers`."""
+        found: list[tuple[int, Answer]] = []
+        for rank, pipe in self._commands.items():
+            while pipe.is_readable:
+                found.append((rank, self.wait_answer(rank)))
+        return found
+
+    def wait_answer(self, rank: int) -> Answer:
+        """Implements `TransferFollowers`."""
+        try:
+            answer = self._commands[rank].receive()
+        except TimeoutError:
+            raise RankLostError(f"rank {rank} does not answer") from None
+        if answer is None:
+            raise RankLostError(f"rank {rank} has ended")
+        return answer
 
     def serve(self) -> None:
         """The start is over."""

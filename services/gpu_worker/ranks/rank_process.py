@@ -16,10 +16,19 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, RankSetup, Sign
+from blockyard.services.gpu_worker.parallel.commands import (
+    Begin,
+    Command,
+    FramePipe,
+    RankFailed,
+    RankSetup,
+    Sign,
+    TransferCommand,
+)
 from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
 from blockyard.services.gpu_worker.ranks.signs import RankSigns
+from blockyard.services.gpu_worker.transfers.follower_transfers import FollowerTransfers
 from blockyard.shared.errors import BlockyardError, RankLostError
 from blockyard.shared.process import logs, settings
 
@@ -90,7 +99,12 @@ def main() -> None:
 def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> None:
     """Loads at the first command, and does what comes until the leader closes its end."""
     team, follower = FollowerTeam(setup), None
-    while (command := commands.receive()) is not None:
+    transfers = FollowerTransfers(setup.config, setup.rank, commands)
+    while True:
+        transfers.wait_for_command()
+        command = commands.receive()
+        if command is None:
+            return
         if isinstance(command, Begin):
             follower = None  # its memory first
             team.stage_layers = command.stage_layers
@@ -98,7 +112,10 @@ def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> 
             watch.serve()
         else:
             assert follower is not None
-            follower.do(command)
+            if isinstance(command, TransferCommand):
+                transfers.do(command, follower.kv_memory)
+            else:
+                follower.do(command)
 
 
 def fail(signs: FramePipe[Sign], detail: str, exit_code: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
@@ -32,7 +33,7 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
-from blockyard.services.gpu_worker.lora.device_places import DevicePlaces
+from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
@@ -192,8 +193,8 @@ class CudaBackend:
         self._tuner = tuner
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        linears, rows = model.linears(), model.adapter_rows
-        return DevicePlaces(linears, rows, num_places, limits, add_adapters, self.device, self.link)
+        kernels = AdapterKernels(add_adapters, add_to_heads)
+        return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return []

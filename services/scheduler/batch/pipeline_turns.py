@@ -2,8 +2,8 @@
 
 Each stage computes another plan, so as many plans are under way as there are stages. A sequence decodes in every plan
 of its turn alone: the next plan of a turn is built once the result of the one before is in, which it needs.
-Chunks of prompts need no tokens, and run in plans of any turn. They get smaller as their context grows (`even_chunk`), so
-that no stage waits long for another.
+Chunks of prompts need no tokens, and run in plans of any turn. They get smaller as their context grows: a stage waits
+for the slowest one.
 """
 
 import math

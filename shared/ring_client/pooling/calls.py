@@ -1,6 +1,6 @@
 """What a client asks of a pooling model, and what it gets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,6 +51,7 @@ class PoolingCall:
     first_field: str = ""  # empty: as `field`
     second_field: str = ""
     is_single: bool = False
+    check_room: Callable[[], None] | None = None  # raises RequestError if its texts may not be sent into the ring now
 
 
 @dataclass(frozen=True, slots=True)

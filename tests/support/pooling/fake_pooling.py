@@ -39,16 +39,22 @@ class FakePooling:
         self.error: RequestError | None = None
         self.answers = asyncio.Event()
         self.answers.set()
-        self.num_dropped = 0
+        self.num_dropped = self.num_waiting_tokens = 0
 
     async def pool(self, call: PoolingCall) -> PooledAnswer:
         self.calls.append(call)
+        if call.check_room is not None:
+            call.check_room()
+        num_tokens = sum(len(str(one)) for one in call.inputs)
+        self.num_waiting_tokens += num_tokens
         try:
             await asyncio.sleep(0)
             await self.answers.wait()
         except asyncio.CancelledError:
             self.num_dropped += 1
             raise
+        finally:
+            self.num_waiting_tokens -= num_tokens
         if self.error is not None:
             raise self.error
         assert self.card.pooling is not None

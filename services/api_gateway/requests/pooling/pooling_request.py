@@ -65,10 +65,6 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     batch_line: bool = False
 
-    @property
-    def num_results(self) -> int:
-        return max(len(self.texts), 1) if self.pairs is None else len(self.pairs.seconds)
-
     def inputs(self) -> list[PoolingInput]:
         """The texts as a call has them."""
         return [text.data if isinstance(text, TokenIds) else text for text in self.texts]

@@ -46,7 +46,8 @@ class LeaderModel:
 
     def __init__(self, model: Model, ranks: RankGroups, send: SendCommand) -> None:
         self._model, self._ranks, self._send = model, ranks, send
-        self.shape, self.table, self.adapter_rows = model.shape, model.table, model.adapter_rows
+        self.shape, self.table = model.shape, model.table
+        self.adapter_rows, self.adaptable = model.adapter_rows, model.adaptable
         self._last: Tensor | None = None  # output of `forward`
         self._announced: deque[Step] = deque()  # earlier stages compute them, this one has not yet
 

@@ -23,9 +23,10 @@ EXACT = AdapterLimits(dtype=torch.float32)
 
 
 def save_adapter(
-    base: PreTrainedModel, folder: Path, seed: int = 3, scale: float = 0.1, **fields: Any
+    base: PreTrainedModel, folder: Path, seed: int = 3, trained_rows: Sequence[int] = (), **fields: Any
 ) -> peft.PeftModel:
-    """Adapts `base` in place with random matrices, and writes the adapter. fields: of LoraConfig."""
+    """Adapts `base` in place with random matrices, and writes the adapter. fields: of LoraConfig. trained_rows: of
+    `modules_to_save`."""
     config = peft.LoraConfig(**({"r": 5, "lora_alpha": 11, "init_lora_weights": False} | fields))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of uses of transformers that it deprecates, and of Conv1D
@@ -33,8 +34,12 @@ def save_adapter(
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, value in model.named_parameters():
-                if "lora_" in name or (value.requires_grad and name.endswith("bias")):
-                    value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+                is_bias = value.requires_grad and name.endswith("bias")
+                random = torch.randn(value.shape, generator=generator) * 0.1
+                if is_bias or "lora_" in name or "trainable_tokens_delta" in name:
+                    value.copy_(random)
+                elif "modules_to_save" in name:
+                    value[list(trained_rows)] = random[list(trained_rows)]
         model.save_pretrained(folder)
     return model.eval()
 
@@ -47,7 +52,7 @@ def peft_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
 def adapt(runner: Runner, *folders: Path) -> None:
     """Puts the adapters of these folders into places 0, 1, ..."""
     model = runner.model
-    places, targets = CpuPlaces(model.linears(), model.adapter_rows, len(folders)), ModelTargets(model)
+    places, targets = CpuPlaces(model, len(folders)), ModelTargets(model)
     for place, folder in enumerate(folders):
         places.put(place, read_adapter(folder, targets, EXACT)[0])
 
