@@ -200,6 +200,7 @@ LAYERS["services/offline"] += (
     "operations",
     "tokenizer",
     "beam_search",
+    "external_launcher",
     "running_model",
     "pooling",
     "engines",
@@ -207,6 +208,7 @@ LAYERS["services/offline"] += (
     "commands",
 )
 LAYERS["services/offline/commands"] = ("tune", "quantize")
+LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")

@@ -16,6 +16,7 @@ from blockyard.shared.messages import (
     Member,
     MemoryTag,
     PackedVectors,
+    RankStats,
     SlotResult,
     SlotRun,
     Stats,
@@ -227,6 +228,17 @@ class KVTransfers(Protocol):
 
     def close(self) -> None:
         """Aborts all transfers, before the KV memory is freed. Waits some milliseconds for copies in flight."""
+
+
+class WorkerRanks(Protocol):
+    """The ranks of a worker with several, for its loop. Implemented by `ranks.leader_team.LeaderTeam`."""
+
+    @property
+    def failure(self) -> str:
+        """Why the device of another rank has failed; empty: none has. All ranks end then."""
+
+    def stats(self) -> list[RankStats]:
+        """Returns the state of all ranks."""
 
 
 class WorkerLinks(Protocol):

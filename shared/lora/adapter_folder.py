@@ -65,6 +65,8 @@ def _read_header(path: Path) -> dict[str, HeaderTensor]:
 def read_config(folder: Path) -> tuple[bytes, ParsedConfig]:
     """Returns the bytes of the config, and what they say. Raises AdapterError with the path of the file."""
     path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise AdapterError(f"{folder} is no folder")
     if not path.is_file():
         raise AdapterError(f"{folder} has no {CONFIG_FILE}")
     content = read_whole(path, MAX_CONFIG_BYTES)

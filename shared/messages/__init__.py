@@ -42,6 +42,7 @@ from blockyard.shared.messages.membership import (
     MembersRequest,
     ModelCard,
     NamedCount,
+    RankStats,
     RefusalCount,
     Stats,
     TenantShare,

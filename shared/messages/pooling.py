@@ -114,7 +114,7 @@ class VectorBlock(FrameStruct, frozen=True):
     lengths: bytes  # uint32: numbers in the result of each
     data: bytes  # float32, little-endian: all results, one behind the other
     width: int = 0  # numbers of a row, if a result has rows (a vector for each of several tokens); 0: it has none
-    cached_tokens: int = 0  # prompt tokens of all of them that were found in the prefix cache
+    cached_tokens: bytes = b""  # uint32: of each prompt, tokens found in the prefix cache; empty: none were found
     failures: list[VectorFailure] = []
     queued_s: float = 0.0  # how long the prompts waited to be scheduled, at most
 

@@ -45,7 +45,7 @@ class ResponsesOptions:
     repeated: bytes  # the fields of the request that its answer repeats: JSON without braces
     tool_names: dict[str, tuple[str, str]]  # of tools in a namespace, by the model's name: the namespace and their own
     search_tool: str = ""  # the function by which the client searches for tools; empty: there is none
-    seals_reasoning: bool = False  # reasoning also comes as `encrypted_content`
+    encrypted_reasoning: bool = False  # reasoning also comes as `encrypted_content`
     store: StoreOptions | None = None  # None: the answer is not stored
 
 

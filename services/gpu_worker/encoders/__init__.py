@@ -5,5 +5,6 @@
 - `encoder_runner.EncoderRunner`: plans to steps, and their results.
 - `encoder_engine.start_encoder`: loads the model; `engine.start` calls it.
 
-The models are in `models/encoders`, their attention is `attention/packed_attention`.
+The models are in `models/encoders`, their attention is `attention/packed_attention`, CUDA graphs of small steps are
+`execution/packed_graphs`.
 """

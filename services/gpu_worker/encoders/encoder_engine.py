@@ -1,5 +1,6 @@
 """Starts the runner of a model without KV: weights and pooling, and nothing that belongs to blocks or sampling."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +41,32 @@ def start_encoder(
     folder = Path(config.model_path)
     declared = build(settings, WeightTable(dtype, torch.device("meta")))
     checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
-    table = WeightTable(dtype, backend.device)
+    share = backend.host_share(partial(build, settings), dtype, config)
+    table = WeightTable(dtype, backend.device, share)
     table.link = backend.link
     model = build(settings, table)
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
     progress = Throttle(lambda done: report.phase("loading weights", done))
     with torch.inference_mode(), page_cache.read_ahead(config):
         loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
-        report.note(str(loaded), *table.describe_unused())
+        report.note(str(loaded), *backend.offload_notes(config), *table.describe_unused())
         report.phase("preparing weights")
         report.note(*model.prepare(max_model_len))
         if config.batch_invariant:
             backend.pick_products(model, config, True, report)
     choice, output = choose_output(config, settings, model)
     report.note(choice.describe())
-    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant))
     task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
     card = make_card(task, choice, settings, folder, max_model_len, has_kv=False)
-    runner = EncoderRunner(model, steps, geometry_of(model, config, max_model_len, card))
+    geometry = geometry_of(model, config, max_model_len, card)
+    graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
+    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs)
+    runner = EncoderRunner(model, steps, geometry)
     report.phase("first step")
     first_step(steps, max_model_len)
+    if graphs is not None:
+        report.phase("capturing CUDA graphs")
+        report.note(graphs.capture())
     report.phase("ready", 1.0)
     return runner
 

@@ -119,6 +119,8 @@ class EncoderRunner:
     def release_memory(self, weights: bool = True) -> None:
         """With `weights`, moves the weights to host memory; there is no other memory."""
         if weights and self._offloaded is None:
+            if self._steps.graphs is not None:
+                self._steps.graphs.drop()
             self._offloaded = OffloadedWeights(self._tensors())
         self.model.table.link.free_cached()
 
@@ -126,6 +128,8 @@ class EncoderRunner:
         if weights and self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
+            if self._steps.graphs is not None:
+                self._steps.graphs.capture()
 
     def _tensors(self) -> Iterator[Tensor]:
         return chain(tensors_of(self.model), self._steps.output.tensors())

@@ -8,6 +8,7 @@ import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
@@ -29,9 +30,15 @@ class PackedBatch:
 class PackedSteps:
     """Computes hidden states of packed sequences and pools them."""
 
-    def __init__(self, model: Model, output: PoolingOutput, make_product: Callable[[Ints], PackedProduct]) -> None:
-        """make_product: the attention of sequences of these lengths, of the device."""
-        self.output = output
+    def __init__(
+        self,
+        model: Model,
+        output: PoolingOutput,
+        make_product: Callable[[Ints], PackedProduct],
+        graphs: PackedGraphs | None = None,
+    ) -> None:
+        """make_product: the attention of sequences of these lengths, on the device. graphs: None: steps are eager."""
+        self.output, self.graphs = output, graphs
         self._model, self._make_product = model, make_product
 
     def run(self, batch: PackedBatch) -> PooledResults:
@@ -41,14 +48,22 @@ class PackedSteps:
         positions = np.arange(len(batch.token_ids)) - np.repeat(starts, lengths)
         types = None
         if batch.second_starts is not None:
-            types = self._put((positions >= np.repeat(batch.second_starts, lengths)).astype(np.int64))
+            types = (positions >= np.repeat(batch.second_starts, lengths)).astype(np.int64)
         with torch.inference_mode():
-            attend = PackedAttention(self._model.shape.attention, self._make_product(lengths))
-            step = Step(self._put(batch.token_ids), self._put(positions), attend, token_types=types)
-            hidden = self._model.forward(step)
+            hidden = None
+            if self.graphs is not None:
+                hidden = self.graphs.forward(batch.token_ids, positions, types, lengths)
+            if hidden is None:
+                hidden = self._forward(batch.token_ids, positions, types, lengths)
             places, link = np.arange(len(lengths)), self._model.table.link
             columns = places, np.zeros_like(lengths), lengths, lengths, batch.skips
             return self.output.add(PooledChunk(hidden, *columns, batch.token_ids, link), batch.options)
+
+    def _forward(self, token_ids: Ints, positions: Ints, types: Ints | None, lengths: Ints) -> torch.Tensor:
+        """Launches the forward pass kernel by kernel."""
+        attend = PackedAttention(self._model.shape.attention, self._make_product(lengths))
+        on_device = None if types is None else self._put(types)
+        return self._model.forward(Step(self._put(token_ids), self._put(positions), attend, token_types=on_device))
 
     def _put(self, values: Ints) -> torch.Tensor:
         return put(values, self._model.table.device, self._model.table.link)

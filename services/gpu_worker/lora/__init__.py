@@ -2,7 +2,8 @@
 
 - `adapter_files` reads a PEFT folder; `module_tensors` assigns its tensors to modules.
 - `targets.ModelTargets` finds the layers of these modules, and brings B into the order of the layers' outputs.
-- `read_adapter` does all of this, and gives a `HostAdapter`.
+- `read_modules` does the first in a child process (`reader_process`; `reader_client` is the worker's end), and
+  `worker_adapters` the second in pieces between steps, which gives a `HostAdapter`.
 - `places.AdapterPlaces` adapts a model's layers (`Linear.adapt`, `UpProjection.adapt`) and holds an
   adapter in each of its places.
 - `token_rows`: what it changes of embedding and head beside that.

@@ -5,7 +5,7 @@ takes its own bytes: its matrices follow each other as they do in host memory, s
 table says where each one begins.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -18,9 +18,10 @@ from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTabl
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
+from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, adapted_layers, last_name
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, adapted_layers
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 
@@ -122,7 +123,7 @@ class DevicePlaces:
     def size_bytes(self) -> int:
         return self._memory.nbytes
 
-    def prepare(self, adapter: HostAdapter) -> HostAdapter:
+    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
         """Moves all matrices into one tensor, from which the device copies while the host goes on. Raises
         AdapterError for what no kernel computes."""
         if adapter.tokens is not None:
@@ -140,10 +141,10 @@ class DevicePlaces:
             end += _aligned(tensor.numel())
             return own
 
-        deltas = {
-            layer: [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
-            for layer, of_layer in adapter.deltas.items()
-        }
+        deltas: dict[int, list[Delta]] = {}
+        for layer, of_layer in adapter.deltas.items():
+            deltas[layer] = [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
+            yield
         return HostAdapter(adapter.digest, deltas, memory=memory)
 
     def put(self, place: int, adapter: HostAdapter) -> None:

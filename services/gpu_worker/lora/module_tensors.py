@@ -52,6 +52,24 @@ class ModuleTensors:
     weight: Tensor | None = None  # [vocab_size, width], in the place of the module's own
     is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors by the names of their fields."""
+        found = ((name, getattr(self, name)) for name in dict.fromkeys(ENDINGS.values()))
+        return [(name, value) for name, value in found if value is not None]
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Brings matrices into the dtype of products, with the scale in B. Raises AdapterError for numbers that are too
+        large for it. A stack keeps its B: which scale it has depends on the model."""
+        for down, up in (("a", "b"), ("token_a", "token_b")):
+            a, b = getattr(self, down), getattr(self, up)
+            if a is not None:
+                setattr(self, down, _converted(self.name, a, dtype))
+            if b is not None and not self.is_stack:
+                setattr(self, up, _converted(self.name, b.float() * self.scale, dtype))
+        if not self.is_stack:
+            self.b_bias = None if self.b_bias is None else self.b_bias.float() * self.scale
+            self.scale = 1.0
+
     @property
     def is_of_tokens(self) -> bool:
         """Whether the adapter changes rows of tokens, of an embedding or a head."""
@@ -62,7 +80,7 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
     """Assigns tensors to modules. with_bias: adapters may have biases. Raises AdapterError."""
     modules: dict[str, ModuleTensors] = {}
     unknown: list[str] = []
-    for name, value in tensors.items():
+    for name, value in sorted(tensors.items()):  # a file's reader gives any order, on which sums would depend
         module, field = _split(name)
         if field is None:
             unknown.append(name)
@@ -132,6 +150,13 @@ def _check(config: AdapterConfig, own: ModuleTensors) -> None:
         raise AdapterError(f"lora_A and lora_B of {own.name} have the shapes {shapes}; its rank is {rank}")
 
 
+def _converted(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    found = values.to(dtype).contiguous()
+    if not bool(torch.isfinite(found).all()):
+        raise AdapterError(f"the matrices of {name} are too large for {str(dtype).removeprefix('torch.')}")
+    return found
+
+
 def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:
     if own.weight is not None and not config.saves(own.name):
         raise AdapterError(f"the adapter has a matrix for {own.name}, which its modules_to_save leave out")
@@ -150,3 +175,8 @@ def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:
 
 def _ends(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
+
+
+def last_name(module: str) -> str:
+    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
+    return module.rpartition(".")[2]

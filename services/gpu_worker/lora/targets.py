@@ -1,7 +1,7 @@
 """The layers of a model under the names of their modules, and what an adapter's matrices become there."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,8 +94,8 @@ class ModelTargets:
 
     def arrange(
         self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
-    ) -> dict[int, list[Delta]]:
-        """Returns the deltas of each layer by its index, in `dtype`. Raises AdapterError.
+    ) -> Generator[None, None, dict[int, list[Delta]]]:
+        """Returns the deltas of each layer by its index, in `dtype`, one matrix at a time. Raises AdapterError.
 
         max_rank: of one expert of a stack.
         """
@@ -106,10 +106,12 @@ class ModelTargets:
             if module.is_stack:
                 for layer, delta in self._stack_deltas(module, dtype, config, max_rank):
                     found.setdefault(layer, []).append(delta)
+                    yield
                 continue
             target = self.find(module.name)
             assert target is not None
             found.setdefault(target.layer, []).append(self._delta(target, module, dtype))
+            yield
         return found
 
     def _has(self, module: ModuleTensors) -> bool:
@@ -207,11 +209,6 @@ def _key(name: str) -> str:
 
 def _stack(module: ModuleTensors) -> str:
     return _key(module.name.removesuffix(STACK_SUFFIX))
-
-
-def last_name(module: str) -> str:
-    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
-    return module.rpartition(".")[2]
 
 
 def in_order(one: MatrixPart, rows: Tensor) -> Tensor:

@@ -218,12 +218,15 @@ class TransfersClosed(Frame, frozen=True):
 class LifeSign(Frame, frozen=True):
     """The process runs."""
 
+    rss_bytes: int = 0  # of a follower
+
 
 class RankFailed(Frame, frozen=True):
     """The rank cannot go on."""
 
     detail: str
     exit_code: int  # of the error
+    is_of_device: bool = False  # its device has failed in a step
 
 
 Command = (

@@ -23,8 +23,10 @@ from blockyard.services.gpu_worker.parallel.commands import (
 from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, LoadError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, LoadError, RankLostError
+from blockyard.shared.messages import RankStats
 from blockyard.shared.messages.base import Frame
+from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
@@ -45,7 +47,8 @@ class LeaderTeam:
         """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process."""
         self.place = place_of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
         self._config, self._on_end = config, on_end
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self.failure = ""  # why the device of a follower has failed
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._commands: dict[int, FramePipe[Answer]] = {}
         self._signs: dict[int, FramePipe[Sign]] = {}
@@ -75,7 +78,7 @@ class LeaderTeam:
         pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
         self._commands[rank] = FramePipe(pairs[0][0], Answer)
         self._signs[rank] = FramePipe(pairs[1][0], Sign)
-        self._commands[rank].send(RankSetup(self._config, rank, str(self._folder), os.getpid()))
+        self._commands[rank].send(RankSetup(self._config, rank, str(self.folder), os.getpid()))
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
         """Implements `RankTeam`."""
@@ -86,7 +89,7 @@ class LeaderTeam:
         """Implements `RankTeam`. Followers start to load, again if they have before."""
         self.send(Begin(self._stage_layers))
         if self._groups is None:
-            self._groups = connect(self.place, self._folder)
+            self._groups = connect(self.place, self.folder)
         return self._groups
 
     def send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
@@ -129,6 +132,14 @@ class LeaderTeam:
             raise RankLostError(f"rank {rank} has ended")
         return answer
 
+    def stats(self) -> list[RankStats]:
+        """Implements `WorkerRanks`."""
+        found = [RankStats(0, os.getpid(), rss_bytes())]
+        for rank, process in self._processes.items():
+            silent_s, held = (0.0, 0) if self._watch is None else self._watch.last(rank)
+            found.append(RankStats(rank, process.pid, held, round(silent_s, 3)))
+        return found
+
     def serve(self) -> None:
         """The start is over."""
         if self._watch is not None:
@@ -148,11 +159,14 @@ class LeaderTeam:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
         code = process.returncode
-        self._kill()
         detail = what if code is None else f"{what} with code {code}"
         error: BlockyardError = RankLostError(f"rank {rank} of {self.place.num_ranks} {detail}; all ranks end")
         if failed is not None:
             error = FAILURES.get(failed.exit_code, RankLostError)(f"rank {rank}: {failed.detail}")
+        if failed is not None and failed.is_of_device:
+            error = DeviceError(f"rank {rank}: {failed.detail}")
+            self.failure = str(error)
+        self._kill()
         self._on_end(error)
 
     def _kill(self) -> None:
@@ -161,4 +175,4 @@ class LeaderTeam:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

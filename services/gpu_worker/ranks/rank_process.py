@@ -47,7 +47,7 @@ class FollowerTeam:
         config = setup.config
         self.place = place_of(setup.rank, config.tensor_parallel_size, config.pipeline_parallel_size)
         self.stage_layers: list[int] = []  # as the leader has said; empty: there is one stage
-        self._folder = Path(setup.folder)
+        self.folder = Path(setup.folder)
         self._groups: RankGroups | None = None
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
@@ -57,7 +57,7 @@ class FollowerTeam:
     def connect(self, connect: Connect) -> RankGroups:
         """Implements `RankTeam`."""
         if self._groups is None:
-            self._groups = connect(self.place, self._folder)
+            self._groups = connect(self.place, self.folder)
         return self._groups
 
 
@@ -93,7 +93,8 @@ def main() -> None:
         fail(signs, str(e), e.exit_code)
     except Exception as e:
         log.exception("rank %d ends", setup.rank)
-        fail(signs, f"{type(e).__name__}: {e}".splitlines()[0], RankLostError.exit_code)
+        detail = f"{type(e).__name__}: {e}".splitlines()[0]
+        fail(signs, detail, RankLostError.exit_code, is_of_device=watch.is_serving and isinstance(e, RuntimeError))
 
 
 def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> None:
@@ -118,10 +119,10 @@ def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> 
                 follower.do(command)
 
 
-def fail(signs: FramePipe[Sign], detail: str, exit_code: int) -> None:
+def fail(signs: FramePipe[Sign], detail: str, exit_code: int, *, is_of_device: bool = False) -> None:
     """Tells the leader, which ends all ranks."""
     with contextlib.suppress(OSError):  # the leader is gone
-        signs.send(RankFailed(detail, exit_code))
+        signs.send(RankFailed(detail, exit_code, is_of_device))
     time.sleep(HEARD_S)
 
 

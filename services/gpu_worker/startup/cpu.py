@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.layers.cpu_offload import Declare
 from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare
 from blockyard.services.gpu_worker.lora.cpu_products import CpuPlaces
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
@@ -92,6 +92,9 @@ class CpuBackend:
 
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         return partial(CpuPackedProduct, alone=batch_invariant)
+
+    def packed_graphs(self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool) -> None:
+        return None
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         return CpuChunkAttention(pool, None if send is None else LeaderMetadata(pool, send))

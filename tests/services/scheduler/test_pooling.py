@@ -104,7 +104,7 @@ def test_only_last_starts_behind_a_cached_prefix() -> None:
             world.settle()
         assert [start.num_computed for plan in plans(world) for start in plan.starts] == computed
         (cached,) = {block.cached_tokens for block in gateway.vectors[-1].blocks}
-        assert cached == computed[1]
+        assert array("I", cached).tolist() == [one for one in computed[1:] if one]
         world.pool(gateway, "c", [LONG], params=PoolingParams(pooling_type="last" if kind == "mean" else "Mean"))
         world.settle()
         assert plans(world)[-1].starts[0].num_computed == (28 if kind == "mean" else 0)

@@ -1,10 +1,11 @@
-"""One rank of a group: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
+"""A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits RANK TENSOR-SIZE STAGES GROUP-FOLDER [--spread] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] CHECKPOINT...
 
---spread: ranks have some experts whole.
+--spread: ranks have some experts whole. Ranks are forks of one process, which has loaded torch for all of them.
 """
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -72,26 +73,15 @@ def logits(model: Model) -> torch.Tensor:
 def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
     """Runs all ranks as processes. Raises CalledProcessError if one fails. size: of a stage."""
     group.mkdir()
-    arguments = [str(size), str(num_stages), str(group), *flags, *map(str, folders)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-P", "-m", "rank_logits"]
-    ranks = [subprocess.Popen([*command, str(rank), *arguments], env=env) for rank in range(size * num_stages)]
-    try:
-        for rank in ranks:
-            if rank.wait(300):
-                raise subprocess.CalledProcessError(rank.returncode, "rank_logits")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    command = [sys.executable, "-P", "-m", "rank_logits", str(size), str(num_stages), str(group), *flags]
+    subprocess.run([*command, *map(str, folders)], env=env, check=True)
 
 
-def main() -> None:
+def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], spread: bool) -> None:
     torch.set_num_threads(1)
-    rank, size, num_stages = map(int, sys.argv[1:4])
-    ranks = connect(rank, size, Path(sys.argv[4]), num_stages)
-    spread, models = sys.argv[5] == "--spread", list[Model]()  # with what they send
-    for folder in map(Path, sys.argv[5 + spread :]):
+    ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
+    for folder in folders:
         models.append(load(folder, ranks, spread=spread))
         found = logits(models[-1])
         if rank == 0:
@@ -99,5 +89,22 @@ def main() -> None:
     ranks.everyone.least(0)  # the leader ends when nobody sends any more
 
 
+def main() -> int:
+    size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    spread = sys.argv[4] == "--spread"
+    folders = [Path(folder) for folder in sys.argv[4 + spread :]]
+    context = multiprocessing.get_context("fork")  # torch has not started a thread yet
+    of_all = size, num_stages, group, folders, spread
+    ranks = [context.Process(target=run_rank, args=(rank, *of_all)) for rank in range(size * num_stages)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    failed = [rank for rank in ranks if rank.exitcode != 0]
+    for rank in failed:
+        rank.kill()
+    return len(failed)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft_adapters import EXACT, Batch, load_adapters, save_adapter
+from peft_adapters import EXACT, Batch, finished, load_adapters, read_adapter, save_adapter
 from reference_ops import run_ahead
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, start
@@ -13,7 +13,7 @@ from blockyard.kernels.lora.adapter_table import add_adapters_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces, place_size
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
@@ -90,8 +90,8 @@ def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders:
     runner = start(folders[0])
     linears = runner.model.linears()
     places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
-    adapter, _ = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
-    held = places.prepare(adapter)
+    adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
+    held = finished(places.prepare(adapter))
     assert held.memory is not None and held.size_bytes == adapter.size_bytes
     assert len(held.memory) * 4 < held.size_bytes * 1.05, "nothing is padded to the largest rank"
     assert places.size_bytes == 2 * 4 * place_size(linears, LIMITS)

@@ -23,11 +23,11 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.execution.cuda import follower_steps
 from blockyard.services.gpu_worker.execution.ranks import follower
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
-from blockyard.services.gpu_worker.parallel.commands import Begin
+from blockyard.services.gpu_worker.parallel.commands import Begin, CopyBlocks
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
 ASKED = requests(18, 24)
@@ -133,9 +133,25 @@ def test_a_lost_follower_ends_the_leader(
         group.team.close()
     [error] = group.errors
     assert isinstance(error, RankLostError) and f"rank {rank} of {size * num_stages} {said}" in str(error)
+    assert not group.team.failure
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group) -> None:
+    """The error of a step makes suspects; all ranks end."""
+    group.start()
+    before = group.team.stats()
+    assert [one.rank for one in before] == [0, 1] and before[1].pid == group.team._processes[1].pid
+    deadline = time.monotonic() + 5
+    while not group.team.stats()[1].rss_bytes > 2**20:
+        assert time.monotonic() < deadline, "the signs of life say how much memory a rank has"
+        time.sleep(0.05)
+    group.team.send(CopyBlocks(np.array([[10**6], [0]]).tobytes()))
+    assert group.ended.wait(10)
+    [error] = group.errors
+    assert isinstance(error, DeviceError) and "rank 1: " in str(error) and group.team.failure == str(error)
 
 
 def test_what_a_follower_refuses_is_the_leader_s_error(group: Group, folder: Path) -> None:

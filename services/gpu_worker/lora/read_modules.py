@@ -1,4 +1,4 @@
-"""Reads an adapter of a model from its folder: checked, in the order of the model's products, in the model's dtype."""
+"""Reads an adapter from its folder, as far as that needs no model. Imports no layers: a reader is to start quickly."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,11 +6,9 @@ from pathlib import Path
 import torch
 
 from blockyard.services.gpu_worker.lora.adapter_files import read_folder
-from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors
-from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, last_name
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.lora.adapter_config import MAX_RANK
+from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +22,27 @@ class AdapterLimits:
     target_modules: tuple[str, ...] = ()  # last parts of module names that adapters may change; empty: all
 
 
-def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> tuple[HostAdapter, list[str]]:
-    """Returns an adapter and notes on its config. Raises AdapterError with the cause in one line."""
+@dataclass(frozen=True, slots=True)
+class ReadModules:
+    """An adapter, read and checked as far as it can be without its model."""
+
+    config: AdapterConfig
+    modules: list[ModuleTensors]
+    digest: bytes
+    notes: list[str]  # on its config
+
+
+def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
+    """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line."""
     files = read_folder(folder)
     try:
         modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
         for module in modules:
             _check_limits(module, limits)
-        of_tokens = [module for module in modules if module.is_of_tokens]
-        others = [module for module in modules if not module.is_of_tokens]
-        deltas = targets.arrange(others, limits.dtype, files.config, limits.max_rank)
-        tokens = targets.tokens.arrange(of_tokens, files.config, limits.dtype, limits.max_rows)
+            module.convert(limits.dtype)
     except AdapterError as e:
         raise AdapterError(f"{files.weights_path}: {e}") from e
-    return HostAdapter(files.digest, deltas, tokens), files.notes
+    return ReadModules(files.config, modules, files.digest, files.notes)
 
 
 def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
