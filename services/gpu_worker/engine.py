@@ -161,8 +161,11 @@ def load(
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
-    with torch.inference_mode(), slot, page_cache.read_ahead(config):
-        loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
+    with torch.inference_mode(), page_cache.read_ahead(config):
+        with slot:  # no longer: ranks wait for each other below
+            loaded = checkpoint.load(
+                model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
+            )
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
