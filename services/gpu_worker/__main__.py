@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, start_child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
@@ -116,10 +117,11 @@ def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[S
     if config.worker_cls == "mock":
         make_memory = load_transfers()[1] if config.kv_transfer is not None else None
         return partial(mock_runner.start, make_memory=make_memory), mock_runner.held_bytes
+    reader = None if config.lora is None else start_child(ADAPTER_READER)  # it imports torch meanwhile, too
     # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
-    return engine.start if team is None else partial(engine.start, team=team), engine.held_bytes
+    return partial(engine.start, team=team, make_reader=engine.readers(reader)), engine.held_bytes
 
 
 def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses | None:

@@ -15,6 +15,7 @@ from blockyard.shared.messages import (
     KVSendEnded,
     Member,
     MemoryTag,
+    PackedVectors,
     RankStats,
     SlotResult,
     SlotRun,
@@ -53,6 +54,7 @@ class CompletedPlan:
     launch_s: float = 0.0  # host time to launch the step; 0 if the host computes the step
     decode_outputs: DecodeOutputs | None = None
     has_prefill: bool = False  # a slot computed more than one token
+    packed: PackedVectors | None = None  # results of a packed step
 
     @property
     def all_results(self) -> list[SlotResult]:

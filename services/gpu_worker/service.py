@@ -136,7 +136,7 @@ class Worker:
             me, failed = self._links.me.incarnation, done.failed_fetches
             slots, token_ids, logprobs = packed(done)
             times = (done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
-            answer = StepResult(me, plan.number, slots, *times, logprobs)
+            answer = StepResult(me, plan.number, slots, *times, logprobs, done.packed)
             self._links.answer(plan.scheduler, answer)
             if plan.sends and self._transfers is not None:
                 self._transfers.on_plan_done(plan)

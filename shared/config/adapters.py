@@ -9,12 +9,14 @@ from blockyard.shared.errors import ConfigError
 
 MODULES = "lora-modules"
 QLORA = "qlora-adapter-name-or-path"
+ENABLING = (MODULES, QLORA, "enable-lora")  # each of these flags alone makes workers serve adapters
 # flags that do nothing without adapters
 OF_ADAPTERS = (
     "max-loras",
     "max-lora-rank",
     "max-cpu-loras",
     "lora-dtype",
+    "lora-extra-vocab-size",
     "lora-dir",
     "lora-target-modules",
     "lora-max-wait",
@@ -34,7 +36,7 @@ class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def are_enabled(values: Values) -> bool:
     """Whether the workers serve adapters: --lora-modules implies it."""
-    return values.get("enable-lora", bool) or bool(values.get(MODULES, list)) or values.maybe(QLORA, str) is not None
+    return any(values[name] for name in ENABLING)
 
 
 def worker_config(values: Values) -> LoraConfig | None:
@@ -52,6 +54,7 @@ def worker_config(values: Values) -> LoraConfig | None:
         max_rank=values.get("max-lora-rank", int),
         dtype=msgspec.convert(values["lora-dtype"], LoraConfig.__annotations__["dtype"]),
         with_bias=values.get("enable-lora-bias", bool),
+        extra_vocab_size=values.get("lora-extra-vocab-size", int),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
     )
 

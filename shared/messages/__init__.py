@@ -57,6 +57,9 @@ from blockyard.shared.messages.model_settings import (
 )
 from blockyard.shared.messages.pooling import (
     NamedPrompt,
+    PackedPart,
+    PackedStep,
+    PackedVectors,
     Pool,
     PooledStart,
     PoolingCard,

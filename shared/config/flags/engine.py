@@ -252,7 +252,8 @@ SCHEDULER = (
         "max-queue-len",
         FlagKind.INT,
         1024,
-        "Most waiting sequences (a request has n); more are a 429.",
+        "Most waiting sequences (a request has n; all texts of a call of a pooling model are one, and 65,536 texts may "
+        "wait in all); more are a 429. An empty queue takes a request of any size.",
         ("scheduler.max_queue_len",),
         ge=1,
     ),
@@ -260,7 +261,7 @@ SCHEDULER = (
         "max-queue-tokens",
         FlagKind.INT,
         2**22,
-        "Most tokens of waiting sequences (a prompt counts n times); more are a 429.",
+        "Most tokens of waiting sequences and texts (a prompt counts n times); more are a 429.",
         ("scheduler.max_queue_tokens",),
         ge=1,
     ),
@@ -276,7 +277,8 @@ SCHEDULER = (
         "max-num-queued-reqs",
         FlagKind.INT,
         None,
-        "Most generation requests of a gateway that wait or run (one with n choices counts n); more are a 429.",
+        "Most requests of a gateway that wait or run (one with n choices counts n, one to a pooling model counts one); "
+        "more are a 429.",
         ("gateway.max_num_queued_reqs",),
         ge=1,
     ),
@@ -284,7 +286,8 @@ SCHEDULER = (
         "max-num-queued-tokens",
         FlagKind.SIZE,
         None,
-        "Prompt tokens of a gateway's requests without output yet, from which on a request is a 429.",
+        "Prompt tokens of a gateway's requests without output yet, and of texts without a result, from which on a "
+        "request is a 429.",
         ("gateway.max_num_queued_tokens",),
         ge=1,
     ),
