@@ -71,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def group(folder: Path, tmp_path: Path) -> Iterator[Group]:
-    made = Group(config(folder), tmp_path)
+    made = Group(config(folder, max_parallel_loading=1), tmp_path)
     yield made
     made.team.close()
 
@@ -139,9 +139,10 @@ def test_a_lost_follower_ends_the_leader(
             os.kill(pid, 0)
 
 
-def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group) -> None:
+def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group, tmp_path: Path) -> None:
     """The error of a step makes suspects; all ranks end."""
     group.start()
+    assert [file.name for file in tmp_path.glob("*.lock")] == ["loading-0.lock"], "ranks have loaded one by one"
     before = group.team.stats()
     assert [one.rank for one in before] == [0, 1] and before[1].pid == group.team._processes[1].pid
     deadline = time.monotonic() + 5
