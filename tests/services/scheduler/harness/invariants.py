@@ -331,6 +331,11 @@ def check(core: Scheduler, turn: int) -> None:
     amounts, of_lines = _amount([c for c in queued if not c.request.is_batch_line]), _amount(lines)
     assert amounts == core.waiting.usage.amount
     assert of_lines == core.waiting.batch_usage.amount
+    refusable = {c.request for c in queued if not (c.request.accepted or c.request.attempt)}
+    refusable -= {c.request for c in lines}
+    names = [name for user in core.waiting.usage._users.values() for name in user.unaccepted]
+    assert len(names) == len(set(names))
+    assert set(names) == {r.id if r.pool is None else r.pool.id for r in refusable}
     for c in queued:
         entries = c.num_beams if c.request.pool is None else 0
         assert c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens, entries)
