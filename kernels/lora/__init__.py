@@ -2,7 +2,8 @@
 
 - `adapter_table`: where the matrices of a layer's adapters are, and the reference of both kernels. Without Triton.
 - `add_adapters`: `shrink` multiplies rows by A, `expand` adds the product with B to the layer's output.
+- `add_to_heads`: the same for the up-projections of latent attention where they are absorbed.
 
-One launch covers the parts of a joint product, and ranks that differ. The worker's `lora/` calls these. No import of
+One launch covers ranks that differ, and the parts of a joint product. The worker's `lora/` calls these. No import of
 another folder.
 """

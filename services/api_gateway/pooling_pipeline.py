@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+import msgspec
+
 from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
 from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
 from blockyard.services.api_gateway.responses.http_generation import OpenRequests
@@ -40,6 +42,9 @@ class PoolingPipeline:
         if self._config.log_requests:
             text = "%s: %d results of %d tokens for %s"
             log.info(text, request.options.answer_id, len(pooled.items), pooled.num_tokens, model)
+        if self._config.enable_prompt_tokens_details:
+            options = msgspec.structs.replace(request.options, prompt_tokens_details=True)
+            request = msgspec.structs.replace(request, options=options)
         return api.answer(request, pooled)
 
     def abort(self, answer_ids: set[str], error: RequestError) -> int:

@@ -180,6 +180,8 @@ class RequestPipeline:
         self._meters.request_opened()
         for entry in generation.entries:
             self._dispatch.open(entry, self.clock())
+        if not request.batch_line:  # one that the ring is too busy for is opened again
+            request.drop_prompts()
         return generation
 
     def _check_room(self, request: GenerateRequest) -> None:

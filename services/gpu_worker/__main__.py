@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from blockyard.services.gpu_worker.child_processes.start import ADAPTER_READER, start_child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses, is_new, num_processes
 from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
@@ -20,7 +21,7 @@ from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderT
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # which torch calls it. Both keep 1,024 entries unless limited, and memory freed between them is not reused.
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 RANKS_END_S = 5.0
+BROKEN_SENT_S = 1.0
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -67,14 +69,14 @@ def serve(config: WorkerConfig) -> None:
 
         start, held_bytes = load_engine(config, team)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
-        transfers = make_transfers(config, links, runner)
+        transfers = make_transfers(config, links, runner, team)
         if team is not None:
             team.serve()
         links.update(ready=True)
         freeze()
         gc.disable()  # a collection would delay a step
         try:
-            Worker(links, runner, transfers).run(stopped)
+            Worker(links, runner, transfers, team).run(stopped)
         except RankLostError:
             time.sleep(RANKS_END_S)  # the team ends this process and says which rank was the first to end
             raise
@@ -92,6 +94,8 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
         return None
 
     def end(error: BlockyardError) -> None:
+        if isinstance(error, DeviceError):
+            time.sleep(BROKEN_SENT_S)  # the worker's loop tells the scheduler, and ends
         settings.report_error(config.process, error)
         settings.end(error.exit_code)
 
@@ -113,10 +117,11 @@ def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[S
     if config.worker_cls == "mock":
         make_memory = load_transfers()[1] if config.kv_transfer is not None else None
         return partial(mock_runner.start, make_memory=make_memory), mock_runner.held_bytes
+    reader = None if config.lora is None else start_child(ADAPTER_READER)  # it imports torch meanwhile, too
     # imports torch, which takes seconds and which a mock worker does not need
     from blockyard.services.gpu_worker import engine  # noqa: PLC0415
 
-    return engine.start if team is None else partial(engine.start, team=team), engine.held_bytes
+    return partial(engine.start, team=team, make_reader=engine.readers(reader)), engine.held_bytes
 
 
 def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses | None:
@@ -129,12 +134,14 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     return processes
 
 
-def make_transfers(config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner) -> KVTransfers | None:
+def make_transfers(
+    config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner, team: LeaderTeam | None = None
+) -> KVTransfers | None:
     """Binds the socket for KV blocks of other workers. Raises ConfigError if that cannot be done."""
     if config.kv_transfer is None:
         return None
     worker_transfers, _ = load_transfers()
-    return worker_transfers(config, links, lambda: runner.kv_memory)
+    return worker_transfers(config, links, lambda: runner.kv_memory, team)
 
 
 def load_transfers() -> "tuple[type[WorkerTransfers], type[MockMemory]]":

@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from blockyard.services.gpu_worker.child_processes.start import Child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
 from blockyard.services.gpu_worker.encoders.encoder_engine import start_encoder
@@ -26,12 +27,15 @@ from blockyard.services.gpu_worker.loading.classifier_tokens import settle_class
 from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import ModelTargets, last_name
+from blockyard.services.gpu_worker.lora.module_tensors import last_name
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
+from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
+from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.team import RankTeam, SendCommand
@@ -52,6 +56,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
+MakeReader = Callable[[AdapterLimits], AdapterReader]
 DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -79,10 +84,12 @@ def start(
     report_start: Report,
     processes: CompileProcesses | None = None,
     team: RankTeam | None = None,
+    make_reader: MakeReader = ReaderProcess,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
+    make_reader: of adapters.
     """
     backend, report = pick_backend(config.device), StartReport(report_start)
     config = of_host(config)
@@ -103,7 +110,7 @@ def start(
         raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model with adapters runs on one rank")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
-    loaded = load(config, settings, build, dtype, backend, report, team, generates=generates)
+    loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
     return make_runner(loaded, settings, backend, report, None if team is None else team.send, generates=generates)
 
 
@@ -120,6 +127,12 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower:
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)
     return Follower(loaded.model, loaded.pool, loaded.store, backend.follower_steps(needs, loaded.config))
+
+
+def readers(first: Child | None) -> MakeReader:
+    """Returns what makes readers of adapters. first: the process of the first one, if it is already started."""
+    started = [] if first is None else [first]
+    return lambda limits: ReaderProcess(limits, started.pop() if started else None)
 
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
@@ -141,6 +154,7 @@ def load(
     backend: Backend,
     report: StartReport,
     team: RankTeam | None,
+    make_reader: MakeReader = ReaderProcess,
     *,
     generates: bool = True,
 ) -> LoadedModel:
@@ -158,8 +172,10 @@ def load(
         report.note(f"--enable-expert-parallel spreads no experts: {what}")
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
+    reader = None if config.lora is None else make_reader(adapter_limits(config.lora, dtype))  # starts meanwhile
     progress = Throttle(lambda done: report.phase("loading weights", done))
-    with torch.inference_mode(), page_cache.read_ahead(config):
+    slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
+    with torch.inference_mode(), slot, page_cache.read_ahead(config):
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
@@ -167,7 +183,7 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
-        adapters = make_adapters(model, config.lora, backend, report)
+        adapters = make_adapters(model, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
@@ -262,22 +278,31 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
 
 
 def make_adapters(
-    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport
+    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport, reader: AdapterReader | None
 ) -> WorkerAdapters | None:
     """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
-    if config is None:
+    if config is None or reader is None:
         return None
-    targets, wanted = ModelTargets(model), tuple(config.target_modules)
+    targets, limits = ModelTargets(model), adapter_limits(config, model.table.dtype)
     known = {last_name(name) for name in targets.names()}
-    if unknown := sorted(set(wanted) - known):
+    if unknown := sorted(set(limits.target_modules) - known):
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
-    dtype = model.table.dtype if config.dtype == "auto" else DTYPES[config.dtype]
-    limits = AdapterLimits(dtype=dtype, max_rank=config.max_rank, with_bias=config.with_bias, target_modules=wanted)
     places = backend.make_places(model, config.max_loras, limits)
     held, size = f"{config.max_cpu_loras} in host memory", places.size_bytes
     on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
     report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
-    return WorkerAdapters(targets, places, limits)
+    return WorkerAdapters(targets, places, limits, reader)
+
+
+def adapter_limits(config: LoraConfig, dtype: torch.dtype) -> AdapterLimits:
+    """dtype: of the model."""
+    return AdapterLimits(
+        dtype=dtype if config.dtype == "auto" else DTYPES[config.dtype],
+        max_rank=config.max_rank,
+        with_bias=config.with_bias,
+        max_rows=config.extra_vocab_size,
+        target_modules=tuple(config.target_modules),
+    )
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

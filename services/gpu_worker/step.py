@@ -8,6 +8,21 @@ from torch import Tensor
 from blockyard.kernels.layers.rms_norm import RMSNorm
 
 
+class AdaptedHeads(Protocol):
+    """Adds the products of adapters where the up-projections of a latent layer are applied. `rows`: which rows of the
+    step these are; None: all."""
+
+    def add_to_queries(self, out: Tensor, query: Tensor, rows: slice | Tensor | None = None) -> None:
+        """Adds to out [n, heads, latent] what adapters make of query [n, heads, plain], in place."""
+
+    def add_to_values(self, out: Tensor, attended: Tensor, rows: slice | Tensor | None = None) -> None:
+        """Adds to out [n, heads, value] what adapters make of attended [n, heads, latent], in place."""
+
+    def add_to_keys_values(self, out: Tensor, latents: Tensor, rows: slice | Tensor, repeats: int) -> None:
+        """Adds to out [n * repeats, heads * (plain + value)] what adapters make of latents, in place. Each of `rows`
+        stands for so many latents of its sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class LatentRows:
     """The inputs of a latent layer's attention beside the query: the rows of its KV cache and its up-projections."""
@@ -16,6 +31,7 @@ class LatentRows:
     norm: RMSNorm  # of the latent
     up: Tensor  # [heads, plain + value, latent], contiguous: of each head the matrices that make K, and V, of a latent
     plain_dim: int  # numbers of a head of K that are not rotated
+    adapted: AdaptedHeads | None = None  # None: no row of the step has an adapter of the up-projections
 
     @property
     def to_keys(self) -> Tensor:

@@ -16,6 +16,7 @@ OF_ADAPTERS = (
     "max-lora-rank",
     "max-cpu-loras",
     "lora-dtype",
+    "lora-extra-vocab-size",
     "lora-dir",
     "lora-target-modules",
     "lora-max-wait",
@@ -53,6 +54,7 @@ def worker_config(values: Values) -> LoraConfig | None:
         max_rank=values.get("max-lora-rank", int),
         dtype=msgspec.convert(values["lora-dtype"], LoraConfig.__annotations__["dtype"]),
         with_bias=values.get("enable-lora-bias", bool),
+        extra_vocab_size=values.get("lora-extra-vocab-size", int),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
     )
 

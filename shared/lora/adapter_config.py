@@ -89,6 +89,17 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the adapter changes a parameter by its own name, as stacks of experts and some routers have."""
         return _is_named(self.target_parameters or [], parameter)
 
+    def saves(self, module: str) -> bool:
+        """Whether the adapter has a matrix of its own in the place of the module's."""
+        return _is_named(self.modules_to_save or [], module)
+
+    def tokens_of(self, module: str) -> list[int]:
+        """The tokens whose rows in the embedding or head of this name the adapter has trained."""
+        wanted = self.trainable_token_indices or []
+        if isinstance(wanted, list):
+            return wanted
+        return next((ids for name, ids in wanted.items() if _is_named([name], module)), [])
+
     def idle_targets(self, modules: Sequence[str]) -> list[str]:
         """The entries of `target_modules` that name none of these modules. With `exclude_modules` none is told."""
         if not isinstance(self.target_modules, list) or self.exclude_modules:
@@ -154,11 +165,9 @@ def _refuse(fields: Mapping[str, Any]) -> None:
 def _check(config: AdapterConfig) -> None:
     if config.bias not in ("none", "all", "lora_only"):
         raise AdapterError(f"{CONFIG_FILE}: bias {config.bias!r} is not one of none, all, lora_only")
-    if config.target_modules is None and not config.target_parameters:
+    others = config.target_parameters or config.modules_to_save or config.trainable_token_indices
+    if config.target_modules is None and not others:
         raise AdapterError(f"{CONFIG_FILE}: target_modules is missing")
-    for name in ("modules_to_save", "trainable_token_indices"):
-        if getattr(config, name):
-            raise AdapterError(f"{CONFIG_FILE}: {name} {getattr(config, name)} is not served yet")
     expressions = [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
     if isinstance(config.layers_pattern, str | list):
         expressions += [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern

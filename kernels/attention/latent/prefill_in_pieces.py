@@ -4,6 +4,7 @@ The number of pieces follows from a bound of the lengths that the host knows, so
 """
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,10 @@ from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 _PIECE_BYTES = 128 << 20  # of decompressed K and V
 _MULTIPLE = 64  # tokens; lengths of pieces are multiples
 _ROWS = 16  # of a program that gathers
+
+# adds to K and V [n, heads * (plain + value)], in place, what else their latents [n, latent] make; the third argument
+# says how many successive latents each sequence has; None: they are those of the new rows
+AddToKeysValues = Callable[[Tensor, Tensor, int | None], None]
 
 
 def prefill_in_pieces_reference(
@@ -130,6 +135,7 @@ def prefill_in_pieces(
     up: Tensor,
     max_context_len: int,
     out: Tensor,
+    add: AddToKeysValues | None = None,
 ) -> None:
     """Causal attention of the rows from query_start_loc[0] on, whose latent rows are `rows`, before 8-bit rounding.
 
@@ -137,7 +143,8 @@ def prefill_in_pieces(
     may be strided, as `write_latent` leaves them; layer [num_blocks, 1, 1, block_size, latent + rotated]; up [heads,
     plain + value, latent], contiguous; query_start_loc: see `paged_prefill`. max_context_len: a bound of the tokens
     before each sequence's first row; each piece of them is decompressed, used or not. out [rows, heads * value],
-    contiguous, is written whole, with zeros for padding sequences. Raises ValueError for other shapes and dtypes.
+    contiguous, is written whole, with zeros for padding sequences. add: None: `up` alone makes K and V. Raises
+    ValueError for other shapes and dtypes.
     """
     heads, width, latent = up.shape
     rotated, num_seqs = rows.shape[1] - latent, len(query_start_loc) - 1
@@ -152,13 +159,20 @@ def prefill_in_pieces(
         for first in range(0, max_context_len, tokens):
             piece = KeyPiece(first, tokens)
             known = gather_rows(layer, metadata, query_start_loc, piece, query.dtype, rules.kv_scales)
-            kv = F.linear(known[:, :latent], matrix).view(-1, heads, width)
+            kv = _expand(known[:, :latent], matrix, add, tokens).view(-1, heads, width)
             latent_prefill(
                 query, kv, known[:, latent:], metadata, query_start_loc, rules, out, piece, state, resume=first > 0
             )
-    kv = F.linear(rows[:, :latent], matrix).view(-1, heads, width)
+    kv = _expand(rows[:, :latent], matrix, add, None).view(-1, heads, width)
     resume = state is not None
     latent_prefill(query, kv, rows[:, latent:], metadata, query_start_loc, rules, out, None, state, resume)
+
+
+def _expand(latents: Tensor, matrix: Tensor, add: AddToKeysValues | None, tokens: int | None) -> Tensor:
+    both = F.linear(latents, matrix)
+    if add is not None:
+        add(both, latents, tokens)
+    return both
 
 
 def piece_tokens(num_seqs: int, token_bytes: int, max_context_len: int) -> int:

@@ -33,7 +33,7 @@ class HttpGeneration:
         self.error: RequestError | None = None
         self.on_ending: Callable[[], None] | None = None  # called before the end of a streamed answer is sent
         self._close = close
-        self._num_unaccepted = self._num_unfinished = len(request.prompts)
+        self.num_prompts = self._num_unaccepted = self._num_unfinished = len(request.prompts)
         self._accepted = asyncio.Event()  # every prompt was accepted, or one failed
         self._begun = asyncio.Event()  # some choice has output or ended, or one failed
         self._finished = asyncio.Event()  # every choice ended, or one failed

@@ -46,14 +46,20 @@ def attend_absorbed(
     """
     heads, size = query.shape[1], latent.up.shape[2]
     packed = query.new_empty(len(query), heads + 1, latent.rows.shape[1])  # absorbed queries, then the row
-    absorbed = wrap(_by_head(latent.to_keys))(query[..., : latent.plain_dim].flatten(1))
-    packed[:, :heads, :size] = absorbed.view(len(query), heads, size)
+    absorbed = wrap(_by_head(latent.to_keys))(query[..., : latent.plain_dim].flatten(1)).view(-1, heads, size)
+    if latent.adapted is not None:
+        latent.adapted.add_to_queries(absorbed, query[..., : latent.plain_dim])
+    packed[:, :heads, :size] = absorbed
     packed[:, :heads, size:] = query[..., latent.plain_dim :]
     packed[:, heads, :size] = latent.norm(latent.rows[:, :size].contiguous())
     packed[:, heads, size:] = latent.rows[:, size:]
     if rotation is not None:
         apply_rope_reference(packed[..., size:], rotation)
-    return wrap(_by_head(latent.to_values))(attend(layer, packed))
+    attended = attend(layer, packed)
+    out = wrap(_by_head(latent.to_values))(attended)
+    if latent.adapted is not None:
+        latent.adapted.add_to_values(out.view(len(out), heads, -1), attended.view(len(out), heads, size))
+    return out
 
 
 def _by_head(weight: Tensor) -> Product:

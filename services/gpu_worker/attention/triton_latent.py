@@ -16,7 +16,7 @@ from blockyard.kernels.attention.latent.decode_hopper import latent_decode_hoppe
 from blockyard.kernels.attention.latent.head_products import head_products
 from blockyard.kernels.attention.latent.latent_decode import latent_decode, schedule_latent_decode
 from blockyard.kernels.attention.latent.latent_invariant import latent_invariant
-from blockyard.kernels.attention.latent.prefill_in_pieces import prefill_in_pieces
+from blockyard.kernels.attention.latent.prefill_in_pieces import AddToKeysValues, prefill_in_pieces
 from blockyard.kernels.attention.latent.write_latent import write_latent
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.attention.split_kv import SplitKVSchedule
@@ -26,7 +26,7 @@ from blockyard.kernels.layers.apply_rope import apply_rope_reference
 from blockyard.services.gpu_worker.attention.choice import AttentionKernel, RowKind, choose, gpu_decodes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
+from blockyard.services.gpu_worker.step import AdaptedHeads, LatentRows, LogitsIndices
 
 
 class LatentDecode(NamedTuple):
@@ -77,31 +77,36 @@ class LatentLayers:
         write_latent(query, rows, memory, self._rows, rotation, norm.weight, norm.eps, rules.kv_scales)
         if indices is not None:
             needed = PagedKVMetadata(indices.slots, indices.positions, self._rows.tables)
-            return self._absorbed(layer, query.index_select(0, indices.rows), latent, needed)
+            return self._absorbed(layer, query.index_select(0, indices.rows), latent, needed, indices.rows)
+        first, later = slice(num_decodes), slice(num_decodes, None)
         if starts is None:
-            return self._absorbed(layer, query, latent, self._decodes)
+            return self._absorbed(layer, query, latent, self._decodes, first)
         if self._group(layer).absorbs_prefills:
-            prefills = self._rows.part(slice(num_decodes, None))
-            after = self._absorbed(layer, query[num_decodes:], latent, prefills, is_decode=False)
-            return torch.cat((self._absorbed(layer, query[:num_decodes], latent, self._decodes), after))
+            after = self._absorbed(layer, query[later], latent, self._rows.part(later), later, is_decode=False)
+            return torch.cat((self._absorbed(layer, query[first], latent, self._decodes, first), after))
         value_dim = latent.up.shape[1] - latent.plain_dim
         out = query.new_empty((len(query), query.shape[1] * value_dim))
         prefill_in_pieces(
-            query, rows[num_decodes:], memory, self._rows, starts, rules, latent.up, metadata.max_context_len,
-            out[num_decodes:],
+            query, rows[later], memory, self._rows, starts, rules, latent.up, metadata.max_context_len, out[later],
+            None if latent.adapted is None else _add_in_pieces(latent.adapted, starts, later, len(query)),
         )  # fmt: skip
         if num_decodes:
-            self._absorbed(layer, query[:num_decodes], latent, self._decodes, out=out[:num_decodes])
+            self._absorbed(layer, query[first], latent, self._decodes, first, out=out[first])
         return out
 
     def _absorbed(
-        self, layer: int, query: Tensor, latent: LatentRows, rows: PagedKVMetadata, is_decode: bool = True,
-        out: Tensor | None = None,
+        self, layer: int, query: Tensor, latent: LatentRows, rows: PagedKVMetadata, of_step: slice | Tensor,
+        is_decode: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Computes rows whose keys are all in the cache, each on its own: -> [rows, heads * value]."""
+        """Computes rows whose keys are all in the cache, each on its own: -> [rows, heads * value].
+
+        of_step: which rows of the step they are.
+        """
         (memory, rules), group = self._pool.kv[layer], self._group(layer)
         decode, invariant = group.decode, group.decode is None
         q_latent = head_products(query[..., : latent.plain_dim], latent.to_keys, invariant)
+        if latent.adapted is not None:
+            latent.adapted.add_to_queries(q_latent, query[..., : latent.plain_dim], of_step)
         q_rotated = query[..., latent.plain_dim :]
         if decode is None:
             attended = latent_invariant(q_latent, q_rotated, memory, rows, rules, self._table_len, is_decode)
@@ -112,7 +117,10 @@ class LatentLayers:
             attended = decode.attend(q_latent, q_rotated, memory, rows, rules, most, schedule=schedule)
         if out is not None:
             out = out.view(len(query), query.shape[1], -1)
-        return head_products(attended, latent.to_values, invariant, out).flatten(1)
+        values = head_products(attended, latent.to_values, invariant, out)
+        if latent.adapted is not None:
+            latent.adapted.add_to_values(values, attended, of_step)
+        return values.flatten(1)
 
     def _group(self, layer: int) -> LatentGroup:
         """The kernels of a layer, chosen once for all that are alike."""
@@ -135,3 +143,16 @@ class LatentLayers:
             apply_rope_reference(shared, rotation)
         normed = latent.norm(rows[:, :size].contiguous())
         self._pool.measure_row_scale(layer, torch.cat((normed, shared[:, 0]), 1))
+
+
+def _add_in_pieces(adapted: AdaptedHeads, starts: Tensor, rows: slice, num_rows: int) -> AddToKeysValues:
+    """Adds the products of adapters to K and V as `prefill_in_pieces` makes them. starts: of sequences, in the rows."""
+    of_sequences = starts[:-1].long().clamp(max=num_rows - 1)  # padding sequences have no rows
+
+    def add(out: Tensor, latents: Tensor, tokens: int | None) -> None:
+        if tokens is None:
+            adapted.add_to_keys_values(out, latents, rows, 1)
+        else:
+            adapted.add_to_keys_values(out, latents, of_sequences, tokens)
+
+    return add

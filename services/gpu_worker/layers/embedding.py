@@ -16,6 +16,17 @@ from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 HEAD = "lm_head"
 
 
+class AdaptedEmbedding(Protocol):
+    """Adds what adapters change of the embeddings of tokens."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a row of this step has an adapter."""
+
+    def add_to(self, found: Tensor, token_ids: Tensor) -> None:
+        """Changes found [tokens, width], the rows of the table, in place."""
+
+
 class TokenEmbedding:
     """The embedding table, [vocab_size, width]."""
 
@@ -25,7 +36,8 @@ class TokenEmbedding:
     ) -> None:  # fmt: skip
         """factor: of the embeddings, not of the output matrix that shares their weight. project: from `width` to the
         hidden size; None: both are the same. norm: of the embeddings, before the first layer; None: they have none."""
-        self._name = f"{name}.weight"
+        self.name, self.has_tied_head = name, False
+        self._adapted: AdaptedEmbedding | None = None
         self.weight = layers.plain(part(name, vocab_size), width, split=Split.OUTPUTS)
         self.vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
         self._ranks, self._own = layers.table.ranks, Rows(vocab_size, vocab_size).share(layers.table.shard)
@@ -35,11 +47,17 @@ class TokenEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         found = F.embedding(token_ids, self.weight) if self._ranks is None else self._find(token_ids, self._ranks)
+        if self._adapted is not None and self._adapted.is_active:
+            self._adapted.add_to(found, token_ids)
         if self._project is not None:
             found = self._project(found)
         if self._norm is not None:
             found = self._norm(found)
         return found if self._factor == 1.0 else found.mul_(self._factor)
+
+    def adapt(self, adapted: AdaptedEmbedding) -> None:
+        """Lets adapters change embeddings, in steps in which it is active."""
+        self._adapted = adapted
 
     def row(self, token_id: int) -> Tensor:
         """Returns the embedding [1, width] of a token as the checkpoint has it, on all ranks."""
@@ -57,7 +75,13 @@ class TokenEmbedding:
         """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it."""
         if tied:
             linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS)
-            layers.table.tie(f"{name}.weight", self._name, lambda own: linear.method.replace("weight", own))
+            self.has_tied_head = True
+
+            def untie(own: Tensor) -> None:
+                self.has_tied_head = False
+                linear.method.replace("weight", own)
+
+            layers.table.tie(f"{name}.weight", f"{self.name}.weight", untie)
         else:
             linear = layers.make([part(name, self.vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
         if layers.table.ranks is not None:

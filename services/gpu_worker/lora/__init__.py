@@ -2,9 +2,13 @@
 
 - `adapter_files` reads a PEFT folder; `module_tensors` assigns its tensors to modules.
 - `targets.ModelTargets` finds the layers of these modules, and brings B into the order of the layers' outputs.
-- `read_adapter` does all of this, and gives a `HostAdapter`.
-- `places.AdapterPlaces` adapts a model's linear layers (`Linear.adapt`) and holds an adapter in each of its places.
-- `cpu_products` adds the products of adapters on the CPU.
+- `read_modules` does the first in a child process (`reader_process`; `reader_client` is the worker's end), and
+  `worker_adapters` the second in pieces between steps, which gives a `HostAdapter`.
+- `places.AdapterPlaces` adapts a model's layers (`Linear.adapt`, `UpProjection.adapt`) and holds an
+  adapter in each of its places.
+- `token_rows`: what it changes of embedding and head beside that.
+- `cpu_products` adds the products of adapters on the CPU, `cpu_head_products` those of latent attention,
+  `cpu_token_products` those of embedding and head.
 
 Which row of a step has which place is said by `layers.adapter_rows.AdapterRows`, one object of each model: the steps
 write it, the layers' products read it. A step of which no row has an adapter runs as if there were none.

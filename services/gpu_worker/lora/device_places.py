@@ -5,9 +5,10 @@ takes its own bytes: its matrices follow each other as they do in host memory, s
 table says where each one begins.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,13 +17,30 @@ from torch import Tensor
 from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTable
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
-from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
+from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import last_name
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, adapted_layers
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.shared.errors import AdapterError
 
 ALIGNED = 16  # elements; matrices begin at such places, for wide loads
-AddAdapters = Callable[[Tensor, Tensor, AdapterTable, Tensor], None]  # x, places of rows, table, out
+
+
+class AddToHeads(Protocol):
+    """See `kernels.lora.add_to_heads`."""
+
+    def __call__(
+        self, x: Tensor, places: Tensor, table: AdapterTable, plain_dim: int, out: Tensor, *, values: bool
+    ) -> None: ...
+
+
+class AdapterKernels(NamedTuple):
+    """The products of adapters on one kind of device."""
+
+    add: Callable[[Tensor, Tensor, AdapterTable, Tensor], None]  # x, places of rows, table, out
+    add_to_heads: AddToHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +49,7 @@ class DeviceAdaptedRows:
 
     rows: AdapterRows
     table: AdapterTable
-    add: AddAdapters
+    kernels: AdapterKernels
 
     @property
     def is_active(self) -> bool:
@@ -41,7 +59,33 @@ class DeviceAdaptedRows:
         return self.rows.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        self.add(x, self.rows.places, self.table, out)
+        self.kernels.add(x, self.rows.places, self.table, out)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAdaptedHeads:
+    """Implements `AdaptedUpProjection` for one layer."""
+
+    rows: AdapterRows
+    table: AdapterTable
+    kernels: AdapterKernels
+    plain_dim: int
+
+    @property
+    def is_active(self) -> bool:
+        return self.rows.is_active
+
+    def add_to_queries(self, out: Tensor, query: Tensor, rows: slice | Tensor | None = None) -> None:
+        self.kernels.add_to_heads(query, self._places(rows), self.table, self.plain_dim, out, values=False)
+
+    def add_to_values(self, out: Tensor, attended: Tensor, rows: slice | Tensor | None = None) -> None:
+        self.kernels.add_to_heads(attended, self._places(rows), self.table, self.plain_dim, out, values=True)
+
+    def add_to_keys_values(self, out: Tensor, latents: Tensor, rows: slice | Tensor, repeats: int) -> None:
+        self.kernels.add(latents, self._places(rows).repeat_interleave(repeats), self.table, out)
+
+    def _places(self, rows: slice | Tensor | None) -> Tensor:
+        return self.rows.places if rows is None else self.rows.places[rows]
 
 
 class DevicePlaces:
@@ -49,35 +93,41 @@ class DevicePlaces:
 
     def __init__(
         self,
-        linears: Sequence[Linear],
-        rows: AdapterRows,
+        model: Model,
         num_places: int,
         limits: AdapterLimits,
-        add: AddAdapters,
+        kernels: AdapterKernels,
         device: torch.device,
         link: HostLink,
     ) -> None:
-        """rows: of the model. add: the kernels."""
         self.num_places, self._dtype, self._device, self._link = num_places, limits.dtype, device, link
-        self._place_size = place_size(linears, limits)
+        layers, rows = adapted_layers(model), model.adapter_rows
+        self._place_size = place_size(layers, limits)
         self._memory = torch.zeros(num_places * self._place_size, dtype=limits.dtype, device=device)
         # entries of the tables of all layers: of each layer [places, parts]
-        self._parts = [[one.size for one in linear.spec.parts] for linear in linears]
+        self._parts = [[one.size for one in layer.spec.parts] for layer in layers]
         counts = [num_places * len(sizes) for sizes in self._parts]
         self._firsts = np.concatenate([[0], np.cumsum(counts)])
         self._offsets = np.full((int(self._firsts[-1]), OFFSETS), NO_OFFSET, np.int64)
         self._ranks = np.zeros(int(self._firsts[-1]), np.int32)
         self._device_offsets = torch.from_numpy(self._offsets).to(device, copy=True)
         self._device_ranks = torch.from_numpy(self._ranks).to(device, copy=True)
-        for layer, linear in enumerate(linears):
-            linear.adapt(DeviceAdaptedRows(rows, self._table(layer, limits.max_rank), add))
+        for index, layer in enumerate(layers):
+            table = self._table(index, limits.max_rank)
+            if isinstance(layer, UpProjection):
+                layer.adapt(DeviceAdaptedHeads(rows, table, kernels, layer.plain_dim))
+            else:
+                layer.adapt(DeviceAdaptedRows(rows, table, kernels))
 
     @property
     def size_bytes(self) -> int:
         return self._memory.nbytes
 
-    def prepare(self, adapter: HostAdapter) -> HostAdapter:
-        """Moves all matrices into one tensor, from which the device copies while the host goes on."""
+    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
+        """Moves all matrices into one tensor, from which the device copies while the host goes on. Raises
+        AdapterError for what no kernel computes."""
+        if adapter.tokens is not None:
+            raise AdapterError("adapters that change the embedding, or rows of the head, are served on the CPU alone")
         found = [one for deltas in adapter.deltas.values() for delta in deltas for one in delta.tensors()]
         memory = self._link.host_tensor((sum(_aligned(one.numel()) for one in found),), self._dtype)
         end = 0
@@ -91,11 +141,11 @@ class DevicePlaces:
             end += _aligned(tensor.numel())
             return own
 
-        deltas = {
-            layer: [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
-            for layer, of_layer in adapter.deltas.items()
-        }
-        return HostAdapter(adapter.digest, deltas, memory)
+        deltas: dict[int, list[Delta]] = {}
+        for layer, of_layer in adapter.deltas.items():
+            deltas[layer] = [replace(one, a=moved(one.a), b=moved(one.b), bias=moved(one.bias)) for one in of_layer]
+            yield
+        return HostAdapter(adapter.digest, deltas, memory=memory)
 
     def put(self, place: int, adapter: HostAdapter) -> None:
         memory = adapter.memory
@@ -128,13 +178,13 @@ class DevicePlaces:
         )
 
 
-def place_size(linears: Sequence[Linear], limits: AdapterLimits) -> int:
+def place_size(layers: Sequence[AdaptedLayer], limits: AdapterLimits) -> int:
     """Elements of the largest adapter that may be placed."""
     total = 0
-    for linear in linears:
-        for one in linear.spec.parts:
+    for layer in layers:
+        for one in layer.spec.parts:
             if not limits.target_modules or last_name(one.name) in limits.target_modules:
-                total += _largest(one.size, linear.spec.in_features, limits)
+                total += _largest(one.size, layer.spec.in_features, limits)
     return total
 
 

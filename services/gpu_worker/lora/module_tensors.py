@@ -21,7 +21,15 @@ ENDINGS = {
     "base_layer.bias": "bias",
     "base_layer.weight": "base",
     "bias": "bias",
+    "lora_embedding_A": "token_a",
+    "lora_embedding_B": "token_b",
+    "lora_embedding_A.default": "token_a",
+    "lora_embedding_B.default": "token_b",
+    "token_adapter.trainable_tokens_delta": "token_rows",
+    "modules_to_save.weight": "weight",
+    "weight": "weight",
 }
+OF_TOKENS = ("token_a", "token_b", "token_rows", "weight")
 STACK_SUFFIX = ".base_layer"  # of a module of which PEFT adapts two parameters
 STACKED = ("gate_up_proj", "down_proj")  # names of parameters that are stacks of experts
 MAX_NAMED = 5  # tensors in one message
@@ -37,15 +45,42 @@ class ModuleTensors:
     b: Tensor | None = None  # [out, rank]
     b_bias: Tensor | None = None  # [out]
     bias: Tensor | None = None  # [out]
-    base: Tensor | None = None  # the module's own weight, which PEFT saves of a head
+    base: Tensor | None = None  # the module's own weight, which PEFT saves of a head or an embedding
+    token_a: Tensor | None = None  # [rank, vocab_size], of an embedding: y += scale * A[:, token] @ B.T
+    token_b: Tensor | None = None  # [width, rank]
+    token_rows: Tensor | None = None  # [tokens, width], in the place of the rows of some tokens
+    weight: Tensor | None = None  # [vocab_size, width], in the place of the module's own
     is_stack: bool = False  # of all experts: A [experts * rank, in], expert after expert, B [out, rank * experts]
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The tensors by the names of their fields."""
+        found = ((name, getattr(self, name)) for name in dict.fromkeys(ENDINGS.values()))
+        return [(name, value) for name, value in found if value is not None]
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Brings matrices into the dtype of products, with the scale in B. Raises AdapterError for numbers that are too
+        large for it. A stack keeps its B: which scale it has depends on the model."""
+        for down, up in (("a", "b"), ("token_a", "token_b")):
+            a, b = getattr(self, down), getattr(self, up)
+            if a is not None:
+                setattr(self, down, _converted(self.name, a, dtype))
+            if b is not None and not self.is_stack:
+                setattr(self, up, _converted(self.name, b.float() * self.scale, dtype))
+        if not self.is_stack:
+            self.b_bias = None if self.b_bias is None else self.b_bias.float() * self.scale
+            self.scale = 1.0
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether the adapter changes rows of tokens, of an embedding or a head."""
+        return any(getattr(self, name) is not None for name in OF_TOKENS)
 
 
 def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_bias: bool) -> list[ModuleTensors]:
     """Assigns tensors to modules. with_bias: adapters may have biases. Raises AdapterError."""
     modules: dict[str, ModuleTensors] = {}
     unknown: list[str] = []
-    for name, value in tensors.items():
+    for name, value in sorted(tensors.items()):  # a file's reader gives any order, on which sums would depend
         module, field = _split(name)
         if field is None:
             unknown.append(name)
@@ -66,6 +101,9 @@ def group_tensors(config: AdapterConfig, tensors: Mapping[str, Tensor], *, with_
         _check(config, own)
     if idle := config.idle_targets(list(modules)):
         raise AdapterError(f"target_modules {listed(idle)}: the adapter has no tensors for them")
+    saved = [name for name, own in modules.items() if own.weight is not None]
+    if idle := [one for one in config.modules_to_save or [] if not any(_ends(name, one) for name in saved)]:
+        raise AdapterError(f"modules_to_save {listed(idle)}: the adapter has no tensors for them")
     return list(modules.values())
 
 
@@ -92,6 +130,9 @@ def _make(config: AdapterConfig, module: str) -> ModuleTensors:
 
 
 def _check(config: AdapterConfig, own: ModuleTensors) -> None:
+    if own.is_of_tokens:
+        _check_tokens(config, own)
+        return
     if own.a is None and own.b is None and own.b_bias is None and config.bias == "all":
         return  # a bias of a module that is no target
     if own.is_stack:
@@ -107,3 +148,35 @@ def _check(config: AdapterConfig, own: ModuleTensors) -> None:
     if own.a.dim() != 2 or own.b.dim() != 2 or own.a.shape[0] != rank or own.b.shape[1] != rank:
         shapes = f"{tuple(own.a.shape)} and {tuple(own.b.shape)}"
         raise AdapterError(f"lora_A and lora_B of {own.name} have the shapes {shapes}; its rank is {rank}")
+
+
+def _converted(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    found = values.to(dtype).contiguous()
+    if not bool(torch.isfinite(found).all()):
+        raise AdapterError(f"the matrices of {name} are too large for {str(dtype).removeprefix('torch.')}")
+    return found
+
+
+def _check_tokens(config: AdapterConfig, own: ModuleTensors) -> None:
+    if own.weight is not None and not config.saves(own.name):
+        raise AdapterError(f"the adapter has a matrix for {own.name}, which its modules_to_save leave out")
+    if (own.token_a is None) != (own.token_b is None):
+        raise AdapterError(f"the adapter has only one of lora_embedding_A and lora_embedding_B for {own.name}")
+    if own.token_a is not None and own.token_b is not None:
+        rank = config.rank_of(own.name)
+        if not config.targets(own.name):
+            raise AdapterError(f"the adapter has tensors for {own.name}, which its target_modules leave out")
+        if own.token_a.dim() != 2 or own.token_a.shape[0] != rank or own.token_b.shape[1:] != (rank,):
+            shapes = f"{tuple(own.token_a.shape)} and {tuple(own.token_b.shape)}"
+            raise AdapterError(f"lora_embedding_A and B of {own.name} have the shapes {shapes}; its rank is {rank}")
+    if own.token_rows is not None and len(own.token_rows) != (number := len(config.tokens_of(own.name))):
+        raise AdapterError(f"{own.name} has {len(own.token_rows)} trained rows; trainable_token_indices names {number}")
+
+
+def _ends(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def last_name(module: str) -> str:
+    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
+    return module.rpartition(".")[2]

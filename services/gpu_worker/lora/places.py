@@ -1,14 +1,16 @@
 """An adapter in host memory, and the places of a worker that adapters are put into."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.targets import Delta
+from blockyard.services.gpu_worker.lora.token_rows import TokenDeltas
 
-Deltas = Mapping[int, Sequence[Delta]]  # by the index of the linear layer
+Deltas = Mapping[int, Sequence[Delta]]  # by the index in `targets.adapted_layers`
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +19,14 @@ class HostAdapter:
 
     digest: bytes
     deltas: Deltas
+    tokens: TokenDeltas | None = None  # of embedding and head
+    joined: Mapping[int, JoinedDeltas] = field(default_factory=dict)  # of linear layers, on the CPU
     memory: Tensor | None = None  # that all matrices are views of, if they are copied to a device
 
     @property
     def size_bytes(self) -> int:
-        return sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
+        found = sum(one.nbytes for deltas in self.deltas.values() for delta in deltas for one in delta.tensors())
+        return found + (0 if self.tokens is None else sum(one.nbytes for one in self.tokens.tensors()))
 
 
 class AdapterPlaces(Protocol):
@@ -33,8 +38,8 @@ class AdapterPlaces(Protocol):
     def size_bytes(self) -> int:
         """Memory of the device."""
 
-    def prepare(self, adapter: HostAdapter) -> HostAdapter:
-        """Moves an adapter to the host memory that `put` takes. May be called from any thread."""
+    def prepare(self, adapter: HostAdapter) -> Generator[None, None, HostAdapter]:
+        """Moves an adapter to the host memory that `put` takes, in pieces between steps. Raises AdapterError."""
 
     def put(self, place: int, adapter: HostAdapter) -> None:
         """The adapter of the plans that are launched from here on. No step in flight reads the place."""

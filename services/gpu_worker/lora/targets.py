@@ -1,15 +1,19 @@
-"""The linear layers of a model under the names of their modules, and what an adapter's matrices become there."""
+"""The layers of a model under the names of their modules, and what an adapter's matrices become there."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.layers.embedding import HEAD
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
+from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart
 from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, listed
+from blockyard.services.gpu_worker.lora.token_rows import TokenTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
@@ -24,7 +28,7 @@ class Target:
     """One module: a part of a layer's product."""
 
     name: str
-    layer: int  # index in the model's linear layers
+    layer: int  # index in the layers that adapters may change
     part: MatrixPart
     start: int  # first output of the part
     in_features: int
@@ -54,48 +58,60 @@ class Delta:
         yield from (one for one in (self.a, self.b, self.bias) if one is not None)
 
 
+AdaptedLayer = Linear | UpProjection
+
+
+def adapted_layers(model: Model) -> list[AdaptedLayer]:
+    """The layers that adapters may change. Deltas name them by their index."""
+    return [*model.linears(), *model.adaptable.up_projections]
+
+
 class ModelTargets:
     """Finds the modules of adapters in one model."""
 
     def __init__(self, model: Model) -> None:
-        self._linears, self._table = model.linears(), model.table
+        self._layers, self._table = adapted_layers(model), model.table
         self._targets: dict[str, Target] = {}
         self._experts: dict[str, list[int]] = {}  # layers of experts by the name of their mixture
-        for layer, linear in enumerate(self._linears):
+        for layer, adapted in enumerate(self._layers):
             start = 0
-            for one in linear.spec.parts:
+            for one in adapted.spec.parts:
                 if one.name:
-                    target = Target(one.name, layer, one, start, linear.spec.in_features)
+                    target = Target(one.name, layer, one, start, adapted.spec.in_features)
                     self._targets[_key(one.name)] = target
                 start += one.size
-            if (found := EXPERT.match(_key(linear.spec.parts[0].name))) is not None:
+            if (found := EXPERT.match(_key(adapted.spec.parts[0].name))) is not None:
                 self._experts.setdefault(found["stack"], []).append(layer)
+        head = self.find(HEAD)
+        self.tokens = TokenTargets(model, None if head is None else (head.name, head.layer))
 
     def find(self, module: str) -> Target | None:
         name = _key(module)
         return self._targets.get(name) or self._targets.get(OTHER_NAMES.get(name, ""))
 
     def names(self) -> list[str]:
-        return [target.name for target in self._targets.values()]
+        return [*(target.name for target in self._targets.values()), *self.tokens.names()]
 
     def arrange(
         self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
-    ) -> dict[int, list[Delta]]:
-        """Returns the deltas of each linear layer by its index, in `dtype`. Raises AdapterError.
+    ) -> Generator[None, None, dict[int, list[Delta]]]:
+        """Returns the deltas of each layer by its index, in `dtype`, one matrix at a time. Raises AdapterError.
 
         max_rank: of one expert of a stack.
         """
         if missing := [module.name for module in modules if not self._has(module)]:
-            raise AdapterError(f"this model has no linear layer for {listed(missing)}")
+            raise AdapterError(f"this model has no layer for {listed(missing)}")
         found: dict[int, list[Delta]] = {}
         for module in modules:
             if module.is_stack:
                 for layer, delta in self._stack_deltas(module, dtype, config, max_rank):
                     found.setdefault(layer, []).append(delta)
+                    yield
                 continue
             target = self.find(module.name)
             assert target is not None
             found.setdefault(target.layer, []).append(self._delta(target, module, dtype))
+            yield
         return found
 
     def _has(self, module: ModuleTensors) -> bool:
@@ -108,14 +124,14 @@ class ModelTargets:
         a, b = module.a, module.b
         assert a is not None and b is not None
         inputs, outputs = a.shape[1], b.shape[0]
-        layers = [one for one in self._experts[_stack(module)] if self._linears[one].shape == (inputs, outputs)]
+        layers = [one for one in self._experts[_stack(module)] if _shape(self._layers[one]) == (inputs, outputs)]
         number = len(layers)
         if not number or a.shape[0] % number or a.shape[0] != b.shape[1]:
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise AdapterError(
                 f"lora_A and lora_B of {module.name} have the shapes {shapes}: no experts here have such"
             )
-        rank, parts = a.shape[0] // number, self._linears[layers[0]].spec.parts
+        rank, parts = a.shape[0] // number, self._layers[layers[0]].spec.parts
         is_gate_up = len(parts) > 1 or len(parts[0].rows) > 1
         name = f"{module.name.removesuffix(STACK_SUFFIX)}.{STACKED[0 if is_gate_up else 1]}"
         if rank > max_rank or rank != config.rank_of(name):
@@ -123,7 +139,7 @@ class ModelTargets:
             raise AdapterError(f"{name} has rank {rank}; {limits}")
         of_experts = torch.unflatten(b.float(), 1, (rank, number)) * config.scale_of(name)  # the expert is fastest
         for expert, layer in enumerate(layers):
-            own, one = of_experts[:, :, expert], self._linears[layer].spec.parts
+            own, one = of_experts[:, :, expert], self._layers[layer].spec.parts
             rows = in_order(one[0], own) if len(one) == 1 else own
             pair = a[expert * rank : (expert + 1) * rank].to(dtype).contiguous(), rows.to(dtype).contiguous()
             _check_finite(module, dtype, *pair)
@@ -159,22 +175,31 @@ class ModelTargets:
         if stored.shape != (target.part.stored_rows or target.part.size, size):
             raise differs
         units = torch.eye(size, dtype=self._table.dtype)[columns].to(self._table.device)
-        linear, end = self._linears[target.layer], target.start + target.part.size
+        product, end = _product(self._layers[target.layer]), target.start + target.part.size
         with torch.inference_mode():
-            bias = linear.method.apply(torch.zeros_like(units[:1]))
-            own = (linear.method.apply(units) - bias)[:, target.start : end].float().cpu().T
+            bias = product(torch.zeros_like(units[:1]))
+            own = (product(units) - bias)[:, target.start : end].float().cpu().T
         given = in_order(target.part, stored[:, columns].float())
         if not torch.allclose(own, given, rtol=0.05, atol=0.05 * float(given.abs().mean())):
             raise differs
 
     def _bias_of(self, target: Target) -> Tensor:
         """The bias of the model itself, which any format gives as the product of zeros."""
-        linear = self._linears[target.layer]
-        if not linear.spec.bias:
+        layer = self._layers[target.layer]
+        if not layer.spec.bias:
             raise AdapterError(f"the adapter has a bias for {target.name}, which has none in this model")
         zeros = torch.zeros(1, target.in_features, dtype=self._table.dtype, device=self._table.device)
         with torch.inference_mode():
-            return linear.method.apply(zeros)[0, target.start : target.start + target.part.size].float().cpu()
+            return _product(layer)(zeros)[0, target.start : target.start + target.part.size].float().cpu()
+
+
+def _product(layer: AdaptedLayer) -> Product:
+    """The product of the model itself, without adapters."""
+    return layer.product if isinstance(layer, UpProjection) else layer.method.apply
+
+
+def _shape(layer: AdaptedLayer) -> tuple[int, int]:
+    return layer.spec.in_features, sum(one.size for one in layer.spec.parts)
 
 
 def _key(name: str) -> str:
@@ -184,11 +209,6 @@ def _key(name: str) -> str:
 
 def _stack(module: ModuleTensors) -> str:
     return _key(module.name.removesuffix(STACK_SUFFIX))
-
-
-def last_name(module: str) -> str:
-    """The last part of a module's name: q_proj of model.layers.0.self_attn.q_proj."""
-    return module.rpartition(".")[2]
 
 
 def in_order(one: MatrixPart, rows: Tensor) -> Tensor:

@@ -1,89 +1,94 @@
-"""The adapters of one worker: read into host memory beside the steps, and placed by plans."""
+"""The adapters of one worker: read by a process, arranged in pieces between steps, and placed by plans."""
 
+import itertools
 import logging
-import queue
-import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces, HostAdapter
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.messages import AdapterPlaced
 
 log = logging.getLogger(__name__)
 
+PIECES_S = 0.001  # of each poll; one piece may take longer
+
 
 @dataclass(frozen=True, slots=True)
-class _ReadJob:
-    """An adapter to read. It has all that the thread needs, which keeps nothing between jobs."""
+class _Arranged:
+    """An adapter that is read and not arranged yet."""
 
-    number: int  # of the round
     adapter: int
     path: str
-    targets: ModelTargets
-    limits: AdapterLimits
-    places: AdapterPlaces
-
-    def read(self) -> tuple[LoadedAdapter, HostAdapter | None]:
-        try:
-            held, notes = read_adapter(Path(self.path), self.targets, self.limits)
-            held = self.places.prepare(held)
-        except AdapterError as e:
-            return LoadedAdapter(self.adapter, error=str(e)), None
-        except Exception as e:  # a broken folder is no reason to end the worker
-            log.exception("adapter %s cannot be read", self.path)
-            return LoadedAdapter(self.adapter, error=f"{self.path}: {e!r}"), None
-        return LoadedAdapter(self.adapter, held.digest, held.size_bytes, notes=notes), held
+    notes: list[str]
+    pieces: Generator[None, None, HostAdapter]
 
 
-_ReadResult = tuple[int, LoadedAdapter, HostAdapter | None]  # of a round
+def arrange_modules(
+    read: ReadModules, targets: ModelTargets, limits: AdapterLimits
+) -> Generator[None, None, HostAdapter]:
+    """Brings an adapter into the order of a model's products, module by module. Raises AdapterError."""
+    of_tokens = [module for module in read.modules if module.is_of_tokens]
+    others = [module for module in read.modules if not module.is_of_tokens]
+    deltas = yield from targets.arrange(others, limits.dtype, read.config, limits.max_rank)
+    tokens = targets.tokens.arrange(of_tokens, read.config, limits.dtype, limits.max_rows)
+    return HostAdapter(read.digest, deltas, tokens)
 
 
 class WorkerAdapters:
-    """Implements `AdapterHost`. A thread reads folders, one at a time: files and conversions release the lock."""
+    """Implements `AdapterHost`."""
 
-    def __init__(self, targets: ModelTargets, places: AdapterPlaces, limits: AdapterLimits) -> None:
+    def __init__(
+        self, targets: ModelTargets, places: AdapterPlaces, limits: AdapterLimits, reader: AdapterReader
+    ) -> None:
         self.places = places
-        self._targets, self._limits = targets, limits
+        self._targets, self._limits, self._reader = targets, limits, reader
         self._held: dict[int, HostAdapter] = {}  # by the scheduler's number
-        self._round = 0  # rises with each reset: what was asked before it is dropped
-        self._num_open = 0
-        self._jobs: queue.SimpleQueue[_ReadJob | None] = queue.SimpleQueue()  # None: no more
-        self._results: queue.SimpleQueue[_ReadResult] = queue.SimpleQueue()
-        threading.Thread(target=_read_all, args=(self._jobs, self._results), name="adapters", daemon=True).start()
-        weakref.finalize(self, self._jobs.put, None)  # the thread holds no model whose memory is to be freed
+        self._asked: dict[int, tuple[int, str]] = {}  # adapters and their folders, by job
+        self._jobs = itertools.count(1)
+        self._arranged: deque[_Arranged] = deque()
+        weakref.finalize(self, reader.close)
 
     @property
     def is_loading(self) -> bool:
-        return self._num_open > 0
+        return bool(self._asked or self._arranged)
 
     def load(self, adapter: int, path: str) -> None:
-        self._num_open += 1
-        self._jobs.put(_ReadJob(self._round, adapter, path, self._targets, self._limits, self.places))
+        job = next(self._jobs)
+        self._asked[job] = adapter, path
+        self._reader.ask(job, path)
 
     def drop(self, adapter: int) -> None:
         self._held.pop(adapter, None)
 
     def reset(self) -> None:
-        self._round += 1
-        self._num_open = 0
+        self._asked.clear()
+        self._arranged.clear()
         self._held.clear()
 
     def poll(self) -> list[LoadedAdapter]:
         done: list[LoadedAdapter] = []
-        while not self._results.empty():
-            number, loaded, adapter = self._results.get()
-            if number != self._round:
-                continue
-            self._num_open -= 1
-            if adapter is not None:
-                self._held[loaded.adapter] = adapter
-            done.append(loaded)
+        for job, read in self._reader.receive():
+            asked = self._asked.pop(job, None)
+            if asked is None:
+                continue  # it was asked for before a reset
+            adapter, path = asked
+            if isinstance(read, str):
+                done.append(LoadedAdapter(adapter, error=read))
+            else:
+                self._arranged.append(_Arranged(adapter, path, read.notes, self._pieces(read)))
+        end_s = time.monotonic() + PIECES_S
+        while self._arranged and time.monotonic() < end_s:
+            if (loaded := self._advance(self._arranged[0])) is not None:
+                self._arranged.popleft()
+                done.append(loaded)
         return done
 
     def place(self, placed: Sequence[AdapterPlaced]) -> None:
@@ -91,8 +96,21 @@ class WorkerAdapters:
         for one in placed:
             self.places.put(one.place, self._held[one.adapter])
 
+    def _pieces(self, read: ReadModules) -> Generator[None, None, HostAdapter]:
+        adapter = yield from arrange_modules(read, self._targets, self._limits)
+        return (yield from self.places.prepare(adapter))
 
-def _read_all(jobs: "queue.SimpleQueue[_ReadJob | None]", results: "queue.SimpleQueue[_ReadResult]") -> None:
-    while (job := jobs.get()) is not None:
-        results.put((job.number, *job.read()))
-        del job
+    def _advance(self, one: _Arranged) -> LoadedAdapter | None:
+        """Computes a piece. Returns the result of the last one."""
+        try:
+            next(one.pieces)
+        except StopIteration as e:
+            held: HostAdapter = e.value
+            self._held[one.adapter] = held
+            return LoadedAdapter(one.adapter, held.digest, held.size_bytes, notes=one.notes)
+        except AdapterError as e:
+            return LoadedAdapter(one.adapter, error=f"{one.path}: {e}")
+        except Exception as e:  # a broken adapter is no reason to end the worker
+            log.exception("an adapter cannot be arranged")
+            return LoadedAdapter(one.adapter, error=repr(e))
+        return None

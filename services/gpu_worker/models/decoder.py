@@ -8,12 +8,13 @@ from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.decoder_layers import DecoderLayer
 from blockyard.services.gpu_worker.layers.embedding import LearnedPositions, OutputLayer, TokenEmbedding
 from blockyard.services.gpu_worker.layers.fused_ops import ops_of
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.layers.rotary import LayerRotations
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.gpu_worker.models.interface import AdaptableParts, ModelShape
 from blockyard.services.gpu_worker.step import Step
 
 
@@ -31,10 +32,12 @@ class Decoder:
         head: OutputLayer,
         rotations: LayerRotations,
         positions: LearnedPositions | None = None,
+        up_projections: Sequence[UpProjection] = (),
     ) -> None:
-        """positions: learned ones that are added to the embeddings of tokens; None: positions are in `rotations`."""
+        """positions: learned ones that are added to the embeddings of tokens; None: positions are in `rotations`.
+        up_projections: of the layers' latent attention."""
         self.table, self.shape, self.adapter_rows = table, shape.share(table.shard), AdapterRows()
-        self._ops = ops_of(table)
+        self._ops, self.adaptable = ops_of(table), AdaptableParts(up_projections, embedding)
         self._embedding, self._positions, self._rotations = embedding, positions, rotations
         self._layers, self._norm, self._head = layers, norm, head
 

@@ -1,6 +1,6 @@
 """The interface between a model and the rest of the worker."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.layers.embedding import TokenEmbedding
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -47,10 +49,14 @@ class ModelShape:
 
     @property
     def runs(self) -> tuple[tuple[range, tuple[int, int, int]], ...]:
-        """Successive layers that keep the same of a token, with what they keep: see `AttentionShape.kept`."""
+        """Successive layers that keep the same of a token, with what they keep: see `AttentionShape.kept`.
+
+        Layers that differ in what all ranks keep are not of one run, so that all ranks have the same runs.
+        """
         found: list[tuple[range, tuple[int, int, int]]] = []
         for layer, shape in enumerate(self.attention):
-            if found and found[-1][1] == shape.kept:
+            before = self.attention[layer - 1]
+            if found and (before.kept, before.model_kv_heads) == (shape.kept, shape.model_kv_heads):
                 found[-1] = (range(found[-1][0].start, layer + 1), shape.kept)
             else:
                 found.append((range(layer, layer + 1), shape.kept))
@@ -67,12 +73,21 @@ class ModelShape:
         return tuple(layer.rules.window for layer in self.attention)
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptableParts:
+    """What adapters may change of a model beside its linear layers."""
+
+    up_projections: Sequence[UpProjection] = ()  # of latent attention
+    embedding: TokenEmbedding | None = None
+
+
 class Model(Protocol):
     """A model. Use: build it, load the weights of `table`, call `prepare`, then run steps."""
 
     shape: ModelShape
     table: WeightTable
-    adapter_rows: AdapterRows  # which its linear layers read
+    adapter_rows: AdapterRows  # which its layers read
+    adaptable: AdaptableParts
 
     def prepare(self, max_model_len: int) -> list[str]:
         """Repacks weights and builds the rotation tables. Called once, after the weights are loaded.

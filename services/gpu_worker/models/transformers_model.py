@@ -30,7 +30,7 @@ from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
 from blockyard.services.gpu_worker.layers.rope_parameters import CHUNKED
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.gpu_worker.models.interface import AdaptableParts, ModelShape
 from blockyard.services.gpu_worker.models.transformers_layers.attention_input import join_qkv
 from blockyard.services.gpu_worker.models.transformers_layers.connection import NAME, Connection, register
 from blockyard.services.gpu_worker.models.transformers_layers.experts import ExpertsKind, are_experts, find_kind
@@ -102,7 +102,7 @@ class TransformersModel:
         self, causal: Any, connection: Connection, shape: ModelShape, table: WeightTable, placed: Placed
     ) -> None:
         self.shape, self.table, self._placed, self._connection = shape, table, placed, connection
-        self.adapter_rows = AdapterRows()
+        self.adapter_rows, self.adaptable = AdapterRows(), AdaptableParts()
         self._base, self._head = getattr(causal, causal.base_model_prefix), HeadAlone(causal)
         self.own_products = sorted(placed.own_products)  # see `Placed`
         self._no_mask: Tensor | None = None  # of four dimensions: transformers then makes none itself

@@ -19,7 +19,7 @@ from blockyard.services.gpu_worker.layers.cpu_offload import Declare
 from blockyard.services.gpu_worker.loading.weights import ALL_ON_DEVICE, HostShare
 from blockyard.services.gpu_worker.lora.cpu_products import CpuPlaces
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
@@ -70,7 +70,7 @@ class CpuBackend:
                 linear.make_batch_invariant()
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        return CpuPlaces(model.linears(), model.adapter_rows, num_places)
+        return CpuPlaces(model, num_places)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return ["weights in host memory: all, this is a CPU (--cpu-offload-gb)"] if config.cpu_offload_gib else []
@@ -91,6 +91,9 @@ class CpuBackend:
 
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         return partial(CpuPackedProduct, alone=batch_invariant)
+
+    def packed_graphs(self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool) -> None:
+        return None
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         return CpuChunkAttention(pool, None if send is None else LeaderMetadata(pool, send))

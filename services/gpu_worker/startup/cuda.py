@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
@@ -21,7 +22,9 @@ from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.forward_capture import CudaForwardCapture
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
@@ -32,9 +35,9 @@ from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 from blockyard.services.gpu_worker.linear_tuning.tuner import Tuner
 from blockyard.services.gpu_worker.loading.linear_spec import Split
 from blockyard.services.gpu_worker.loading.weights import HostShare
-from blockyard.services.gpu_worker.lora.device_places import DevicePlaces
+from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
 from blockyard.services.gpu_worker.lora.places import AdapterPlaces
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import (
     KVMemoryNeed,
     MemoryPlan,
@@ -192,8 +195,8 @@ class CudaBackend:
         self._tuner = tuner
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        linears, rows = model.linears(), model.adapter_rows
-        return DevicePlaces(linears, rows, num_places, limits, add_adapters, self.device, self.link)
+        kernels = AdapterKernels(add_adapters, add_to_heads)
+        return DevicePlaces(model, num_places, limits, kernels, self.device, self.link)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return []
@@ -231,6 +234,19 @@ class CudaBackend:
             return TritonPackedProduct(put(starts, self.device, self.link), longest)
 
         return make
+
+    def packed_graphs(
+        self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool
+    ) -> PackedGraphs | None:
+        """A padded step multiplies other numbers of rows: with --batch-invariant all steps are eager."""
+        if config.enforce_eager or config.batch_invariant or config.cpu_offload_gib:
+            return None
+
+        def make_product(starts: Tensor) -> PackedProduct:
+            return TritonPackedProduct(starts, model.shape.max_positions)
+
+        capture = CudaForwardCapture(self.device)
+        return PackedGraphs(model, capture, make_product, most_tokens=most_tokens, has_types=has_types)
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         if send is not None:

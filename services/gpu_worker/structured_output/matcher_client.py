@@ -1,20 +1,18 @@
 """The worker's end of one matcher process: starts it, exchanges frames with it, sees its end."""
 
 import contextlib
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
+from blockyard.services.gpu_worker.child_processes.start import end_child, start_child
 from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     EngineFailed,
     EngineReady,
     FirstMask,
-    FrameSocket,
     FromMatcher,
     MatcherSettings,
     SlotClosed,
@@ -26,24 +24,14 @@ from blockyard.shared.process.signals import ended_from_outside
 COMMAND = ("-m", "blockyard.services.gpu_worker.structured_output.matcher_process")
 AboutSlot = FirstMask | SlotClosed | SlotFailed
 EXIT_S = 0.2  # a killed process has its exit status by then: the kernel closes its socket just before
-CLOSE_S = 5.0  # a process that has not ended by then is killed
 
 
 class MatcherClient:
-    """One process. It is a new program, never a fork: a fork of a process that uses CUDA does not work."""
+    """One process."""
 
     def __init__(self, settings: MatcherSettings, memory_fd: int, command: Sequence[str]) -> None:
         """command: arguments of the Python interpreter."""
-        ours, theirs = socket.socketpair()
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        arguments = (str(theirs.fileno()), str(memory_fd), str(os.getpid()))
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", *command, *arguments],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
-            pass_fds=(theirs.fileno(), memory_fd),
-        )
-        theirs.close()
+        self.process, ours = start_child(command, [memory_fd], TOKENIZERS_PARALLELISM="false")
         self._frames: FrameSocket[FromMatcher] = FrameSocket(ours, msgspec.msgpack.Decoder(FromMatcher))
         self.is_ready, self.started_s = False, time.monotonic()
         self.failure = ""  # the reason that the engine cannot be loaded
@@ -85,7 +73,4 @@ class MatcherClient:
     def close(self) -> None:
         """The process ends by itself when its socket is closed."""
         self._frames.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(CLOSE_S)
-            return
-        self.kill()
+        end_child(self.process)

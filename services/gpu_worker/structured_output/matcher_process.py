@@ -17,11 +17,11 @@ from collections.abc import Callable
 import msgspec
 from setproctitle import setproctitle
 
+from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
 from blockyard.services.gpu_worker.structured_output.mask_memory import MaskMemory
 from blockyard.services.gpu_worker.structured_output.matcher_frames import (
     EngineFailed,
     EngineReady,
-    FrameSocket,
     MatcherSettings,
     SlotClose,
     SlotOpen,

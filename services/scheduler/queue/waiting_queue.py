@@ -129,8 +129,8 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         self._enter(sequence)
         request = sequence.request
-        self.num_sequences += 1
         self._count(sequence)
+        self.num_sequences += _num_waiting(sequence)
         if not request.accepted and not request.attempt and not request.is_batch_line:
             self.usage.add_unaccepted(request)
 
@@ -147,13 +147,37 @@ class WaitingQueue:
         self.num_dequeued_tokens += sequence.num_tokens
         self.discard(sequence)
 
+    def take_texts(self, sequence: Sequence, amount: QueueAmount) -> None:
+        """Some of the texts of a sequence are scheduled, or all that waited."""
+        self.num_dequeued += 0 if sequence.request.is_batch_line else amount.sequences
+        self.num_dequeued_tokens += amount.tokens
+        if amount == sequence.queue_amount:
+            self.discard(sequence)
+        else:
+            self._change_texts(sequence, NO_AMOUNT.less(amount))
+
+    def put_back_texts(self, sequence: Sequence, amount: QueueAmount) -> None:
+        """Texts that were scheduled wait again."""
+        if sequence.ticket:
+            self._change_texts(sequence, amount)
+        else:
+            self.push(sequence)
+
+    def _change_texts(self, sequence: Sequence, by: QueueAmount) -> None:
+        request = sequence.request
+        self.num_sequences += by.sequences
+        sequence.queue_amount = sequence.queue_amount.plus(by)
+        self._usage_of(request).add(request.owner, by)
+        if not request.is_batch_line:
+            self.output_limits[_limit(request)] += by.sequences
+
     def discard(self, sequence: Sequence) -> None:
         """Takes out a sequence, set aside or not. Does nothing if it is not in the queue."""
         if not sequence.ticket:
             return
         was_set_aside = sequence.is_set_aside
         sequence.ticket, sequence.is_set_aside = 0, False
-        self.num_sequences -= 1
+        self.num_sequences -= _num_waiting(sequence)
         self._uncount(sequence)
         if not was_set_aside:
             self.policy.remove(sequence)
@@ -182,19 +206,17 @@ class WaitingQueue:
     def _count(self, sequence: Sequence) -> None:
         request, name = sequence.request, _id_of(sequence.request)
         self._requests[name] += 1
-        entries = sequence.num_beams if request.pool is None else 0
-        amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens, entries)
-        sequence.queue_amount = amount
+        amount = sequence.queue_amount = sequence.amount
         if request.pool is not None and self._requests[name] == 1:
             amount = amount.plus(ONE_ENTRY)
         self._usage_of(request).add(request.owner, amount)
         if not request.is_batch_line:
-            self.output_limits[_limit(request)] += sequence.num_beams
+            self.output_limits[_limit(request)] += amount.sequences
 
     def _uncount(self, sequence: Sequence) -> None:
         request, amount = sequence.request, sequence.queue_amount
         if not request.is_batch_line:
-            self._uncount_limit(_limit(request), sequence.num_beams)
+            self._uncount_limit(_limit(request), amount.sequences)
         sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1  # from now on it stands for itself alone
         name = _id_of(request)
         self._requests[name] -= 1
@@ -230,6 +252,11 @@ def _waiting_amount(request: Request) -> QueueAmount:
     waiting = [sequence.queue_amount for one in requests for sequence in one.active_sequences]
     entries = sum(one.entries for one in waiting) if request.pool is None else 1
     return QueueAmount(sum(one.sequences for one in waiting), sum(one.tokens for one in waiting), entries)
+
+
+def _num_waiting(sequence: Sequence) -> int:
+    """Beams that wait as one sequence are counted as one, texts one by one."""
+    return 1 if sequence.request.texts is None else sequence.queue_amount.sequences
 
 
 def _limit(request: Request) -> OutputLimit:

@@ -16,6 +16,8 @@ from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.handover import Handover
+from blockyard.services.scheduler.sequences.packed_texts import PackedTexts
+from blockyard.services.scheduler.sequences.transfer_params import TransferParams
 from blockyard.shared.messages import Generate, PooledStart, Sampling, SlotRun
 
 NEVER = 1 << 62  # more tokens than any sequence has
@@ -89,7 +91,9 @@ class Request:
     is_batch_line: bool = False  # every online request comes before it
     pool: "PoolMembership | None" = None  # of one prompt of many: what they have in common
     pooled: PooledStart | None = None  # how its vector is made
+    texts: PackedTexts | None = None  # of a model without KV: all prompts of the request, as one sequence
     adapter: int | None = None  # number of its adapter
+    transfer_params: TransferParams | None = None
 
     @property
     def has_fixed_length(self) -> bool:
@@ -201,6 +205,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of prompt and outputs."""
         return self.request.num_prompt + len(self.outputs)
+
+    @property
+    def amount(self) -> QueueAmount:
+        """What it takes of the waiting queue while it waits. The queue counts the entry of a `Pool`."""
+        if (texts := self.request.texts) is not None:
+            return QueueAmount(texts.num_texts, texts.num_tokens)
+        return QueueAmount(
+            self.num_beams, self.num_beams * self.num_tokens, self.num_beams if self.request.pool is None else 0
+        )
 
     @property
     def has_siblings(self) -> bool:

@@ -3,7 +3,6 @@
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 from blockyard.shared.quantization import TABLE, refusals
 
-_EXTRA = not_built("tokens that adapters add")
 _LONG = not_built("adapters for longer contexts than the model's")
 _PROMPT_ADAPTERS = not_built("prompt adapters")
 _SPECULATION = not_built("speculative decoding")
@@ -35,7 +34,9 @@ LORA = (
     ),
     Flag("max-loras", FlagKind.INT, 1, "Adapters on the device: those that one step may use.", ge=1),
     Flag("max-lora-rank", FlagKind.INT, 16, "Largest rank of an adapter.", ge=1, le=512),
-    Flag("lora-extra-vocab-size", FlagKind.INT, 256, "Extra vocabulary an adapter may add.", refused=_EXTRA, ge=0),
+    Flag(
+        "lora-extra-vocab-size", FlagKind.INT, 256, "Rows of embedding and of head that an adapter may replace.", ge=0
+    ),
     Flag(
         "lora-dtype",
         FlagKind.TEXT,

@@ -13,6 +13,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_rank: int = 16
     dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"  # of the matrices; auto: the model's
     with_bias: bool = False  # adapters may have biases
+    extra_vocab_size: int = 256  # rows of tokens that an adapter may replace, of embedding and of head
     target_modules: list[str] = []  # last parts of names of modules that adapters may change; empty: all
 
     def __post_init__(self) -> None:

@@ -62,6 +62,7 @@ class PooledText:
     shape: tuple[int, ...]
     num_tokens: int  # of the input, with special tokens
     token_ids: bytes = b""  # of the input, as in frames
+    cached_tokens: int = 0  # of the input, found in the prefix cache
 
     @property
     def data(self) -> "npt.NDArray[np.float32]":
@@ -78,7 +79,10 @@ class PooledAnswer:
 
     card: ModelCard
     items: list[PooledText] = field(default_factory=list)
-    cached_tokens: int = 0  # of all inputs
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(item.cached_tokens for item in self.items)
 
     @property
     def num_tokens(self) -> int:

@@ -60,7 +60,7 @@ class PoolingClient:
         finally:
             self._open.discard(entry)
             self._dispatch.close(entry)
-        return PooledAnswer(card, _items(entry, inputs.prompts), entry.cached_tokens)
+        return PooledAnswer(card, _items(entry, inputs.prompts))
 
     def _entry(self, call: PoolingCall, card: ModelCard, inputs: TokenizedInputs, arrived_s: float) -> PooledEntry:
         seconds = b"" if inputs.second_starts is None else inputs.second_starts.tobytes()
@@ -87,7 +87,7 @@ def _items(entry: PooledEntry, prompts: Sequence[bytes]) -> list[PooledText]:
     items = []
     for result, num_tokens, ids in zip(entry.results, entry.lengths, prompts, strict=True):
         assert result is not None, "the entry is done"
-        numbers, width = result
+        numbers, width, cached = result
         count = len(numbers) // FLOAT_BYTES
-        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens, ids))
+        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens, ids, cached))
     return items

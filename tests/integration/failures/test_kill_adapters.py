@@ -42,6 +42,17 @@ async def ask(server: Server, models: list[str], kills: list[tuple[float, str]])
         return [log.text for log in await asyncio.gather(*tasks)]
 
 
+async def ask_while_loading(
+    server: Server, models: list[str], loaded: dict[str, object], reader: int
+) -> tuple[list[str], tuple[int, str]]:
+    """Asks while an adapter is loaded whose reader is killed."""
+    loading = asyncio.create_task(post(server, "/v1/load_lora_adapter", loaded))
+    asking = asyncio.create_task(ask(server, models, []))
+    await asyncio.sleep(0.3)
+    os.kill(reader, signal.SIGKILL)
+    return await asking, await loading
+
+
 async def post(server: Server, path: str, body: dict[str, object]) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.post(f"{server.url}{path}", json=body) as answer:
         return answer.status, await answer.text()
@@ -54,7 +65,7 @@ def test_adapters_are_served_while_services_are_killed(tmp_path: Path) -> None:
     modules = [f"one={tmp_path / 'one'}", json.dumps({"name": "two", "path": str(tmp_path / "two")})]
     flags = ("--device", "cpu", "--dtype", "float32", "--max-loras", "2", "--lora-dir", str(tmp_path))
     with serve("demo", *flags, "--lora-modules", *modules, log=tmp_path / "log") as server:
-        loaded = {"lora_name": "three", "lora_path": "three"}
+        loaded: dict[str, object] = {"lora_name": "three", "lora_path": "three"}
         assert asyncio.run(post(server, "/v1/load_lora_adapter", loaded))[0] == 200
         models = [*MODELS, *MODELS]
         quiet = asyncio.run(ask(server, models, []))
@@ -64,3 +75,10 @@ def test_adapters_are_served_while_services_are_killed(tmp_path: Path) -> None:
         assert asyncio.run(post(server, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
         status, text = asyncio.run(post(server, "/v1/completions", completion(3, model="three")))
         assert status == 404 and "model_not_found" in text
+
+        reader = next(number for number, title in server.family().items() if title == "adapters")
+        os.kill(reader, signal.SIGSTOP)  # so that it ends while it reads
+        texts, (status, text) = asyncio.run(ask_while_loading(server, models[:3], loaded, reader))
+        assert texts == quiet[:3] and status == 200, text
+        again = asyncio.run(post(server, "/v1/completions", completion(9, model="three")))[1]
+        assert json.loads(again)["choices"][0]["text"] == json.loads(same[3][1])["choices"][0]["text"]

@@ -4,40 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapter_tables import DEVICE, DTYPES, ERROR, make_table
 from compile_for_hopper import shared_bytes
 
-from blockyard.kernels.lora.adapter_table import OFFSETS, AdapterTable, add_adapters_reference
+from blockyard.kernels.lora.adapter_table import add_adapters_reference
 from blockyard.kernels.lora.add_adapters import add_adapters
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-
-
-def make(
-    ranks: list[list[int]], sizes: list[int], inputs: int, dtype: torch.dtype, *, bias: bool = False
-) -> AdapterTable:
-    """A table of adapters with these ranks, by place and part. bias: the last part of each place has one."""
-    pieces, offsets, end = [torch.full((3,), float("nan"))], torch.full((len(ranks), len(sizes), OFFSETS), -1), 3
-    for place, of_place in enumerate(ranks):
-        for part, (rank, size) in enumerate(zip(of_place, sizes, strict=True)):
-            wanted = [rank * inputs, size * rank, size if bias and part == len(sizes) - 1 else 0]
-            for i, count in enumerate(wanted):
-                if count:
-                    offsets[place, part, i] = end
-                    pieces.append(torch.randn(count) * (1 if i == 2 else inputs**-0.5 if i == 0 else 0.3))
-                    end += count
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    most = max([1, *(rank for of_place in ranks for rank in of_place)])
-    return AdapterTable(
-        torch.cat(pieces).to(dtype).to(DEVICE),
-        offsets.to(DEVICE),
-        torch.tensor(ranks, dtype=torch.int32, device=DEVICE).view(len(ranks), len(sizes)),
-        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
-        torch.tensor(sizes, dtype=torch.int32, device=DEVICE),
-        max(sizes),
-        most,
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,7 +28,7 @@ def test_against_the_reference(
     ranks: list[list[int]], sizes: list[int], inputs: int, places: list[int], dtype: torch.dtype
 ) -> None:
     for bias in (False, True):
-        table, rows = make(ranks, sizes, inputs, dtype, bias=bias), len(places)
+        table, rows = make_table(ranks, sizes, inputs, dtype, bias=bias), len(places)
         x = torch.randn(rows, inputs + 3, device=DEVICE).to(dtype)[:, :inputs]
         wide = torch.randn(rows, sum(sizes) + 2, device=DEVICE).to(dtype)
         out, want, chosen = wide[:, 1:-1], wide.clone()[:, 1:-1], torch.tensor(places, dtype=torch.int32, device=DEVICE)
@@ -74,7 +45,7 @@ def test_against_the_reference(
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    table = make([[4]], [8], 16, torch.float32)
+    table = make_table([[4]], [8], 16, torch.float32)
     x, out = torch.randn(2, 16, device=DEVICE), torch.randn(2, 8, device=DEVICE)
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     for wrong in ((x, places.long(), out), (x, places[:1], out), (x[:1], places, out), (x.T, places, out)):

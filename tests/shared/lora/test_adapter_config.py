@@ -26,7 +26,6 @@ def parse(**fields: Any) -> AdapterConfig:
         ({"init_lora_weights": "olora"}, "init_lora_weights"),
         ({"init_lora_weights": "corda"}, "init_lora_weights"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "some"}, "bias"),
         ({"r": 0}, "r"),
         ({"r": "8"}, "r"),

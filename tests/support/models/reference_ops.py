@@ -78,10 +78,16 @@ class ReferenceAttention:
         write_latent_reference(query, latent.rows, memory, seqs, rotation, latent.norm.weight, latent.norm.eps)
         if indices is not None:
             query, seqs = query[indices.rows], PagedKVMetadata(indices.slots, indices.positions, seqs.tables)
-        absorbed = head_products_reference(query[..., : latent.plain_dim], latent.to_keys)
+        plain, of_step = query[..., : latent.plain_dim], None if indices is None else indices.rows
+        absorbed = head_products_reference(plain, latent.to_keys)
+        if latent.adapted is not None:
+            latent.adapted.add_to_queries(absorbed, plain, of_step)
         rotated = query[..., latent.plain_dim :]
         out = latent_decode_reference(absorbed, rotated, memory, seqs, pool.shape.attention[layer].rules)
-        return head_products_reference(out, latent.to_values).flatten(1)
+        values = head_products_reference(out, latent.to_values)
+        if latent.adapted is not None:
+            latent.adapted.add_to_values(values, out, of_step)
+        return values.flatten(1)
 
 
 class ReferenceOps(DeviceOps):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reader_here import ReaderHere
 from tiny_checkpoint import BASE, LLAMA, VOCAB, Tiny
 from tiny_dense import DENSE
 from tiny_latent import LATENT
@@ -220,7 +221,7 @@ def settings(folder: Path, **fields: Any) -> WorkerConfig:
 
 
 def start(folder: Path, **fields: Any) -> Runner:
-    return engine.start(settings(folder, **fields), lambda phase, progress, notes: None)
+    return engine.start(settings(folder, **fields), lambda phase, progress, notes: None, make_reader=ReaderHere)
 
 
 def greedy_score(model: PreTrainedModel) -> Any:

@@ -45,7 +45,8 @@ class LeaderModel:
 
     def __init__(self, model: Model, ranks: RankGroup, send: SendCommand) -> None:
         self._model, self._ranks, self._send = model, ranks, send
-        self.shape, self.table, self.adapter_rows = model.shape, model.table, model.adapter_rows
+        self.shape, self.table = model.shape, model.table
+        self.adapter_rows, self.adaptable = model.adapter_rows, model.adaptable
         self._last: Tensor | None = None  # output of `forward`
 
     def prepare(self, max_model_len: int) -> list[str]:

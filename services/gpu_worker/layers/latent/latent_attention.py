@@ -16,6 +16,7 @@ from blockyard.kernels.layers.apply_rope import interleave_pairs
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.layers.fused_ops import ops_of
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers
 from blockyard.services.gpu_worker.layers.norm import Norm, make_rms_norm
 from blockyard.services.gpu_worker.layers.rope_parameters import RopeParameters
@@ -109,9 +110,7 @@ class LatentAttention:
             self._rows = layers.make([rows], hidden, bias=bias)
         self._linears = [one for one in (self._first, self._rows, self._query) if one is not None]
         self._row_norm = make_rms_norm(table, f"{prefix}.kv_a_layernorm", latent, NORM_EPS)
-        up = Rows(heads * (sizes.plain_dim + sizes.value_dim), heads)
-        matrices = layers.plain(part(f"{prefix}.kv_b_proj", up), latent, split=Split.OUTPUTS)
-        self._up = matrices.view(-1, sizes.plain_dim + sizes.value_dim, latent)
+        self.up = UpProjection(layers, f"{prefix}.kv_b_proj", heads, sizes.plain_dim, sizes.value_dim, latent)
         values, out = Rows(heads * sizes.value_dim, heads), [part(f"{prefix}.o_proj", hidden)]
         self.out = layers.make(out, values, split=Split.INPUTS, bias=bias, fusion=Fusion.ADD)
         self._linears.append(self.out)
@@ -136,7 +135,7 @@ class LatentAttention:
         if self._query is not None and self._query_norm is not None:
             first = self._query(self._query_norm(first.contiguous()))
         query = first.view(len(first), -1, sizes.query_dim)
-        latent = LatentRows(rows, self._row_norm, self._up, sizes.plain_dim)
+        latent = LatentRows(rows, self._row_norm, self.up.weight, sizes.plain_dim, self.up.adapted)
         return backend.latent(self._layer, query, rotation.angles, latent)
 
 

@@ -13,7 +13,7 @@ from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProduc
 from blockyard.services.gpu_worker.layers.norm import LayerNorm
 from blockyard.services.gpu_worker.layers.rotary import NO_ROTATION
 from blockyard.services.gpu_worker.loading.weights import WeightTable
-from blockyard.services.gpu_worker.models.interface import ModelShape
+from blockyard.services.gpu_worker.models.interface import AdaptableParts, ModelShape
 from blockyard.services.gpu_worker.step import Attend, Step
 
 
@@ -73,7 +73,8 @@ class Encoder:
         layers: Sequence[EncoderLayer],
         output: OutputLayer,
     ) -> None:
-        self.table, self.shape, self.adapter_rows = table, shape.share(table.shard), AdapterRows()
+        self.table, self.shape = table, shape.share(table.shard)
+        self.adapter_rows, self.adaptable = AdapterRows(), AdaptableParts()
         self._embedding, self._layers, self._output = embedding, layers, output
 
     def prepare(self, max_model_len: int) -> list[str]:

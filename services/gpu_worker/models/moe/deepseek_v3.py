@@ -14,6 +14,7 @@ from blockyard.services.gpu_worker.layers.activations import read_activation
 from blockyard.services.gpu_worker.layers.decoder_layers import PreNormLayer
 from blockyard.services.gpu_worker.layers.embedding import Head, TokenEmbedding
 from blockyard.services.gpu_worker.layers.latent.latent_attention import LatentAttention, LatentSizes, latent_shape
+from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
 from blockyard.services.gpu_worker.layers.mlp import FeedForward, GatedMLP
 from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
@@ -122,6 +123,8 @@ def build_deepseek(
             return GatedMLP(layers, prefix, hidden, fields.intermediate_size, activation)
         return _make_experts(layers, fields, routing, prefix, activation, has_choice_bias)
 
+    ups: list[UpProjection] = []
+
     def make_layer(layer: int) -> PreNormLayer:
         prefix = f"model.layers.{layer}"
         attention = LatentAttention(
@@ -133,6 +136,7 @@ def build_deepseek(
             bias=fields.attention_bias,
             halves=not fields.rope_interleave,
         )
+        ups.append(attention.up)
         norms = (make_norm(f"{prefix}.input_layernorm"), make_norm(f"{prefix}.post_attention_layernorm"))
         return PreNormLayer(norms[0], attention, norms[1], make_mlp(layer, f"{prefix}.mlp"))
 
@@ -152,6 +156,7 @@ def build_deepseek(
         norm=make_norm("model.norm"),
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings)),
         rotations=LayerRotations((rotary,) * num_layers),
+        up_projections=ups,
     )
 
 

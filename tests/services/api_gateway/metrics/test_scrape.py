@@ -15,6 +15,7 @@ from blockyard.shared.messages import (
     Member,
     NamedCount,
     QueueCapacity,
+    RankStats,
     RefusalCount,
     Refused,
     Role,
@@ -277,6 +278,15 @@ async def test_experts_of_workers(rig) -> None:
     assert found["blockyard:expert_load_worst", of_worker] == 3.25
     assert [found["blockyard:expert_load", of_worker | {("layer", str(i))}] for i in range(3)] == [1.5, 3.25, 2.0]
     assert ("blockyard:expert_load_worst", of_worker) not in gone
+
+
+async def test_ranks_of_workers(rig) -> None:
+    stats = Stats(ranks=[RankStats(0, 71, 900), RankStats(1, 72, 800, 0.25)])
+    found, gone, of_worker = await before_and_after_loss(rig, stats)
+    second = of_worker | {("rank", "1"), ("pid", "72")}
+    assert found["blockyard:rank_resident_bytes", second] == 800
+    assert found["blockyard:rank_silent_seconds", second] == 0.25
+    assert ("blockyard:rank_resident_bytes", second) not in gone
 
 
 async def test_grammars_that_tokenizers_refused(rig) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from adapter_tables import make_table
 from torch import Tensor
 
 from blockyard.kernels.attention.latent import prefill_in_pieces as pieces_file
@@ -12,11 +13,16 @@ from blockyard.kernels.attention.latent.write_latent import write_latent_referen
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.add_adapters import add_adapters
+from blockyard.kernels.lora.add_to_heads import add_to_heads
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.attention.triton_attention import build_attention
 from blockyard.services.gpu_worker.execution.cuda.prefill_kernels import compile_prefills
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DeviceAdaptedHeads
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.step import LatentRows, LogitsIndices
 
@@ -140,3 +146,29 @@ def test_rows_in_8_bits_with_a_measured_scale(dtype: torch.dtype) -> None:
 def test_kernels_of_prefills_are_compiled_ahead(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     compile_prefills(KVPool(SHAPE, 1, SIZE, dtype, DEVICE), torch.float32)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_sequences_with_adapters_of_the_up_projection(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step: as each sequence with the product of its adapter's matrices in the weight."""
+    monkeypatch.setattr(pieces_file, "_PIECE_BYTES", 1)
+    torch.manual_seed(8)
+    case, befores, places = Case(2, (9, 4, 3), [9, 14, 20, 0, 7]), [9, 14, 20, 0, 7], [0, -1, 1, 0, -1]
+    table = make_table([[3], [17]], [HEADS * (PLAIN + VALUE)], LATENT, torch.float32)
+    of_rows = torch.tensor(places, dtype=torch.int32).repeat_interleave(case.starts.diff().cpu()).to(DEVICE)
+    rows = AdapterRows()
+    rows.begin(of_rows)
+    adapted = DeviceAdaptedHeads(rows, table, AdapterKernels(add_adapters, add_to_heads), PLAIN)
+    pool = KVPool(SHAPE, BLOCKS, SIZE, torch.float32, DEVICE, invariant)
+    pool.runs[0].normal_()
+    before, up = pool.runs[0][0].clone(), case.latent.up
+    attend = build_attention(pool, AttentionMetadata(case.rows, case.starts[2:], 2, max_context_len=max(befores)))
+    query, latent = case.inputs()
+    got = attend.latent(0, query, case.rotation, replace(latent, adapted=adapted))
+    for place in (-1, 0, 1):
+        both = torch.zeros(LATENT, HEADS * (PLAIN + VALUE), device=DEVICE)
+        chosen = torch.full((LATENT,), place, dtype=torch.int32, device=DEVICE)
+        add_adapters_reference(torch.eye(LATENT, device=DEVICE), chosen, table, both)
+        case.latent = replace(case.latent, up=up + both.T.view(up.shape))
+        want = case.want(before.clone(), SHAPE.attention[0].rules)
+        assert_close(got[of_rows == place], want[of_rows == place])

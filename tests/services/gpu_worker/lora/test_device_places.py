@@ -4,15 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft_adapters import EXACT, Batch, load_adapters, save_adapter
+from peft_adapters import EXACT, Batch, finished, load_adapters, read_adapter, save_adapter
 from reference_ops import run_ahead
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, start
 
 from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.host_link import SameMemory
-from blockyard.services.gpu_worker.lora.device_places import DevicePlaces, place_size
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces, place_size
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
@@ -20,14 +21,21 @@ from blockyard.shared.messages import AdapterPlaced
 
 LORA = LoraConfig(max_loras=2, max_cpu_loras=3, max_rank=16)
 LIMITS = AdapterLimits(dtype=torch.float32, max_rank=16)
+KERNELS = AdapterKernels(add_adapters_reference, add_to_heads_reference)
 BOTH = [AdapterPlaced(0, 1), AdapterPlaced(1, 2)]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    tiny, base = BY_NAME["llama"], tmp_path_factory.mktemp("base")
+TARGETS = {
+    "llama": (["q_proj", "v_proj", "down_proj"], ["up_proj", "k_proj", "lm_head"]),
+    "deepseek-v3": (["kv_b_proj", "q_b_proj"], ["kv_b_proj"]),
+}
+
+
+@pytest.fixture(scope="module", params=["llama"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    tiny, base = BY_NAME[request.param], tmp_path_factory.mktemp("base")
     found = [base]
-    for seed, targets in ((1, ["q_proj", "v_proj", "down_proj"]), (2, ["up_proj", "k_proj", "lm_head"])):
+    for seed, targets in enumerate(TARGETS[request.param], 1):
         folder = tmp_path_factory.mktemp("adapter")
         save_adapter(tiny.save(base), folder, seed, target_modules=targets, r=3 + 4 * seed)
         found.append(folder)
@@ -37,16 +45,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def on_device(folders: list[Path]) -> Runner:
     """A runner with the steps of a GPU, and its adapters in places of a device."""
     runner = start(folders[0], lora=LORA)
-    linears, rows = runner.model.linears(), runner.model.adapter_rows
-    device = torch.device("cpu")
     assert runner.adapters is not None
-    runner.adapters.places = DevicePlaces(linears, rows, 2, LIMITS, add_adapters_reference, device, SameMemory())
+    runner.adapters.places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
     run_ahead(runner, 16)
     runner.reset(8)
     load_adapters(runner, folders[1:])
     return runner
 
 
+@pytest.mark.parametrize("folders", list(TARGETS), indirect=True)
 @pytest.mark.parametrize("places", [[0, None, 1, 0], [1, 1], [None, None]])
 def test_as_on_the_cpu(places: list[int | None], folders: list[Path]) -> None:
     runner, device = start(folders[0], lora=LORA), on_device(folders)
@@ -82,11 +89,9 @@ def test_prompt_logprobs(folders: list[Path]) -> None:
 def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders: list[Path]) -> None:
     runner = start(folders[0])
     linears = runner.model.linears()
-    places = DevicePlaces(
-        linears, runner.model.adapter_rows, 2, LIMITS, add_adapters_reference, torch.device("cpu"), SameMemory()
-    )
-    adapter, _ = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
-    held = places.prepare(adapter)
+    places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
+    adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
+    held = finished(places.prepare(adapter))
     assert held.memory is not None and held.size_bytes == adapter.size_bytes
     assert len(held.memory) * 4 < held.size_bytes * 1.05, "nothing is padded to the largest rank"
     assert places.size_bytes == 2 * 4 * place_size(linears, LIMITS)

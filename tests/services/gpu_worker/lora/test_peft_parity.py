@@ -55,6 +55,16 @@ def test_experts_and_their_router(name: str, tmp_path: Path) -> None:
     check(BY_NAME[name], tmp_path, {"target_modules": "all-linear"})
 
 
+LATENT = ["deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "glm4-moe-lite"]
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention(name: str, tmp_path: Path) -> None:
+    """Where K and V are never made: `kv_b_proj` alone, and with all others."""
+    runner = check(BY_NAME[name], tmp_path / "up", {"target_modules": ["kv_b_proj"]})
+    check(BY_NAME[name], tmp_path / "all", {"target_modules": "all-linear"}, runner)
+
+
 STACKS = [["mlp.experts.gate_up_proj"], ["experts.down_proj"], ["gate_up_proj", "down_proj"]]
 
 
@@ -126,6 +136,31 @@ def test_random_subsets(tmp_path: Path) -> None:
 )
 def test_fields_of_the_config(fields: dict[str, Any], tmp_path: Path) -> None:
     check(BY_NAME["llama-odd"], tmp_path, fields)
+
+
+ROWS = sorted(set(IDS[3:30]))
+OF_TOKENS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"target_modules": ["embed_tokens"]}),
+    ("llama-tied", {"target_modules": ["embed_tokens", "q_proj"]}),
+    ("gemma", {"target_modules": ["embed_tokens", "lm_head"]}),
+    ("opt-350m-like", {"target_modules": ["embed_tokens"]}),
+    ("gpt2", {"target_modules": ["wte", "c_attn"]}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"], "trained_rows": ROWS}),
+    ("llama-tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "trained_rows": ROWS}),
+    ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": ROWS[::-1]}),
+    ("llama-tied", {"target_modules": ["q_proj"], "trainable_token_indices": ROWS}),
+    ("gemma2", {"target_modules": ["q_proj"], "trainable_token_indices": ROWS}),
+    (
+        "llama",
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": ROWS[:3], "lm_head": ROWS[2:]}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), OF_TOKENS, ids=str)
+def test_embedding_and_head(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """A head that is tied to the embedding is a target of its own."""
+    check(BY_NAME[name], tmp_path, fields)
 
 
 def test_merged_deltas(tmp_path: Path) -> None:

@@ -1,9 +1,5 @@
 """Sequences with and without adapters in the steps of a runner."""
 
-import gc
-import threading
-import time
-import weakref
 from pathlib import Path
 
 import pytest
@@ -107,17 +103,3 @@ def test_prompt_logprobs_are_of_the_adapter(folders: list[Path]) -> None:
         [result] = Batch(runner, [place], [AdapterPlaced(1, 2)], sampling, [prompt_of(9, 50)]).first()
         found.append([one.logprob for one in result.prompt_logprobs])
     assert len(found[0]) == 8 and all(abs(a - b) > 1e-4 for a, b in zip(*found, strict=True))
-
-
-def test_a_runner_that_is_dropped_leaves_no_thread_with_its_model(folders: list[Path]) -> None:
-    """A worker that sleeps deeply drops its runner, and the memory has to be free."""
-    runner = loaded(folders)
-    held = weakref.ref(runner.model)
-    before = threading.active_count()
-    del runner
-    gc.collect()
-    assert held() is None
-    deadline = time.monotonic() + 10
-    while threading.active_count() >= before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() < before

@@ -258,6 +258,7 @@ class World:
         extra_keys: Sequence[ExtraKey] = (),
         batch_line: bool = False,
         adapter: str = "",
+        kv_transfer_params: bytes = b"",
         **sampling: object,
     ) -> Generate:
         """Every other request carries its block hashes. `prompt` replaces the usual one of this length."""
@@ -283,6 +284,7 @@ class World:
             batch_line=batch_line,
             adapter=adapter,
             adapter_digest=digest,
+            kv_transfer_params=kv_transfer_params,
         )
         self.tell(gateway.incarnation, frame)
         return frame

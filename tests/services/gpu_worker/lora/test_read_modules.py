@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft_adapters import read_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.shared.errors import AdapterError
 
 PREFIX = "base_model.model.model.layers.1.self_attn.q_proj"
 A, B = f"{PREFIX}.lora_A.weight", f"{PREFIX}.lora_B.weight"
 A7, B7 = A.replace("layers.1", "layers.7"), B.replace("layers.1", "layers.7")
-LIMITS = AdapterLimits(dtype=torch.float32, max_rank=8, with_bias=False)
+LIMITS = AdapterLimits(dtype=torch.float32, max_rank=8, with_bias=False, max_rows=200)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def write(folder: Path, **config: Any) -> dict[str, torch.Tensor]:
 
 def test_an_adapter_is_read(targets: ModelTargets, tmp_path: Path) -> None:
     tensors = write(tmp_path)
-    adapter, notes = read_adapter(tmp_path, targets, LIMITS)
+    adapter, notes = read_adapter(tmp_path, targets, LIMITS), read_modules(tmp_path, LIMITS).notes
     [[delta]] = adapter.deltas.values()
     assert delta.b is not None and torch.equal(delta.b, tensors[B] * 2) and not notes
     assert adapter.size_bytes == 4 * 128 * 4
@@ -50,7 +51,7 @@ def test_the_digest_is_of_the_bytes(targets: ModelTargets, tmp_path: Path) -> No
         folder = tmp_path / str(i)
         folder.mkdir()
         write(folder, **change)
-        digests.append(read_adapter(folder, targets, LIMITS)[0].digest)
+        digests.append(read_adapter(folder, targets, LIMITS).digest)
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -97,6 +98,30 @@ WRONG = [
     (replaced(**{f"{PREFIX}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),
     (replaced(**{f"{PREFIX}.lora_B.bias": torch.ones(64)}), "--enable-lora-bias"),
     (replaced(**{A7: torch.ones(4, 64), B7: torch.ones(64, 4)}), "layers.7"),
+]
+
+
+HEAD, EMBEDDING = "base_model.model.lm_head", "base_model.model.model.embed_tokens"
+EITHER = ["q_proj", "embed_tokens"]
+SAVED = {"modules_to_save": ["lm_head"]}
+TRAINED = f"{EMBEDDING}.token_adapter.trainable_tokens_delta"
+
+
+def tokens(own: dict[str, torch.Tensor], **config: Any) -> Callable[[Path], None]:
+    """Adds tensors of embedding or head to an adapter."""
+    return lambda folder: save_file(write(folder, **config) | own, folder / "adapter_model.safetensors")
+
+
+WRONG += [
+    (tokens({f"{HEAD}.weight": torch.ones(211, 64)}, **SAVED), "211 rows of its own for lm_head, --lora-extra-vocab"),
+    (tokens({f"{HEAD}.weight": torch.ones(215, 64)}, **SAVED), "4 tokens that an adapter adds"),
+    (tokens({f"{HEAD}.weight": torch.ones(211, 32)}, **SAVED), "32"),
+    (tokens({f"{HEAD}.weight": torch.ones(211, 64)}), "modules_to_save"),
+    (tokens({}, **SAVED), "modules_to_save lm_head"),
+    (tokens({"base_model.model.model.norm.weight": torch.ones(64)}, modules_to_save=["norm"]), "model.norm"),
+    (tokens({f"{EMBEDDING}.lora_embedding_A": torch.ones(4, 211)}, target_modules=EITHER), "only one"),
+    (tokens({TRAINED: torch.ones(2, 64)}, trainable_token_indices=[1]), "2 trained rows"),
+    (tokens({TRAINED: torch.ones(1, 64)}, trainable_token_indices=[211]), "token 211"),
 ]
 
 

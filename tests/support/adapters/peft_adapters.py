@@ -2,9 +2,9 @@
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import peft
 import torch
@@ -14,8 +14,10 @@ from slot_plans import greedy, prompt_of
 from transformers import PreTrainedModel
 
 from blockyard.services.gpu_worker.lora.cpu_products import CpuPlaces
-from blockyard.services.gpu_worker.lora.read_adapter import AdapterLimits, read_adapter
+from blockyard.services.gpu_worker.lora.places import HostAdapter
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.lora.worker_adapters import arrange_modules
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import AdapterPlaced, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
 
@@ -23,9 +25,10 @@ EXACT = AdapterLimits(dtype=torch.float32)
 
 
 def save_adapter(
-    base: PreTrainedModel, folder: Path, seed: int = 3, scale: float = 0.1, **fields: Any
+    base: PreTrainedModel, folder: Path, seed: int = 3, trained_rows: Sequence[int] = (), **fields: Any
 ) -> peft.PeftModel:
-    """Adapts `base` in place with random matrices, and writes the adapter. fields: of LoraConfig."""
+    """Adapts `base` in place with random matrices, and writes the adapter. fields: of LoraConfig. trained_rows: of
+    `modules_to_save`."""
     config = peft.LoraConfig(**({"r": 5, "lora_alpha": 11, "init_lora_weights": False} | fields))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of uses of transformers that it deprecates, and of Conv1D
@@ -33,8 +36,12 @@ def save_adapter(
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, value in model.named_parameters():
-                if "lora_" in name or (value.requires_grad and name.endswith("bias")):
-                    value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
+                is_bias = value.requires_grad and name.endswith("bias")
+                random = torch.randn(value.shape, generator=generator) * 0.1
+                if is_bias or "lora_" in name or "trainable_tokens_delta" in name:
+                    value.copy_(random)
+                elif "modules_to_save" in name:
+                    value[list(trained_rows)] = random[list(trained_rows)]
         model.save_pretrained(folder)
     return model.eval()
 
@@ -44,12 +51,24 @@ def peft_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(model(torch.tensor([ids])).logits[0])
 
 
+def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> HostAdapter:
+    return finished(arrange_modules(read_modules(folder, limits), targets, limits))
+
+
+def finished(pieces: Generator[None, None, HostAdapter]) -> HostAdapter:
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as e:
+            return cast(HostAdapter, e.value)
+
+
 def adapt(runner: Runner, *folders: Path) -> None:
     """Puts the adapters of these folders into places 0, 1, ..."""
     model = runner.model
-    places, targets = CpuPlaces(model.linears(), model.adapter_rows, len(folders)), ModelTargets(model)
+    places, targets = CpuPlaces(model, len(folders)), ModelTargets(model)
     for place, folder in enumerate(folders):
-        places.put(place, read_adapter(folder, targets, EXACT)[0])
+        places.put(place, finished(places.prepare(read_adapter(folder, targets, EXACT))))
 
 
 def adapted_logits(runner: Runner, ids: list[int], chunks: list[int], place: int | None) -> torch.Tensor:
@@ -80,7 +99,8 @@ def load_adapters(runner: Runner, folders: Sequence[Path]) -> None:
     while adapters.is_loading:
         done += adapters.poll()
         time.sleep(0.001)
-    assert [one.error for one in done] == [""] * len(folders)
+    errors = [one.error for one in done]
+    assert errors == [""] * len(folders), errors
     assert len({one.digest for one in done}) == len(folders)
 
 

@@ -1,0 +1,54 @@
+"""Reads an adapter from its folder, as far as that needs no model. Imports no layers: a reader is to start quickly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from blockyard.services.gpu_worker.lora.adapter_files import read_folder
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors, group_tensors, last_name
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLimits:
+    """What a worker takes of adapters."""
+
+    dtype: torch.dtype
+    max_rank: int = MAX_RANK
+    with_bias: bool = True
+    max_rows: int = 256  # that an adapter may replace, of embedding and of head
+    target_modules: tuple[str, ...] = ()  # last parts of module names that adapters may change; empty: all
+
+
+@dataclass(frozen=True, slots=True)
+class ReadModules:
+    """An adapter, read and checked as far as it can be without its model."""
+
+    config: AdapterConfig
+    modules: list[ModuleTensors]
+    digest: bytes
+    notes: list[str]  # on its config
+
+
+def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
+    """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line."""
+    files = read_folder(folder)
+    try:
+        modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
+        for module in modules:
+            _check_limits(module, limits)
+            module.convert(limits.dtype)
+    except AdapterError as e:
+        raise AdapterError(f"{files.weights_path}: {e}") from e
+    return ReadModules(files.config, modules, files.digest, files.notes)
+
+
+def _check_limits(module: ModuleTensors, limits: AdapterLimits) -> None:
+    a = module.token_a if module.a is None else module.a
+    if a is not None and not module.is_stack and a.shape[0] > limits.max_rank:
+        raise AdapterError(f"the adapter has rank {a.shape[0]} for {module.name}; --max-lora-rank is {limits.max_rank}")
+    if limits.target_modules and last_name(module.name) not in limits.target_modules:
+        allowed = ", ".join(limits.target_modules)
+        raise AdapterError(f"the adapter changes {module.name}; --lora-target-modules allows {allowed}")

@@ -1,0 +1,114 @@
+"""Frames between a worker and its reader process, and where an adapter's tensors are in the memory that both map."""
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.child_processes.frame_socket import ControlFrame
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
+from blockyard.shared.lora.adapter_config import AdapterConfig
+
+ALIGNED_BYTES = 64
+
+
+class ReaderSettings(ControlFrame, frozen=True):
+    """The first frame to a reader."""
+
+    dtype: str  # of matrices, as torch calls it
+    max_rank: int
+    with_bias: bool
+    target_modules: list[str]
+
+
+class ReadFolder(ControlFrame, frozen=True):
+    """Asks for an adapter."""
+
+    job: int
+    path: str
+
+
+class MemoryMapped(ControlFrame, frozen=True):
+    """The worker has mapped the memory of an answer, and the reader closes it."""
+
+    descriptor: int
+
+
+class TensorPlace(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One tensor in the memory."""
+
+    field: str  # of `ModuleTensors`
+    dtype: str
+    shape: list[int]
+    start: int  # in bytes
+
+
+class ModulePlaces(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The tensors of one module."""
+
+    name: str
+    scale: float
+    is_stack: bool
+    tensors: list[TensorPlace]
+
+
+class FolderRead(ControlFrame, frozen=True):
+    """An adapter, checked as far as it can be without the model."""
+
+    job: int
+    descriptor: int  # of the memory, in the reader
+    size_bytes: int
+    digest: bytes
+    config: AdapterConfig
+    modules: list[ModulePlaces]
+    notes: list[str]
+
+
+class FolderRefused(ControlFrame, frozen=True):
+    """A broken adapter."""
+
+    job: int
+    cause: str
+
+
+ToReader = ReaderSettings | ReadFolder | MemoryMapped
+FromReader = FolderRead | FolderRefused
+
+
+def store_modules(modules: Sequence[ModuleTensors]) -> tuple[int, int, list[ModulePlaces]]:
+    """Copies tensors into new memory. Returns its descriptor, its size in bytes and the places."""
+    places, found, end = list[ModulePlaces](), list[tuple[int, Tensor]](), 0
+    for module in modules:
+        own: list[TensorPlace] = []
+        for field, tensor in module.tensors():
+            own.append(TensorPlace(field, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
+            found.append((end, tensor))
+            end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        places.append(ModulePlaces(module.name, module.scale, module.is_stack, own))
+    descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, max(end, 1))
+    memory = torch.frombuffer(mmap.mmap(descriptor, max(end, 1)), dtype=torch.uint8)
+    for start, tensor in found:
+        memory[start : start + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
+    return descriptor, max(end, 1), places
+
+
+def map_modules(path: str, read: FolderRead) -> list[ModuleTensors]:
+    """Returns tensors in the memory at a path. Raises OSError if it is gone."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(descriptor, read.size_bytes)
+    finally:
+        os.close(descriptor)
+    modules = []
+    for places in read.modules:
+        module = ModuleTensors(places.name, places.scale, is_stack=places.is_stack)
+        for one in places.tensors:
+            dtype, count = getattr(torch, one.dtype), torch.Size(one.shape).numel()
+            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=one.start) if count else torch.empty(0)
+            setattr(module, one.field, tensor.view(one.shape))
+        modules.append(module)
+    return modules

@@ -1,0 +1,87 @@
+"""Reads adapters beside a worker: `python -m blockyard.services.gpu_worker.lora.reader_process SOCKET PARENT`.
+
+SOCKET is an inherited descriptor, PARENT the process id of the worker. It reads, checks and converts one adapter at a
+time, so that files and conversions delay no step, and ends with the worker. What depends on the model is left to the
+worker.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+from setproctitle import setproctitle
+
+from blockyard.services.gpu_worker.child_processes.frame_socket import FrameSocket
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
+from blockyard.services.gpu_worker.lora.reader_frames import (
+    FolderRead,
+    FolderRefused,
+    FromReader,
+    MemoryMapped,
+    ReaderSettings,
+    ReadFolder,
+    ToReader,
+    store_modules,
+)
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.process.settings import die_with
+
+log = logging.getLogger(__name__)
+
+NICENESS = 5  # steps come first
+
+
+def main(arguments: list[str]) -> None:
+    sock_fd, parent = map(int, arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides
+    die_with(parent)
+    setproctitle("blockyard: adapters")
+    os.nice(NICENESS)
+    torch.set_num_threads(1)
+    serve(FrameSocket(socket.socket(fileno=sock_fd), msgspec.msgpack.Decoder(ToReader)))
+
+
+def serve(frames: FrameSocket[ToReader]) -> None:
+    """Answers until the worker has closed the socket."""
+    limits: AdapterLimits | None = None
+    while frames.is_open:
+        select.select([frames.sock], [frames.sock] if frames.has_unsent else [], [])
+        for frame in frames.receive():
+            if isinstance(frame, ReaderSettings):
+                limits = limits_of(frame)
+            elif isinstance(frame, MemoryMapped):
+                os.close(frame.descriptor)
+            elif isinstance(frame, ReadFolder):
+                assert limits is not None
+                frames.send(answer(frame, limits))
+
+
+def limits_of(frame: ReaderSettings) -> AdapterLimits:
+    return AdapterLimits(
+        dtype=getattr(torch, frame.dtype),
+        max_rank=frame.max_rank,
+        with_bias=frame.with_bias,
+        target_modules=tuple(frame.target_modules),
+    )
+
+
+def answer(asked: ReadFolder, limits: AdapterLimits) -> FromReader:
+    try:
+        read = read_modules(Path(asked.path), limits)
+        descriptor, size_bytes, places = store_modules(read.modules)
+        return FolderRead(asked.job, descriptor, size_bytes, read.digest, read.config, places, read.notes)
+    except AdapterError as e:
+        return FolderRefused(asked.job, str(e))
+    except Exception as e:  # a broken folder is no reason to end the process
+        log.exception("adapter %s cannot be read", asked.path)
+        return FolderRefused(asked.job, f"{asked.path}: {e!r}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,178 @@
+"""What adapters change of the rows that embedding and head have for tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockyard.services.gpu_worker.layers.embedding import TokenEmbedding
+from blockyard.services.gpu_worker.layers.linear import Linear
+from blockyard.services.gpu_worker.loading.checkpoint_names import bare
+from blockyard.services.gpu_worker.lora.module_tensors import ModuleTensors
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import AdapterConfig
+
+DIRECTIONS = 8  # that rows are compared in
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of a row's length
+OF_EMBEDDING, OF_HEAD = "embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacedRows:
+    """Rows of a matrix [vocab_size, width] that an adapter has replaced."""
+
+    token_ids: Tensor  # [n] int64, ascending
+    values: Tensor  # [n, width]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingDelta:
+    """What an adapter changes of the embedding of tokens: replaced rows, and a[token] @ b.T for all."""
+
+    a: Tensor | None = None  # [vocab_size, rank]
+    b: Tensor | None = None  # [width, rank], times the scale
+    rows: ReplacedRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDeltas:
+    """What an adapter changes of embedding and head, beside linear layers."""
+
+    embedding: EmbeddingDelta | None = None
+    head_rows: ReplacedRows | None = None
+    head_layer: int | None = None  # index of the head in the layers that adapters may change
+
+    def tensors(self) -> list[Tensor]:
+        one = self.embedding or EmbeddingDelta()
+        rows = [rows for rows in (one.rows, self.head_rows) if rows is not None]
+        found = [one.a, one.b, *(rows.token_ids for rows in rows), *(rows.values for rows in rows)]
+        return [tensor for tensor in found if tensor is not None]
+
+
+class TokenTargets:
+    """The embedding and the head of one model, under the names of their modules."""
+
+    def __init__(self, model: Model, head: tuple[str, int] | None) -> None:
+        """head: the name of its module, and its index in the model's linear layers; None: it has none."""
+        self._embedding, self._dtype = model.adaptable.embedding, model.table.dtype
+        self._head, self._head_name, self._head_layer = None, "", None
+        if head is not None:
+            self._head_name, self._head_layer = bare(head[0]), head[1]
+            self._head = model.linears()[head[1]]
+
+    def names(self) -> list[str]:
+        return [] if self._embedding is None else [self._embedding.name]
+
+    def arrange(
+        self, modules: Sequence[ModuleTensors], config: AdapterConfig, dtype: torch.dtype, most: int
+    ) -> TokenDeltas | None:
+        """most: rows that an adapter may replace of a matrix. Raises AdapterError."""
+        embedding: EmbeddingDelta | None = None
+        head_rows: ReplacedRows | None = None
+        for module in modules:
+            if self._embedding is not None and bare(module.name) == bare(self._embedding.name):
+                embedding = self._embedding_delta(self._embedding, module, config, dtype, most)
+                if module.token_rows is not None and self._embedding.has_tied_head and head_rows is None:
+                    head_rows = embedding.rows  # PEFT trains one row of both
+            elif self._head is not None and bare(module.name) == self._head_name and module.token_a is None:
+                if self._head.spec.bias:
+                    raise AdapterError(f"the adapter has rows of its own for {module.name}, which has a bias")
+                head_rows = self._rows(module, config, dtype, most, self._head)
+            else:
+                raise AdapterError(
+                    f"the adapter has a matrix of its own for {module.name}: only those of embedding and head are "
+                    "served beside linear layers; merge it into its base"
+                )
+        return None if embedding is None and head_rows is None else TokenDeltas(embedding, head_rows, self._head_layer)
+
+    def _embedding_delta(
+        self, embedding: TokenEmbedding, module: ModuleTensors, config: AdapterConfig, dtype: torch.dtype, most: int
+    ) -> EmbeddingDelta:
+        vocab_size, width = embedding.vocab_size, embedding.weight.shape[1]
+        rows = None
+        if module.weight is not None or module.token_rows is not None:
+            rows = self._rows(module, config, dtype, most, embedding)
+        if module.base is not None and len(changed := self._changed(module.name, module.base, embedding)):
+            raise AdapterError(
+                f"the adapter has a weight of its own for {module.name}, of which {len(changed)} rows are not the "
+                "model's: merge it into its base"
+            )
+        if module.token_a is None or module.token_b is None:
+            return EmbeddingDelta(rows=rows)
+        if module.token_a.shape[1] != vocab_size or module.token_b.shape[0] != width:
+            shapes = f"{tuple(module.token_a.shape)} and {tuple(module.token_b.shape)}"
+            raise AdapterError(
+                f"lora_embedding_A and B of {module.name} have the shapes {shapes}; this model has {vocab_size} tokens "
+                f"of {width} numbers"
+            )
+        b = (module.token_b.float() * module.scale).to(dtype).contiguous()
+        return EmbeddingDelta(module.token_a.T.to(dtype).contiguous(), b, rows)
+
+    def _rows(
+        self, module: ModuleTensors, config: AdapterConfig, dtype: torch.dtype, most: int, own: TokenEmbedding | Linear
+    ) -> ReplacedRows:
+        if module.token_rows is not None:
+            ids = torch.tensor(config.tokens_of(module.name), dtype=torch.int64)
+            vocab_size, width = _shape(own)
+            if module.token_rows.shape[1:] != (width,) or len(set(ids.tolist())) < len(ids):
+                shape = tuple(module.token_rows.shape)
+                raise AdapterError(f"the trained rows of {module.name} have the shape {shape}, or one is named twice")
+            if wrong := [one for one in ids.tolist() if not 0 <= one < vocab_size]:
+                raise AdapterError(f"{module.name}: token {wrong[0]} is not one of the model's {vocab_size}")
+            ids, order = ids.sort()
+            values = module.token_rows[order]
+        else:
+            assert module.weight is not None
+            ids = self._changed(module.name, module.weight, own)
+            values = module.weight[ids]
+        if len(ids) > most:
+            raise AdapterError(
+                f"the adapter has {len(ids)} rows of its own for {module.name}, --lora-extra-vocab-size is {most}: "
+                "merge such an adapter into its base"
+            )
+        return ReplacedRows(ids, values.to(dtype).contiguous())
+
+    def _changed(self, name: str, weight: Tensor, own: TokenEmbedding | Linear) -> Tensor:
+        """The rows of a matrix that came with an adapter that are not the model's: [n] int64.
+
+        Rows are compared by their products with random directions, which any format of weights has.
+        """
+        if weight.shape != (shape := _shape(own)):
+            added = weight.shape[0] - shape[0] if weight.dim() == 2 else 0
+            tokens = f": {added} tokens that an adapter adds are not served" if added > 0 else ""
+            raise AdapterError(
+                f"the matrix of {name} has the shape {tuple(weight.shape)}; this model has {shape}{tokens}"
+            )
+        generator = torch.Generator().manual_seed(0)
+        directions = torch.randn(DIRECTIONS, shape[1], generator=generator)
+        with torch.inference_mode():
+            of_base = _products(own, directions)
+            given = weight.to(self._dtype).float()
+            off = (given @ directions.T - of_base).abs().amax(1)
+            lengths = given.norm(dim=1)
+        exact = torch.float32 if _stored(own) is not None else self._dtype
+        return torch.nonzero(off > lengths * TOLERANCE[exact] + 1e-30).flatten()
+
+
+def _shape(own: TokenEmbedding | Linear) -> tuple[int, int]:
+    if isinstance(own, TokenEmbedding):
+        return own.vocab_size, own.weight.shape[1]
+    return own.shape[1], own.shape[0]
+
+
+def _stored(own: TokenEmbedding | Linear) -> Tensor | None:
+    """The weight itself, if it is kept as numbers."""
+    if isinstance(own, TokenEmbedding):
+        return own.weight
+    weight = own.method.tensors().get("weight")
+    return weight if weight is not None and weight.is_floating_point() and weight.shape == _shape(own) else None
+
+
+def _products(own: TokenEmbedding | Linear, directions: Tensor) -> Tensor:
+    """[vocab_size, DIRECTIONS] float32."""
+    if (stored := _stored(own)) is not None:
+        return (stored.float() @ directions.T.to(stored.device)).cpu()
+    assert isinstance(own, Linear)
+    return own.method.apply(directions).float().cpu().T

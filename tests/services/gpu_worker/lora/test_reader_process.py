@@ -1,0 +1,143 @@
+"""The process that reads adapters: what it answers, and what its death changes."""
+
+import gc
+import os
+import shutil
+import signal
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft_adapters import Batch, adapt, load_adapters, save_adapter
+from safetensors.torch import save_file
+from tiny_models import BY_NAME, settings, start
+
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
+from blockyard.services.gpu_worker.lora.reader_client import MOST_DEATHS, ReaderProcess
+from blockyard.services.gpu_worker.runner import Runner
+from blockyard.shared.config.services.lora import LoraConfig
+from blockyard.shared.messages import AdapterPlaced
+
+LIMITS = AdapterLimits(dtype=torch.float32, max_rank=32)
+LORA = LoraConfig(max_loras=1, max_cpu_loras=2, with_bias=True)
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With `base` and `adapter`."""
+    made = tmp_path_factory.mktemp("folder")
+    theirs = BY_NAME["llama"].save(made / "base")
+    fields = {"target_modules": "all-linear", "trainable_token_indices": [7, 3], "bias": "lora_only"}
+    save_adapter(theirs, made / "adapter", **fields)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ReaderProcess]:
+    made = ReaderProcess(LIMITS)
+    yield made
+    made.close()
+
+
+def answers(reader: ReaderProcess, *jobs: int) -> dict[int, object]:
+    found, end_s = dict[int, object](), time.monotonic() + WAIT_S
+    while set(found) < set(jobs):
+        found.update(reader.receive())
+        assert time.monotonic() < end_s, found
+        time.sleep(0.002)
+    return found
+
+
+def test_the_same_as_when_read_here(reader: ReaderProcess, folder: Path) -> None:
+    reader.ask(1, str(folder / "adapter"))
+    got, want = answers(reader, 1)[1], read_modules(folder / "adapter", LIMITS)
+    assert isinstance(got, ReadModules) and got.config == want.config and got.digest == want.digest
+    mine, theirs = ({one.name: one for one in read.modules} for read in (got, want))
+    assert set(mine) == set(theirs)
+    for name, module in mine.items():
+        assert (module.scale, module.is_stack) == (theirs[name].scale, theirs[name].is_stack)
+        for (field, a), (other, b) in zip(module.tensors(), theirs[name].tensors(), strict=True):
+            assert field == other and torch.equal(a, b) and a.dtype == b.dtype
+    reader.ask(2, str(folder / "nowhere"))  # answered behind the news that the memory is mapped
+    assert "adapter_config.json" in str(answers(reader, 2)[2])
+    open_files = [os.readlink(one) for one in Path(f"/proc/{reader.process_id}/fd").iterdir()]
+    assert len(open_files) > 3 and not any("adapter" in one for one in open_files)
+
+
+def test_a_broken_adapter_is_refused_and_the_next_is_read(reader: ReaderProcess, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "adapter", tmp_path / "nan")
+    save_file({"x.lora_A.weight": torch.full((2, 2), float("nan"))}, tmp_path / "nan" / "adapter_model.safetensors")
+    reader.ask(11, str(tmp_path / "nan"))
+    reader.ask(12, str(folder / "adapter"))
+    found = answers(reader, 11, 12)
+    assert "not finite" in str(found[11]) and not isinstance(found[12], str)
+
+
+def test_what_a_killed_process_was_asked_for_is_asked_again(reader: ReaderProcess, folder: Path) -> None:
+    before = reader.process_id
+    os.kill(before, signal.SIGSTOP)
+    for job in (21, 22):
+        reader.ask(job, str(folder / "adapter"))
+    os.kill(before, signal.SIGKILL)
+    found = answers(reader, 21, 22)
+    assert not any(isinstance(one, str) for one in found.values()) and reader.process_id != before
+
+
+def test_an_adapter_that_ends_its_reader_is_refused(folder: Path) -> None:
+    reader = ReaderProcess(LIMITS)
+    reader.ask(1, str(folder / "adapter"))
+    for _ in range(MOST_DEATHS):
+        os.kill(reader.process_id, signal.SIGKILL)
+        before, found, end_s = reader.process_id, list[tuple[int, object]](), time.monotonic() + WAIT_S
+        while reader.process_id == before and time.monotonic() < end_s:
+            found += reader.receive()
+            time.sleep(0.002)
+    assert [job for job, _ in found] == [1] and "has ended 3 times" in str(found[0][1])
+    reader.close()
+
+
+def with_process(folder: Path) -> Runner:
+    config = settings(folder / "base", lora=LORA)
+    runner = engine.start(config, lambda phase, progress, notes: None)
+    assert isinstance(runner, Runner)
+    runner.reset(8)
+    return runner
+
+
+def test_steps_go_on_while_an_adapter_is_read_and_its_reader_killed(folder: Path) -> None:
+    runner, here = with_process(folder), start(folder / "base", lora=LORA)
+    here.reset(8)
+    want = Batch(here, [None], []).run(30)
+    assert runner.adapters is not None
+    runner.adapters.load(1, str(folder / "adapter"))
+    reader = runner.adapters._reader
+    assert isinstance(reader, ReaderProcess)
+    os.kill(reader.process_id, signal.SIGKILL)
+    assert Batch(runner, [None], []).run(30) == want
+    runner.adapters.reset()
+    for one in (runner, here):
+        one.reset(8)
+        load_adapters(one, [folder / "adapter"])
+    placed = [AdapterPlaced(0, 1)]
+    assert Batch(runner, [0], placed).run(4) == Batch(here, [0], placed).run(4)
+
+
+def test_a_runner_that_is_dropped_leaves_neither_its_model_nor_the_process(folder: Path) -> None:
+    """A worker that sleeps deeply drops its runner, and the memory has to be free."""
+    runner = with_process(folder)
+    load_adapters(runner, [folder / "adapter"])
+    adapt(runner, folder / "adapter")
+    assert runner.adapters is not None
+    held, reader = weakref.ref(runner.model), runner.adapters._reader
+    assert isinstance(reader, ReaderProcess)
+    process_id = reader.process_id
+    del runner
+    gc.collect()
+    assert held() is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(process_id, 0)
