@@ -237,6 +237,7 @@ LAYERS["services/gpu_worker"] = (
     "cores",
     "memory",
     "host_link",
+    "child_processes",
     "step",
     "slots",
     "parallel",

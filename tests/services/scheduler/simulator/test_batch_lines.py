@@ -1,4 +1,4 @@
-"""Online requests at half load beside a batch, 20 ms a step: they wait no more steps for their first token."""
+"""Online requests beside a batch: they wait no more steps for their first token, and steps are little longer."""
 
 import random
 from collections import Counter
@@ -8,6 +8,7 @@ import pytest
 
 from blockyard.services.scheduler.simulator.simulation import Simulation
 from blockyard.services.scheduler.simulator.trace import TraceRequest
+from blockyard.shared.config.services.simulation import CostModel
 
 from .simulations import ROUND, ask, config
 
@@ -16,10 +17,10 @@ RATE = 0.5 * SLOTS / (TOKENS * STEP_S)
 STEPS_ALIKE = msgspec.structs.replace(ROUND, rows_s=((1, STEP_S),), row_s=0.0)
 
 
-def online() -> list[TraceRequest]:
+def online(rate: float = RATE, num_prompt: int = 3, num_tokens: int = TOKENS) -> list[TraceRequest]:
     rng, now, found = random.Random(1), 1.0, []
-    while (now := now + rng.expovariate(RATE)) < SECONDS:
-        found.append(ask(now, 3, TOKENS))
+    while (now := now + rng.expovariate(rate)) < SECONDS:
+        found.append(ask(now, num_prompt, num_tokens))
     return found
 
 
@@ -41,3 +42,21 @@ def test_online_requests_wait_no_more_steps_beside_a_batch(policy: str) -> None:
     assert num_ended > 200, "the lines get what is left"
     assert max(beside) == max(alone), (alone, beside)
     assert sum(steps * num for steps, num in beside.items()) <= 1.05 * sum(steps * num for steps, num in alone.items())
+
+
+def p99_ttft_s(policy: str, num_lines: int) -> float:
+    """Of online requests beside lines with prompts of 4,000 tokens, by the cost model of an 8B on one GPU."""
+    lines = [ask(0.0, 4000, 50, batch_line=True) for _ in range(num_lines)]
+    more = {"scheduling_policy": policy, "max_num_seqs": 64, "max_num_batched_tokens": 2048, "depth": None}
+    blocks = {"num_blocks": 55_000, "max_model_len": 8192}
+    simulation = Simulation(config(CostModel(), blocks, **more), lines + online(20.0, 200, 200))
+    simulation.run(lambda: simulation.now > SECONDS + 2)
+    flows = simulation.record.flows
+    assert any(flow.ended_s is not None for flow in flows if flow.request.batch_line) == bool(num_lines)
+    waits = sorted(flow.ttft_s for flow in flows if not flow.request.batch_line)
+    return waits[int(0.99 * len(waits))]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_long_prompts_of_lines_lengthen_the_steps_of_online_requests_little(policy: str) -> None:
+    assert p99_ttft_s(policy, 300) <= 1.2 * p99_ttft_s(policy, 0)
