@@ -370,6 +370,11 @@ def check(core: Scheduler, turn: int) -> None:
     assert amounts == core.waiting.usage.amount
     assert of_lines == core.waiting.batch_usage.amount
     assert all(c.queue_amount == c.amount for c in queued)
+    refusable = {c.request for c in queued if not (c.request.accepted or c.request.attempt)}
+    refusable -= {c.request for c in lines}
+    names = [name for user in core.waiting.usage._users.values() for name in user.unaccepted]
+    assert len(names) == len(set(names))
+    assert set(names) == {r.id if r.pool is None else r.pool.id for r in refusable}
     assert core.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:
         assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)

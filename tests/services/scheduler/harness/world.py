@@ -409,7 +409,7 @@ class World:
             assert not journal.open(), f"{journal.frame.request_id} never ended"
             check_tokens(journal, self.pattern, self.shape.limit)
         for pool in [p for g in self.gateways.values() for p in g.pools.values()] + self.done_pools:
-            pool.check_ended()
+            pool.check_ended(self.shape.limit)
 
     def check_names(self, worker: FakeWorker) -> None:
         """The block hashes that a worker reports match the tokens in the journals."""
