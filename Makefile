@@ -39,6 +39,8 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
+# The suite is meant for two cores. Tests of whole rings mostly wait, so that more of them run side by side.
+SLOWEST := -q --durations=15 --durations-min=5
 # Tests in which a delay of the machine itself would be taken for a fault have it to themselves. `make pytest
 # ARGS=tests/shared` runs these alone.
 ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py) services/bench/test_suite.py
@@ -46,9 +48,9 @@ pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
-	$(RUN) -m pytest -q -n 2 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
-	$(RUN) -m pytest -q $(ALONE:%=tests/%)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(SLOWEST) -n 2 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
+	$(RUN) -m pytest $(SLOWEST) -n 4 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
+	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%)
 endif
 
 # What needs a GPU, on a machine that has one (with its own torch and Triton: NO_INSTALL=1 PYTHON=python3). `make test` has

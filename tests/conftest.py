@@ -1,7 +1,11 @@
 """Small tokenizers of the two great families, trained here, for every test that turns text into ids.
 
-A test that fails is named at once: a run that a time limit cuts off has no summary.
+A test that fails is named at once: a run that a time limit cuts off has no summary. The garbage collector passes over
+what collecting the tests left: walking it again and again took as long as the imports.
 """
+
+import atexit
+import gc
 
 import pytest
 from hypothesis import settings
@@ -32,6 +36,13 @@ class FailureLines:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FailureLines(config))
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # for extension modules that report what outlives them
 
 
 @pytest.fixture(scope="session")

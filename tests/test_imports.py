@@ -72,6 +72,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "request_pipeline",
         "stored_responses",
         "service",
+        "turns",
         "batches",
         "batch_api",
         "http",
@@ -199,6 +200,7 @@ LAYERS["services/offline"] += (
     "operations",
     "tokenizer",
     "beam_search",
+    "external_launcher",
     "running_model",
     "pooling",
     "engines",
@@ -206,11 +208,13 @@ LAYERS["services/offline"] += (
     "commands",
 )
 LAYERS["services/offline/commands"] = ("tune", "quantize")
+LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
 LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
     "layout",
+    "routes",
     "sender_processes",
     "protocol",
     "copy_thread",
@@ -233,6 +237,7 @@ LAYERS["services/gpu_worker"] = (
     "cores",
     "memory",
     "host_link",
+    "child_processes",
     "step",
     "slots",
     "parallel",
@@ -261,10 +266,10 @@ LAYERS["services/gpu_worker"] += (
     "startup",
     "encoders",
     "engine",
-    "ranks",
     "mock",
-    "bench",
     "transfers",
+    "ranks",
+    "bench",
 )
 LAYERS["services/gpu_worker"] += ("counters", "session", "service", "__main__")
 LAYERS["kernels"] = (

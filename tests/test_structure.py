@@ -5,9 +5,10 @@ import re
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted(p for top in ("services", "shared", "kernels") for p in (ROOT / top).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 TOOL_PARSERS = ROOT / "shared" / "tool_parsers"
 MODEL_FAMILIES = ROOT / "services" / "gpu_worker" / "models"
 WEIGHT_FORMATS = ROOT / "services" / "gpu_worker" / "quantization" / "formats"
@@ -20,6 +21,13 @@ MOST_INNER_IMPORTS = 17  # inside functions
 MOST_DEVICE_TESTS = 4  # lines that test the kind of a device, of code that computes nothing
 COMPUTES = {"attention", "execution", "layers", "linear_tuning", "quantization", "sampling"}  # folders of the worker
 
+Trees = dict[Path, ast.Module]
+
+
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -29,10 +37,10 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
-def imported_modules(path: Path) -> set[str]:
+def imported_modules(tree: ast.Module) -> set[str]:
     """Modules of this project that a file imports anywhere, also inside functions."""
     found: set[str] = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -41,11 +49,11 @@ def imported_modules(path: Path) -> set[str]:
     return found & set(MODULES)
 
 
-def test_no_import_by_a_string() -> None:
+def test_no_import_by_a_string(trees: Trees) -> None:
     """`importlib.import_module` hides an import from this file's checks and from the type checker."""
     uses = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, tree in TREES.items()
+        for path, tree in trees.items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and node.attr == "import_module")
         or (isinstance(node, ast.Name) and node.id == "__import__")
@@ -53,13 +61,13 @@ def test_no_import_by_a_string() -> None:
     assert uses == []
 
 
-def test_few_imports_are_inside_functions() -> None:
+def test_few_imports_are_inside_functions(trees: Trees) -> None:
     """Each of them is for an optional package, or for one whose load only some processes should wait for."""
     inner = {
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
         if re.search(r"^ +(import|from) ", path.read_text(), re.MULTILINE)
-        for function in ast.walk(TREES[path])
+        for function in ast.walk(trees[path])
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
@@ -84,14 +92,14 @@ def test_folders_hold_few_modules() -> None:
     assert {str(folder): size for folder, size in sizes.items() if size > MOST_MODULES} == {}
 
 
-def test_every_package_says_what_it_owns() -> None:
+def test_every_package_says_what_it_owns(trees: Trees) -> None:
     packages = [path for path in FILES if path.name == "__init__.py"]
-    assert [str(path) for path in packages if len((ast.get_docstring(TREES[path]) or "").split()) < 5] == []
+    assert [str(path) for path in packages if len((ast.get_docstring(trees[path]) or "").split()) < 5] == []
 
 
-def test_files_and_functions_can_be_read_at_once() -> None:
+def test_files_and_functions_can_be_read_at_once(trees: Trees) -> None:
     too_long = [str(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES]
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -100,11 +108,11 @@ def test_files_and_functions_can_be_read_at_once() -> None:
     assert too_long == []
 
 
-def test_few_small_files_have_one_importer() -> None:
+def test_few_small_files_have_one_importer(trees: Trees) -> None:
     """Except for families of models and formats of weights, each of which is one file by design."""
     importers: Counter[str] = Counter()
     for path in FILES:
-        importers.update(imported_modules(path) - {module_name(path)})
+        importers.update(imported_modules(trees[path]) - {module_name(path)})
     small = [
         name
         for name, path in MODULES.items()
@@ -114,9 +122,9 @@ def test_few_small_files_have_one_importer() -> None:
     assert len(small) <= MOST_SMALL_FILES, small
 
 
-def test_one_class_name_has_one_meaning() -> None:
+def test_one_class_name_has_one_meaning(trees: Trees) -> None:
     places: defaultdict[str, set[Path]] = defaultdict(set)
-    for path, tree in TREES.items():
+    for path, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name].add(path.relative_to(ROOT))

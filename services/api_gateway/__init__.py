@@ -18,6 +18,7 @@ Any number of gateways may run; each serves alone.
     metrics/             /metrics
     page/                the playground, served as it is
     api_tables.py        the README's tables of routes and fields
+    turns.py             requests begin a few at a time, with an iteration of the event loop in between
     garbage.py           when Python's cyclic garbage is collected
 
 Imports point one way: server -> endpoints -> http -> batch_api -> batches -> service -> stored_responses ->

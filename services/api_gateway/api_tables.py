@@ -72,7 +72,7 @@ def _field_table(apis: Columns) -> list[str]:
     paths = [path for _, shown in apis for path in shown]
     lines = [f"| field | type | {' | '.join(f'`{path}`' for path in paths)} |", f"|---|---|{'---|' * len(paths)}"]
     for name, types in _fields(apis).items():
-        marks = " | ".join(_mark(name, path in types) for path in paths)
+        marks = " | ".join(_mark(name, api) if path in types else "" for api, shown in apis for path in shown)
         lines.append(f"| `{name}` | {_cell(next(iter(types.values())))} | {marks} |")
     return lines
 
@@ -110,10 +110,8 @@ def _type(schema: dict[str, Any]) -> str:
     return str(schema.get("type", "any"))
 
 
-def _mark(name: str, is_known: bool) -> str:
-    if not is_known:
-        return ""
-    return "refused" if name in NOT_BUILT else "yes"
+def _mark(name: str, api: Api | PoolingApi) -> str:
+    return "refused" if name in NOT_BUILT or (isinstance(api, Api) and name in api.refused) else "yes"
 
 
 def _path(route: Route) -> str:

@@ -3,7 +3,11 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+
+import msgspec
 
 from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
 from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
@@ -11,7 +15,7 @@ from blockyard.services.api_gateway.responses.http_generation import OpenRequest
 from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.client import RingClient
-from blockyard.shared.ring_client.pooling.calls import PooledAnswer
+from blockyard.shared.ring_client.pooling.calls import PooledAnswer, PoolingCall, PoolingInput
 from blockyard.shared.ring_client.pooling.pair_scores import score_pairs
 from blockyard.shared.ring_client.schedulers import not_ready
 
@@ -28,7 +32,9 @@ class PoolingPipeline:
     async def answer(self, api: PoolingApi, request: PoolingRequest, tenant: str) -> bytes:
         """Returns the body of the answer. Cancelling it drops the request in the ring. Raises RequestError."""
         model = request.card.names[0]
-        with self._open_requests.counted(request.num_results) if not request.batch_line else nullcontext():
+        with self._open_requests.counted(1) if not request.batch_line else nullcontext():
+            if not request.batch_line:
+                self._open_requests.check_tokens()
             self._client.schedulers.check_capacity(model, self._client.clock(), tenant, request.user)
             if request.batch_line and not self._client.schedulers.of(model):
                 raise not_ready(f"the model `{model}`")  # it is repeated, and so not held
@@ -36,6 +42,9 @@ class PoolingPipeline:
         if self._config.log_requests:
             text = "%s: %d results of %d tokens for %s"
             log.info(text, request.options.answer_id, len(pooled.items), pooled.num_tokens, model)
+        if self._config.enable_prompt_tokens_details:
+            options = msgspec.structs.replace(request.options, prompt_tokens_details=True)
+            request = msgspec.structs.replace(request, options=options)
         return api.answer(request, pooled)
 
     def abort(self, answer_ids: set[str], error: RequestError) -> int:
@@ -69,9 +78,13 @@ class PoolingPipeline:
     async def _pool(self, request: PoolingRequest, tenant: str) -> PooledAnswer:
         name = secrets.token_hex(10)
         if request.pairs is not None:
-            call = request.call([], name, tenant)
+            call = self._call(request, [], name, tenant)
             return await score_pairs(self._client.pooling, call, request.pairs.pairs(), request.pairs.compares)
         if request.messages is None:
-            return await self._client.pooling.pool(request.call(request.inputs(), name, tenant))
+            return await self._client.pooling.pool(self._call(request, request.inputs(), name, tenant))
         [rendered] = await self._client.tokenizer_client.tokenize([request.messages], f"{name}-messages", tenant=tenant)
-        return await self._client.pooling.pool(request.call([rendered.token_ids], name, tenant))
+        return await self._client.pooling.pool(self._call(request, [rendered.token_ids], name, tenant))
+
+    def _call(self, request: PoolingRequest, inputs: Sequence[PoolingInput], name: str, tenant: str) -> PoolingCall:
+        call = request.call(inputs, name, tenant)
+        return call if request.batch_line else replace(call, check_room=self._open_requests.check_tokens)

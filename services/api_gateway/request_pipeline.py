@@ -53,7 +53,8 @@ LOGGED = (*limits.RANGES, "ignore_eos", "num_logprobs", "num_prompt_logprobs")
 class RequestPipeline:
     def __init__(self, client: RingClient, formats: ModelFormats, config: GatewayConfig) -> None:
         self._config, self._formats = config, formats
-        self._open = OpenRequests(config.max_num_queued_reqs, config.max_num_queued_tokens)
+        bounds = (config.max_num_queued_reqs, config.max_num_queued_tokens)
+        self._open = OpenRequests(*bounds, num_pooled_tokens=lambda: client.pooling.num_waiting_tokens)
         self.pooling = PoolingPipeline(client, self._open, config)
         self._logs_prompts = config.log_requests and bool(config.max_log_len)
         self.tokenizer_client, self.schedulers, self._dispatch = (
@@ -179,6 +180,8 @@ class RequestPipeline:
         self._meters.request_opened()
         for entry in generation.entries:
             self._dispatch.open(entry, self.clock())
+        if not request.batch_line:  # one that the ring is too busy for is opened again
+            request.drop_prompts()
         return generation
 
     def _check_room(self, request: GenerateRequest) -> None:

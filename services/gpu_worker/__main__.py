@@ -21,7 +21,7 @@ from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderT
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
 from blockyard.shared.messages import Role, WorkerIn
 from blockyard.shared.process import settings
 from blockyard.shared.process.liveness import LivenessPipe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # which torch calls it. Both keep 1,024 entries unless limited, and memory freed between them is not reused.
 CACHED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 RANKS_END_S = 5.0
+BROKEN_SENT_S = 1.0
 GPU = Path("/dev/nvidiactl")  # exists if the machine has a GPU
 
 Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRunner]
@@ -68,14 +69,14 @@ def serve(config: WorkerConfig) -> None:
 
         start, held_bytes = load_engine(config, team)
         runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
-        transfers = make_transfers(config, links, runner)
+        transfers = make_transfers(config, links, runner, team)
         if team is not None:
             team.serve()
         links.update(ready=True)
         freeze()
         gc.disable()  # a collection would delay a step
         try:
-            Worker(links, runner, transfers).run(stopped)
+            Worker(links, runner, transfers, team).run(stopped)
         except RankLostError:
             time.sleep(RANKS_END_S)  # the team ends this process and says which rank was the first to end
             raise
@@ -93,6 +94,8 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
         return None
 
     def end(error: BlockyardError) -> None:
+        if isinstance(error, DeviceError):
+            time.sleep(BROKEN_SENT_S)  # the worker's loop tells the scheduler, and ends
         settings.report_error(config.process, error)
         settings.end(error.exit_code)
 
@@ -131,12 +134,14 @@ def start_compilers(config: WorkerConfig, gpu: Path = GPU) -> CompileProcesses |
     return processes
 
 
-def make_transfers(config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner) -> KVTransfers | None:
+def make_transfers(
+    config: WorkerConfig, links: WorkerLinks, runner: SleepingRunner, team: LeaderTeam | None = None
+) -> KVTransfers | None:
     """Binds the socket for KV blocks of other workers. Raises ConfigError if that cannot be done."""
     if config.kv_transfer is None:
         return None
     worker_transfers, _ = load_transfers()
-    return worker_transfers(config, links, lambda: runner.kv_memory)
+    return worker_transfers(config, links, lambda: runner.kv_memory, team)
 
 
 def load_transfers() -> "tuple[type[WorkerTransfers], type[MockMemory]]":

@@ -3,7 +3,7 @@
 import gc
 import time
 
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, StepRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, StepRunner, WorkerLinks, WorkerRanks
 from blockyard.shared.messages import Stats
 from blockyard.shared.process.service_main import rss_bytes
 
@@ -12,8 +12,14 @@ COLLECT_S = 10.0  # between garbage collections, which run only while the worker
 
 
 class Counters:
-    def __init__(self, links: WorkerLinks, runner: StepRunner, transfers: KVTransfers | None = None) -> None:
-        self._links, self._runner, self._transfers = links, runner, transfers
+    def __init__(
+        self,
+        links: WorkerLinks,
+        runner: StepRunner,
+        transfers: KVTransfers | None = None,
+        ranks: WorkerRanks | None = None,
+    ) -> None:
+        self._links, self._runner, self._transfers, self._ranks = links, runner, transfers, ranks
         self._published_at = 0.0
         self._collected_at = time.monotonic()
         self.steps = 0
@@ -54,6 +60,7 @@ class Counters:
             prefill_step_us_total=round(1e6 * self._step_s[True]),
             prefill_launch_us_total=round(1e6 * self._launch_s[True]),
             rss_bytes=rss_bytes(),
+            ranks=[] if self._ranks is None else self._ranks.stats(),
         )
         stats = self._runner.count(stats)
         self._links.count(stats if self._transfers is None else self._transfers.count(stats))

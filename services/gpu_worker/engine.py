@@ -35,6 +35,7 @@ from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
+from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.parallel.team import RankTeam, SendCommand
@@ -173,7 +174,8 @@ def load(
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
     reader = None if config.lora is None else make_reader(adapter_limits(config.lora, dtype))  # starts meanwhile
     progress = Throttle(lambda done: report.phase("loading weights", done))
-    with torch.inference_mode(), page_cache.read_ahead(config):
+    slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
+    with torch.inference_mode(), slot, page_cache.read_ahead(config):
         loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)

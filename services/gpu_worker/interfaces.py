@@ -15,6 +15,8 @@ from blockyard.shared.messages import (
     KVSendEnded,
     Member,
     MemoryTag,
+    PackedVectors,
+    RankStats,
     SlotResult,
     SlotRun,
     Stats,
@@ -52,6 +54,7 @@ class CompletedPlan:
     launch_s: float = 0.0  # host time to launch the step; 0 if the host computes the step
     decode_outputs: DecodeOutputs | None = None
     has_prefill: bool = False  # a slot computed more than one token
+    packed: PackedVectors | None = None  # results of a packed step
 
     @property
     def all_results(self) -> list[SlotResult]:
@@ -225,6 +228,17 @@ class KVTransfers(Protocol):
 
     def close(self) -> None:
         """Aborts all transfers, before the KV memory is freed. Waits some milliseconds for copies in flight."""
+
+
+class WorkerRanks(Protocol):
+    """The ranks of a worker with several, for its loop. Implemented by `ranks.leader_team.LeaderTeam`."""
+
+    @property
+    def failure(self) -> str:
+        """Why the device of another rank has failed; empty: none has. All ranks end then."""
+
+    def stats(self) -> list[RankStats]:
+        """Returns the state of all ranks."""
 
 
 class WorkerLinks(Protocol):

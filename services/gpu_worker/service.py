@@ -12,9 +12,15 @@ from array import array
 import msgspec
 
 from blockyard.services.gpu_worker.counters import Counters
-from blockyard.services.gpu_worker.interfaces import CompletedPlan, KVTransfers, SleepModeRunner, WorkerLinks
+from blockyard.services.gpu_worker.interfaces import (
+    CompletedPlan,
+    KVTransfers,
+    SleepModeRunner,
+    WorkerLinks,
+    WorkerRanks,
+)
 from blockyard.services.gpu_worker.session import SchedulerSession
-from blockyard.shared.errors import DeviceError
+from blockyard.shared.errors import DeviceError, RankLostError
 from blockyard.shared.messages import NO_LOGPROBS, NO_TOKEN, KVLanded, SlotResult, StepResult, encode_logprobs
 
 log = logging.getLogger(__name__)
@@ -29,13 +35,20 @@ TRANSFER_POLL_S = 0.001  # while a KV transfer waits for room on a link, which n
 class Worker:
     """Runs the plans of `session` on `runner`. Plans that cannot be launched yet wait in `session.plans`."""
 
-    def __init__(self, links: WorkerLinks, runner: SleepModeRunner, transfers: KVTransfers | None = None) -> None:
-        self._links, self._runner, self._transfers = links, runner, transfers
+    def __init__(
+        self,
+        links: WorkerLinks,
+        runner: SleepModeRunner,
+        transfers: KVTransfers | None = None,
+        ranks: WorkerRanks | None = None,
+    ) -> None:
+        """ranks: None: there is one."""
+        self._links, self._runner, self._transfers, self._ranks = links, runner, transfers, ranks
         self.session = SchedulerSession(links, runner, transfers)
         self._has_chores = True  # the runner may have background work
         self._wait_s = CHORE_POLL_S  # before the next piece of background work
         self._plan_due_s = 0.0  # until this time a plan for landed blocks is expected
-        self.counters = Counters(links, runner, transfers)
+        self.counters = Counters(links, runner, transfers, ranks)
 
     def run(self, stopped: threading.Event) -> None:
         """Serves until `stopped`, then finishes the plans in flight and aborts KV transfers."""
@@ -56,6 +69,8 @@ class Worker:
             if self.session.is_loading_adapters():
                 self._wait_s = min(self._wait_s, LOAD_POLL_S)
             self.step()
+            if self._ranks is not None and self._ranks.failure:
+                raise self._broken(self._ranks.failure)
             self.counters.publish()
         self.session.plans.clear()
         while self._runner.in_flight:
@@ -67,15 +82,24 @@ class Worker:
     def step(self) -> None:
         """Launches the oldest plan, if the runner can launch one, and answers the completed plans.
 
-        Raises DeviceError if the runner fails, because no step can run after a CUDA error.
+        Raises DeviceError if the runner fails, or another rank's device, because no step can run after a CUDA error.
+        Raises RankLostError if another rank is gone.
         """
         try:
             self._step()
+        except RankLostError:
+            if self._ranks is not None and self._ranks.failure:  # it is known before the other ranks end
+                raise self._broken(self._ranks.failure) from None
+            raise
         except RuntimeError as e:
             log.exception("the step loop ends")
             lines = str(e).splitlines() or [type(e).__name__]
-            self.session.report_broken(lines[0])
-            raise DeviceError(f"the device failed with {self._runner.in_flight} plans in flight: {lines[0]}") from e
+            raise self._broken(lines[0]) from e
+
+    def _broken(self, detail: str) -> DeviceError:
+        """Tells the scheduler, which looks for a request that may have caused it. Returns the error to raise."""
+        self.session.report_broken(detail)
+        return DeviceError(f"the device failed with {self._runner.in_flight} plans in flight: {detail}")
 
     def _step(self) -> None:
         if self.session.plans and self._runner.can_launch():
@@ -112,7 +136,7 @@ class Worker:
             me, failed = self._links.me.incarnation, done.failed_fetches
             slots, token_ids, logprobs = packed(done)
             times = (done.stamp_s, done.step_s, failed, token_ids, done.launch_s)
-            answer = StepResult(me, plan.number, slots, *times, logprobs)
+            answer = StepResult(me, plan.number, slots, *times, logprobs, done.packed)
             self._links.answer(plan.scheduler, answer)
             if plan.sends and self._transfers is not None:
                 self._transfers.on_plan_done(plan)

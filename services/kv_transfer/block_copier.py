@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from blockyard.services.kv_transfer.arena import map_arena
+from blockyard.services.kv_transfer.arena import Bytes, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.device.ipc_memory import MappedBlocks
 from blockyard.services.kv_transfer.host_copies import (
@@ -16,18 +16,18 @@ from blockyard.services.kv_transfer.host_copies import (
     Ids,
     Words,
     blocks_of,
+    blocks_of_part,
     copy_blocks,
     pack_blocks,
     unpack_blocks,
 )
-from blockyard.services.kv_transfer.layout import BlockLayout, Section
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart, Section
 from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, HostArenaHandle
 
 Copied = Callable[[Words | None], None]  # checksums [n] over the copied layers; None if checksums are off
 CopyFailed = Callable[[Exception], None]
 
-PeerBlocks = Sequence[Words] | Sequence[MappedBlocks]  # of another worker, mapped: [layers, num_blocks, words] of each
-# section
+PeerBlocks = Sequence[Words] | Sequence[MappedBlocks]  # of another worker, mapped: as `blocks_of` or `blocks_of_part`
 
 
 class BlockCopier(Protocol):
@@ -52,8 +52,11 @@ class BlockCopier(Protocol):
     def drain(self) -> None:
         """Waits for all copies."""
 
-    def map_peer(self, handle: ArenaHandle) -> PeerBlocks:
-        """Maps another worker's blocks; the last reference unmaps them. Raises OSError or ValueError if it cannot."""
+    def map_peer(self, handle: ArenaHandle, theirs: LayoutPart | None) -> PeerBlocks:
+        """Maps another worker's blocks; the last reference unmaps them. Raises OSError or ValueError if it cannot.
+
+        theirs: what its rank has of the model.
+        """
 
     def write(
         self, sources: list[int], peer: PeerBlocks, targets: list[int], layers: range, done: Copied, failed: CopyFailed
@@ -64,7 +67,8 @@ class BlockCopier(Protocol):
         """Makes host memory for `pack`."""
 
     def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
-        """Copies blocks into packed [len(layers), n, words], of `make_buffer`. `done` gets checksums of the source."""
+        """Copies blocks into packed, of `make_buffer`: [len(layers), n, words] one after the other. `done` gets
+        checksums of the source."""
 
     def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         """The reverse of `pack`. `done` gets checksums of the blocks in the arena. packed: any host memory."""
@@ -94,13 +98,18 @@ class HostCopier:
     connector = "shm"
     chunk_bytes = 4 << 20  # small, because an aborted transfer waits for its copies in flight
 
-    def __init__(self, own: list[Words], layout: BlockLayout, copies: CopyThread) -> None:
-        """own: see `blocks_of`."""
-        self.num_blocks = own[0].shape[1]
+    def __init__(self, own: Bytes, layout: BlockLayout, copies: CopyThread, part: LayoutPart | None = None) -> None:
+        """own [num_bytes] uint8, of a rank with this layout. part: of it, that is copied; None: all.
+
+        Raises ValueError as `blocks_of_part` does.
+        """
+        memory = blocks_of(own, layout) if part is None else blocks_of_part(own, layout, part)
+        self._part, layout = part, layout if part is None else layout.of(part)
+        self.num_blocks = memory[0].shape[1]
         self._layout, self._copies = layout, copies
         self._sections = [
             _HostSection(section, words, Checksums(section) if layout.checksums else None)
-            for section, words in zip(layout.sections, own, strict=True)
+            for section, words in zip(layout.sections, memory, strict=True)
         ]
 
     def poll(self) -> None:
@@ -113,10 +122,11 @@ class HostCopier:
     def drain(self) -> None:
         self._copies.drain()
 
-    def map_peer(self, handle: ArenaHandle) -> list[Words]:
+    def map_peer(self, handle: ArenaHandle, theirs: LayoutPart | None) -> list[Words]:
         if not isinstance(handle, HostArenaHandle):
             raise ValueError("its KV memory is on a GPU")
-        return blocks_of(map_arena(handle), self._layout)
+        memory, layout = map_arena(handle), self._layout.of(theirs)
+        return blocks_of(memory, layout) if self._part is None else blocks_of_part(memory, layout, self._part)
 
     def write(
         self, sources: list[int], peer: PeerBlocks, targets: list[int], layers: range, done: Copied, failed: CopyFailed
@@ -133,21 +143,21 @@ class HostCopier:
 
     def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
         (it, local), ids = self._locate(layers), np.array(sources)
+        words = _packed(packed, it, len(layers), len(sources))
 
         def job() -> Words | None:
-            pack_blocks(it.own, ids, local, packed)
-            return None if it.checksums is None else it.checksums.of_packed(packed, local)
+            pack_blocks(it.own, ids, local, words)
+            return None if it.checksums is None else it.checksums.of_packed(words, local)
 
         self._copies.submit(job, done, failed)
 
     def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         (it, local), ids = self._locate(layers), np.array(targets)
-        words = np.frombuffer(packed, np.uint64).reshape(len(layers), len(targets), -1)
+        words = _packed(np.frombuffer(packed, np.uint64), it, len(layers), len(targets))
         self._submit(it, partial(unpack_blocks, words, it.own, ids, local), ids, local, done, failed)
 
     def gather(self, sources: list[int], layers: range, packed: Tensor, done: Copied, failed: CopyFailed) -> None:
-        words = packed.numpy().view(np.uint64).reshape(len(layers), len(sources), -1)
-        self.pack(sources, layers, words, done, failed)
+        self.pack(sources, layers, packed.numpy().view(np.uint64), done, failed)
 
     def scatter(self, packed: Tensor, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         self.unpack(packed.numpy().data, targets, layers, done, failed)
@@ -173,3 +183,8 @@ class HostCopier:
             return None if it.checksums is None else it.checksums.of_blocks(it.own, ids, layers)
 
         self._copies.submit(job, done, failed)
+
+
+def _packed(words: Words, it: _HostSection, num_layers: int, num: int) -> Words:
+    """words [layers * n * words of a piece], of any shape -> packed blocks, with the dimensions of the own ones."""
+    return words.reshape(num_layers, num, *it.own.shape[2:])

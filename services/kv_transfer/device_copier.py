@@ -1,8 +1,7 @@
 """The blocks of a `DeviceArena` for connectors. Imports Triton: only on a GPU."""
 
-import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.device.ipc_memory import MappedBlocks
 from blockyard.services.kv_transfer.device.stream_copies import CudaStream, StreamCopies
 from blockyard.services.kv_transfer.host_copies import Words
-from blockyard.services.kv_transfer.layout import BlockLayout, Section
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart, Section
 from blockyard.services.kv_transfer.protocol.frames import ArenaHandle, DeviceArenaHandle
 
 PROGRAMS = 32  # multiprocessors of a copy: enough for nine tenths of NVLink's rate, and steps go on beside it
@@ -68,7 +67,7 @@ class _DeviceSection:
     """A section of the own arena."""
 
     section: Section
-    own: Tensor  # [layers, num_blocks, words] int64
+    own: Tensor  # see `copy_blocks.Memory`
     tables: tuple[Tensor, Tensor] | None  # multipliers and salts of checksums, None if they are off
 
 
@@ -81,21 +80,36 @@ class DeviceCopier:
     connector = "cuda_ipc"
     chunk_bytes = 256 << 20  # 0.7 ms over NVLink: large, because each copy costs both hosts some 0.1 ms
 
-    def __init__(self, own: Tensor, layout: BlockLayout, thread: CopyThread, copies: StreamCopies) -> None:
-        """own [num_bytes] uint8. Compiles the kernels, which takes some seconds the first time.
+    def __init__(
+        self,
+        own: Tensor,
+        layout: BlockLayout,
+        thread: CopyThread,
+        copies: StreamCopies,
+        part: LayoutPart | None = None,
+    ) -> None:
+        """own [num_bytes] uint8, of a rank with this layout. part: of it, that is copied; None: all. Compiles the
+        kernels, which takes some seconds the first time.
 
-        Raises ValueError if `own` is not whole blocks of words of 8 bytes.
+        Raises ValueError if `own` is not whole blocks of words of 8 bytes, or does not have the part.
         """
         self.num_blocks, rest = divmod(own.numel(), layout.block_bytes)
         if rest or any(section.piece_bytes % 8 for section in layout.sections):
             raise ValueError(f"{own.numel()} bytes are not whole blocks of {layout.block_bytes} in words of 8 bytes")
         self._device = own.device
-        self._layout, self._thread, self._copies = layout, thread, copies
+        self._part, self._layout = part, layout if part is None else layout.of(part)
+        self._thread, self._copies = thread, copies
         self._waiting: deque[_Unpack] = deque()
         self._staging: list[Words] = []  # free pinned buffers
         self._num_staging = 0
         self._buffers: list[_CopyBuffers] = []  # free ones
-        self._sections = copies.run(lambda: [self._prepare(section, own) for section in layout.sections])
+        views, words = views_of(layout, part, self.num_blocks), own.view(torch.int64)
+        self._sections = copies.run(
+            lambda: [
+                self._prepare(section, words.as_strided(shape, strides, words.storage_offset() + first))
+                for section, (first, shape, strides) in zip(self._layout.sections, views, strict=True)
+            ]
+        )
 
     def poll(self) -> None:
         self._thread.poll()
@@ -111,20 +125,32 @@ class DeviceCopier:
             self._copies.drain()
             self._thread.drain()
 
-    def map_peer(self, handle: ArenaHandle) -> list[MappedBlocks]:
+    def map_peer(self, handle: ArenaHandle, theirs: LayoutPart | None) -> list[MappedBlocks]:
         if not isinstance(handle, DeviceArenaHandle):
             raise ValueError("its KV memory is not on a GPU")
-        if handle.num_bytes % self._layout.block_bytes:
-            raise ValueError(f"{handle.num_bytes} bytes are not whole blocks of {self._layout.block_bytes}")
-        num_blocks, memory = handle.num_bytes // self._layout.block_bytes, map_device_arena(handle)
-        return [
-            MappedBlocks(
-                memory,
-                handle.offset + num_blocks * section.bytes_before,
-                (len(section.layers), num_blocks, section.piece_bytes // 8),
-            )
-            for section in self._layout.sections
-        ]
+        layout = self._layout.of(theirs)
+        if handle.num_bytes % layout.block_bytes:
+            raise ValueError(f"{handle.num_bytes} bytes are not whole blocks of {layout.block_bytes}")
+        views = views_of(layout, self._part, handle.num_bytes // layout.block_bytes)
+        memory = map_device_arena(handle)
+        found = [MappedBlocks(memory, handle.offset + 8 * first, shape, strides) for first, shape, strides in views]
+        self._copies.run(lambda: self._compile_for(found))
+        return found
+
+    def _compile_for(self, theirs: Sequence[Memory]) -> None:
+        """Compiles the copies to memory with other strides than the own now, and not in a transfer."""
+        for it, other in zip(self._sections, theirs, strict=True):
+            if it.own.stride()[1:] == other.stride()[1:]:
+                continue
+            buffers = _CopyBuffers(self._device, self._copies, 2, 1)
+            checksums = None if it.tables is None else (it.tables[0], it.tables[1][:1], buffers.sums(1, 1))
+            copy_blocks(self._block_like(it.own), self._block_like(other), buffers.ids([0], [0]), 1, 0, 0, checksums)
+
+    def _block_like(self, memory: Memory) -> Tensor:
+        """A block in one layer, with the strides of others."""
+        _, size, *inner = memory.stride()
+        block = torch.zeros(size, dtype=torch.int64, device=self._device)
+        return block.as_strided((1, 1, *memory.shape[2:]), (size, size, *inner))
 
     def write(
         self, sources: list[int], peer: PeerBlocks, targets: list[int], layers: range, done: Copied, failed: CopyFailed
@@ -138,7 +164,8 @@ class DeviceCopier:
         return self._copies.host_tensor(num_bytes // 8, torch.int64).numpy().view(np.uint64)
 
     def pack(self, sources: list[int], layers: range, packed: Words, done: Copied, failed: CopyFailed) -> None:
-        (it, local), target = self._locate(layers), torch.from_numpy(packed.view(np.int64))
+        it, local = self._locate(layers)
+        target = _packed(torch.from_numpy(packed.view(np.int64)), it, len(layers), len(sources))
         self._copy_own(it, sources, target, range(len(sources)), local, 0, HOST_PROGRAMS, done, failed)
 
     def unpack(self, packed: memoryview, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
@@ -146,12 +173,12 @@ class DeviceCopier:
         self._start_unpacks()
 
     def gather(self, sources: list[int], layers: range, packed: Tensor, done: Copied, failed: CopyFailed) -> None:
-        (it, local), target = self._locate(layers), _packed(packed, len(layers), len(sources))
+        it, local = self._locate(layers)
+        target = _packed(packed.view(torch.int64), it, len(layers), len(sources))
         self._copy_own(it, sources, target, range(len(sources)), local, 0, PROGRAMS, done, failed)
 
     def scatter(self, packed: Tensor, targets: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
-        source = _packed(packed, len(layers), len(targets))
-        self._scatter(source, targets, layers, PROGRAMS, done, failed)
+        self._scatter(packed.view(torch.int64), targets, layers, PROGRAMS, done, failed)
 
     def sum(self, ids: list[int], layers: range, done: Copied, failed: CopyFailed) -> None:
         if not self._layout.checksums:
@@ -179,7 +206,7 @@ class DeviceCopier:
     def _start_unpack(self, it: _Unpack, buffer: Words) -> None:
         """Copies received bytes to pinned memory on the thread, and then to the device on the stream."""
         words = buffer[: it.packed.nbytes // 8]
-        source = torch.from_numpy(words.view(np.int64)).view(len(it.layers), len(it.targets), -1)
+        source = torch.from_numpy(words.view(np.int64))
 
         def finish(end: Callable[[], None]) -> None:
             self._staging.append(buffer)
@@ -199,8 +226,9 @@ class DeviceCopier:
     def _scatter(
         self, source: Tensor, targets: list[int], layers: range, programs: int, done: Copied, failed: CopyFailed
     ) -> None:
-        """source [len(layers), n, words] int64."""
+        """source [len(layers) * n * words of a piece] int64, packed."""
         to, local = self._locate(layers)
+        source = _packed(source, to, len(layers), len(targets))
 
         def launch(buffers: _CopyBuffers) -> Tensor | None:
             ids = buffers.ids(range(len(targets)), targets)
@@ -209,19 +237,18 @@ class DeviceCopier:
 
         self._submit(2, targets, layers, launch, done, failed)
 
-    def _prepare(self, section: Section, arena: Tensor) -> _DeviceSection:
+    def _prepare(self, section: Section, own: Tensor) -> _DeviceSection:
         """Makes a section of the arena. Runs all kernels once: they compile now, not in a transfer."""
-        device, words, start = self._device, section.piece_bytes // 8, self.num_blocks * section.bytes_before
-        size = (len(section.layers), self.num_blocks, words)
-        own = arena[start : start + 8 * math.prod(size)].view(torch.int64).view(size)
-        block = torch.zeros((1, 1, words), dtype=torch.int64, device=device)
+        device, words = self._device, section.piece_bytes // 8
+        block, packed = self._block_like(own), torch.zeros((1, 1, *own.shape[2:]), dtype=torch.int64, device=device)
         ids = torch.zeros((2, 1), dtype=torch.int32, device=device)
-        copy_blocks(block, block.clone(), ids, 1)
+        for source, target in ((block, packed), (packed, block), (block, self._block_like(own))):
+            copy_blocks(source, target, ids, 1)
         if not self._layout.checksums:
             return _DeviceSection(section, own, None)
         one, many = multipliers(words).to(device), salts(section.layers.stop)[section.layers.start :].to(device)
         sums = _CopyBuffers(device, self._copies, 2, 1).sums(1, 1)
-        copy_blocks(block, block.clone(), ids, 1, checksums=(one, many[:1], sums))
+        copy_blocks(block, packed, ids, 1, checksums=(one, many[:1], sums))
         block_checksums(block, ids[0], range(1), one, many[:1], sums)
         return _DeviceSection(section, own, (one, many))
 
@@ -271,11 +298,32 @@ class DeviceCopier:
         return sums
 
 
-def _packed(memory: Tensor, num_layers: int, num: int) -> Tensor:
-    """memory [num_bytes] uint8 -> [num_layers, num, words] int64, the same memory."""
-    return memory.view(torch.int64).view(num_layers, num, -1)
+def _packed(words: Tensor, it: _DeviceSection, num_layers: int, num: int) -> Tensor:
+    """words [layers * n * words of a piece] int64 -> packed blocks, with the dimensions of the own ones."""
+    return words.reshape(num_layers, num, *it.own.shape[2:])
 
 
-def make_copier(memory: Tensor, layout: BlockLayout, thread: CopyThread) -> DeviceCopier:
+def views_of(
+    layout: BlockLayout, part: LayoutPart | None, num_blocks: int
+) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Returns the first word, shape and strides of each section of a part, in memory of this layout: of blocks
+    [layers, num_blocks, planes, words]. None: all of it, [layers, num_blocks, words]. Raises ValueError as
+    `BlockLayout.cut` does."""
+    found: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    if part is None:
+        for section in layout.sections:
+            size = section.piece_bytes // 8
+            first, strides = num_blocks * section.bytes_before // 8, (num_blocks * size, size, 1)
+            found.append((first, (len(section.layers), num_blocks, size), strides))
+        return found
+    for own, one in layout.cut(part):
+        size, (head, stop) = own.piece_bytes // 8, own.head_words(one.heads)
+        first = num_blocks * (own.bytes_before // 8 + own.local(one.layers).start * size) + head
+        shape = (len(one.layers), num_blocks, own.planes, stop - head)
+        found.append((first, shape, (num_blocks * size, size, size // own.planes, 1)))
+    return found
+
+
+def make_copier(memory: Tensor, layout: BlockLayout, thread: CopyThread, part: LayoutPart | None) -> DeviceCopier:
     """memory [num_bytes] uint8 on a GPU."""
-    return DeviceCopier(memory, layout, thread, StreamCopies(CudaStream(memory.device)))
+    return DeviceCopier(memory, layout, thread, StreamCopies(CudaStream(memory.device)), part)

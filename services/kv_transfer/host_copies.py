@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from blockyard.kernels.kv_cache.block_checksum import MIX_1, MIX_2, SHIFT, multipliers, salts
 from blockyard.services.kv_transfer.arena import Bytes
-from blockyard.services.kv_transfer.layout import BlockLayout, Section
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart, Section
 
 Words = npt.NDArray[np.uint64]
 Ids = npt.NDArray[np.int64]
@@ -35,10 +35,25 @@ def blocks_of(memory: Bytes, layout: BlockLayout) -> list[Words]:
     return found
 
 
+def blocks_of_part(memory: Bytes, layout: BlockLayout, part: LayoutPart) -> list[Words]:
+    """As `blocks_of`, of a part of what the layout has: [layers, num_blocks, planes, words], not contiguous.
+
+    Raises ValueError as `blocks_of` and `BlockLayout.cut` do, and for heads of other sizes than words of 8 bytes.
+    """
+    whole, found = blocks_of(memory, layout), list[Words]()
+    for own, one in layout.cut(part):
+        first, stop = own.head_words(one.heads)
+        layers = own.local(one.layers)
+        words = whole[own.index][layers.start : layers.stop]
+        found.append(words.reshape(*words.shape[:2], own.planes, -1)[..., first:stop])
+    return found
+
+
 def copy_blocks(source: Words, source_ids: Ids, target: Words, target_ids: Ids, layers: range) -> None:
     """Copies blocks of `layers`. source, target [all layers, num_blocks, words]; ids [n], no target id twice.
 
-    The memory is that of one section, here and below, and layers are numbers in it.
+    The memory is that of one section, here and below, and layers are numbers in it. Both may be of `blocks_of_part`,
+    with one more dimension.
     """
     if (runs := _long_runs(source, source_ids, target_ids)) is not None:
         these = slice(layers.start, layers.stop)
@@ -50,7 +65,7 @@ def copy_blocks(source: Words, source_ids: Ids, target: Words, target_ids: Ids, 
         for at in range(0, len(source_ids), len(tile)):
             ids = source_ids[at : at + len(tile)]
             part = tile[: len(ids)]
-            np.take(source[layer], ids, axis=0, out=part, mode="clip")
+            _gather(source[layer], ids, part)
             target[layer][target_ids[at : at + len(tile)]] = part
 
 
@@ -61,7 +76,7 @@ def pack_blocks(source: Words, ids: Ids, layers: range, packed: Words) -> None:
             np.copyto(packed[:, at : at + count], source[layers.start : layers.stop, block : block + count])
         return
     for i, layer in enumerate(layers):
-        np.take(source[layer], ids, axis=0, out=packed[i], mode="clip")
+        _gather(source[layer], ids, packed[i])
 
 
 def unpack_blocks(packed: Words, target: Words, ids: Ids, layers: range) -> None:
@@ -77,7 +92,7 @@ class Checksums:
     """
 
     def __init__(self, section: Section) -> None:
-        self._multipliers = multipliers(section.piece_bytes // 8).numpy().view(np.uint64)
+        self._multipliers = multipliers(section.piece_bytes // 8).numpy().view(np.uint64)  # planes, heads, words
         self._salts = salts(section.layers.stop)[section.layers.start :].numpy().view(np.uint64)
 
     def of_blocks(self, memory: Words, ids: Ids, layers: range) -> Words:
@@ -89,7 +104,7 @@ class Checksums:
         for layer in layers:
             for at in range(0, len(ids), len(tile)):
                 words = tile[: len(ids) - at]
-                np.take(memory[layer], ids[at : at + len(tile)], axis=0, out=words, mode="clip")
+                _gather(memory[layer], ids[at : at + len(tile)], words)
                 sums[at : at + len(tile)] += self.of_packed(words[None], range(layer, layer + 1))
         return sums
 
@@ -107,7 +122,7 @@ class Checksums:
                 np.right_shift(words, np.uint64(SHIFT), out=mixed)
                 np.bitwise_xor(words, mixed, out=mixed)
                 sums = pieces[first : first + num_layers, at : at + num_blocks]
-                np.einsum("lbw,w->lb", mixed, self._multipliers, out=sums)
+                np.einsum("lbw,w->lb", mixed.reshape(*sums.shape, -1), self._multipliers, out=sums)
         salted = pieces + self._salts[layers.start : layers.stop, None]
         return np.asarray(_mix(salted).sum(0))  # once for all tiles: it has many calls on few words
 
@@ -118,16 +133,27 @@ def _mix(x: Words) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
+def _gather(blocks: Words, ids: Ids, out: Words) -> None:
+    """blocks [num_blocks, ...] -> out [n, ...]"""
+    if blocks.flags.c_contiguous:
+        np.take(blocks, ids, axis=0, out=out, mode="clip")
+    else:  # of which `take` would copy all blocks first
+        out[:] = blocks[ids]
+
+
+def _piece_bytes(memory: Words) -> int:
+    return 8 * math.prod(memory.shape[2:])
+
+
 def _tile(memory: Words) -> Words:
-    words = memory.shape[2]
-    return np.empty((max(1, TILE_BYTES // (8 * words)), words), np.uint64)
+    return np.empty((max(1, TILE_BYTES // _piece_bytes(memory)), *memory.shape[2:]), np.uint64)
 
 
 def _long_runs(memory: Words, source_ids: Ids, target_ids: Ids) -> list[tuple[int, int, int]] | None:
     """Finds runs of consecutive ids on both sides: (source block, target block, length). None if runs are short."""
     breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
     starts = [0, *breaks.tolist()]
-    if len(source_ids) * memory.shape[2] * 8 < LONG_RUN_BYTES * len(starts):
+    if len(source_ids) * _piece_bytes(memory) < LONG_RUN_BYTES * len(starts):
         return None
     ends = [*starts[1:], len(source_ids)]
     return [(int(source_ids[i]), int(target_ids[i]), end - i) for i, end in zip(starts, ends, strict=True)]

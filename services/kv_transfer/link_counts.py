@@ -1,6 +1,7 @@
 """Counters of links to other workers, for this worker's entry in the membership list."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 from blockyard.services.kv_transfer.protocol.drops import Drops
 from blockyard.services.kv_transfer.sender_link import SenderLink
@@ -30,6 +31,11 @@ class LinkCounts:
     def add(self, other: "LinkCounts") -> None:
         self._bytes.update(other._bytes)
         self._dropped.update(other._dropped)
+
+    def add_named(self, bytes_written: Iterable[NamedCount], dropped: Iterable[NamedCount]) -> None:
+        """Adds what another process has counted."""
+        self._bytes.update({one.name: one.total for one in bytes_written})
+        self._dropped.update({one.name: one.total for one in dropped})
 
     def add_sender(self, link: SenderLink) -> None:
         if link.bytes_written:

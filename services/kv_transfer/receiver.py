@@ -12,12 +12,13 @@ import msgspec
 import zmq
 
 from blockyard.services.kv_transfer.arena import Arena
+from blockyard.services.kv_transfer.block_copier import BlockCopier
 from blockyard.services.kv_transfer.connectors.faults import FaultyReader
 from blockyard.services.kv_transfer.connectors.interface import BlockReader
 from blockyard.services.kv_transfer.connectors.nixl_access import NixlAccesses, NixlReader
 from blockyard.services.kv_transfer.connectors.selection import make_copier, make_reader
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.layout import BlockLayout, differences
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart, differences
 from blockyard.services.kv_transfer.link_sockets import MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.services.kv_transfer.protocol.frames import (
@@ -57,6 +58,8 @@ class _Link:
     sender: int
     route: bytes
     is_nixl: bool  # the sender asks for nixl
+    layout: BlockLayout  # of what it writes
+    own: BlockCopier  # for that
     reader: BlockReader | None = None  # None until the sender has chosen a connector
     buffers: NixlReader | None = None  # its reader if it is nixl's: payloads name buffers
     outbox: deque[bytes] = field(default_factory=deque)
@@ -92,6 +95,7 @@ class TransferReceiver:
         self._config = config or KVTransferConfig()
         self._generation = arena.generation
         self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena)
+        self._copiers: dict[LayoutPart | None, BlockCopier] = {None: self._own}  # by part
         self._transfers = IncomingTransfers(layout, receiver, arena.generation)
         self.drops = self._transfers.drops
         self._needs_ticket = needs_ticket
@@ -126,7 +130,7 @@ class TransferReceiver:
     @property
     def needs_polling(self) -> bool:
         """Whether a GPU copies."""
-        return self._own.needs_polling
+        return any(own.needs_polling for own in self._copiers.values())
 
     def admit(self, ticket: bytes, sender: int) -> None:
         """Lets this sender open one link with a ticket that it received over an encrypted link."""
@@ -159,10 +163,11 @@ class TransferReceiver:
         A frame with which this worker fails unexpectedly closes its link, and steps go on. A transfer whose landing
         cannot be reported stays open, and its blocks reserved.
         """
-        try:
-            self._own.poll()
-        except Exception:
-            log.exception("KV blocks have landed")
+        for own in self._copiers.values():
+            try:
+                own.poll()
+            except Exception:
+                log.exception("KV blocks have landed")
         for _ in range(MAX_MESSAGES_A_TURN):
             if not readable(self.socket):
                 break
@@ -184,16 +189,20 @@ class TransferReceiver:
 
         Call it before `Arena.drop`. A sender on this host may go on writing, but only to the dropped memory.
         """
-        self._own.drain()
+        self._drain()
         if self._nixl is not None:
             self._nixl.stop()
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
-        self._own.drain()
+        self._drain()
         self._processes.close()
         self._links.clear()
         self._routes.clear()
+
+    def _drain(self) -> None:
+        for own in self._copiers.values():
+            own.drain()
 
     def _receive(self) -> None:
         route, *parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -257,13 +266,27 @@ class TransferReceiver:
         if reason:
             self._refuse(hello.sender, route, reason)
             return
+        part = hello.layout.part
+        try:
+            own = self._copier_of(part)
+        except ValueError as e:
+            self._refuse(hello.sender, route, f"the workers cannot exchange KV blocks: {e}")
+            return
         self._forget(hello.sender)
-        link = _Link(hello.sender, route, hello.connector == "nixl")
+        link = _Link(hello.sender, route, hello.connector == "nixl", self._layout.of(part), own)
         self._links[hello.sender] = self._routes[route] = link
         if link.is_nixl:
             self._open_nixl(link)
         else:
             self._welcome(link)
+
+    def _copier_of(self, part: LayoutPart | None) -> BlockCopier:
+        """Raises ValueError for a part that this rank does not have."""
+        if part is None and self._layout.part is not None:
+            part = self._layout.whole
+        if part not in self._copiers:
+            self._copiers[part] = make_copier(self._arena, self._layout, self._copies, part)
+        return self._copiers[part]
 
     def _open_nixl(self, link: _Link) -> None:
         def failed(reason: str) -> None:
@@ -279,7 +302,7 @@ class TransferReceiver:
         self._nixl.open(link.sender, lambda remote: self._welcome(link, remote), failed)
 
     def _make_accesses(self) -> NixlAccesses:
-        return NixlAccesses(self._own, self._layout, self._staging, self._copies, self._config.backends)
+        return NixlAccesses(self._layout, self._staging, self._copies, self._config.backends)
 
     def _welcome(self, link: _Link, remote: bytes = b"") -> None:
         if self._links.get(link.sender) is link:
@@ -297,14 +320,16 @@ class TransferReceiver:
 
     def _open(self, link: _Link, frame: LinkReady) -> None:
         if frame.connector == "nixl" and self._nixl is not None:
-            link.buffers = self._nixl.reader(link.sender, lambda place: self._free(link, place))
-        reader = link.buffers or make_reader(frame.connector, self._own)
+            link.buffers = self._nixl.reader(link.sender, link.own, link.layout, lambda place: self._free(link, place))
+        reader = link.buffers or make_reader(frame.connector, link.own)
         is_other = link.is_nixl != (frame.connector == "nixl") or self._closing[link.sender] > 0
         if reader is None or link.reader is not None or is_other:
             self.drops.count(DropReason.DOUBLED, f"connector {in_log(frame.connector)} of {link.sender:x}")
             return
         if self._config.faults != KVTransferFaults():
-            reader = FaultyReader(reader, self._config.faults, random.Random(), self._arena, self._layout)
+            reader = FaultyReader(
+                reader, self._config.faults, random.Random(), self._arena, self._layout, link.layout.part
+            )
         self._processes.drop(link.sender)
         if frame.pid:
             try:

@@ -18,7 +18,7 @@ from blockyard.services.kv_transfer.connectors.nixl import OPEN_S
 from blockyard.services.kv_transfer.connectors.selection import make_copier, make_writer
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_copies import Words
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import LinkLayouts
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
@@ -66,7 +66,7 @@ class SenderLink:
         endpoint: str,
         receiver: int,
         sender: int,
-        layout: BlockLayout,
+        layouts: LinkLayouts,
         arena: Arena,
         copies: CopyThread,
         config: KVTransferConfig,
@@ -77,17 +77,21 @@ class SenderLink:
         of all links of this worker.
 
         An earlier link to the same receiver must have no open transfer, because the hello tells the receiver that this
-        worker has stopped writing for it. Raises ValueError if `endpoint` is not valid.
+        worker has stopped writing for it. Raises ValueError if `endpoint` is not valid, and for a part that the arena
+        does not have.
         """
         self.receiver, self.connector = receiver, ""
         self.closed = ""  # the reason, once the link is closed
         self.bytes_written = 0  # of KV blocks, with those of transfers that were aborted
         self._broken = ""  # why the connector has failed
-        self._layout, self._arena, self._copies = layout, arena, copies
+        layout, part, self._theirs = layouts
+        self._own = make_copier(arena, layout, copies, part)
+        self._layout = layout.of(part)
+        self._arena, self._copies = arena, copies
         self._generation, self._config, self._endpoint = arena.generation, config, endpoint
-        self._own, self._staging = make_copier(arena, layout, copies), staging or StagingMemory(arena)
+        self._staging = staging or StagingMemory(arena)
         self._writer: BlockWriter | None = None
-        self._transfers = OutgoingTransfers(layout, arena.generation)
+        self._transfers = OutgoingTransfers(self._layout, arena.generation)
         self.drops = self._transfers.drops
         self._decoder = msgspec.msgpack.Decoder(ToSender)
         self._encode = msgspec.msgpack.Encoder().encode
@@ -99,7 +103,7 @@ class SenderLink:
         except zmq.ZMQError as e:
             raise ValueError(f"{endpoint!r} is no endpoint of KV links: {e}") from e
         self.monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(_BROKEN)
-        self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, layout, ticket, config.connector))
+        self._post(LinkHello(LINK_VERSION, sender, self._generation, receiver, self._layout, ticket, config.connector))
 
     def open_transfers(self) -> dict[int, list[int]]:
         """Numbers of transfers that have not ended, with the source blocks named so far, which must not change."""
@@ -225,7 +229,7 @@ class SenderLink:
             return
         try:
             self._writer = make_writer(
-                self._config, frame, self._arena, self._own, self._layout, self._copies, self._staging
+                self._config, frame, self._arena, self._own, self._layout, self._copies, self._staging, self._theirs
             )
         except ConfigError as e:
             self._lose(str(e))

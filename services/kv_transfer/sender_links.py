@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import BlockLayout, LinkLayouts
 from blockyard.services.kv_transfer.link_counts import LinkCounts
 from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.sender_link import SenderLink
@@ -54,7 +54,6 @@ class SenderLinks:
         self._by_transfer: dict[int, _Target] = {}
         self._ended: list[SenderEnded] = []  # of links that were closed
         self._counts = LinkCounts()  # of the same links
-        self._sent_to: set[int] = set()  # receivers since the last `take_sent_to`
 
     @property
     def busy(self) -> bool:
@@ -64,21 +63,6 @@ class SenderLinks:
     def needs_polling(self) -> bool:
         return any(target.link.needs_polling for target in self._targets.values())
 
-    @property
-    def num_open(self) -> int:
-        return len(self._by_transfer)
-
-    def open_transfers(self) -> dict[int, list[int]]:
-        """Returns the source blocks named so far by transfer, until `poll` returns the end of the transfer.
-
-        A transfer that has ended since the last `poll` has no blocks: the poll of a link may end a transfer of another
-        link, because all links share one copy thread.
-        """
-        found: dict[int, list[int]] = {}
-        for target in self._targets.values():
-            found |= {number: [] for number in target.transfers} | target.link.open_transfers()
-        return found
-
     def counts(self) -> LinkCounts:
         """Sums over all links, closed ones too."""
         counts = self._counts.copy()
@@ -86,26 +70,27 @@ class SenderLinks:
             counts.add_sender(target.link)
         return counts
 
-    def take_sent_to(self) -> list[int]:
-        """Incarnations of the receivers of all sends since the last call."""
-        sent_to, self._sent_to = self._sent_to, set()
-        return sorted(sent_to)
-
-    def write(self, send: KVSend, layers: range, is_stored: Callable[[], bool] | None = None) -> None:
+    def write(
+        self,
+        send: KVSend,
+        layers: range,
+        is_stored: Callable[[], bool] | None = None,
+        layouts: LinkLayouts | None = None,
+    ) -> None:
         """Sends blocks in some layers, in which they must be full once `is_stored` is true; None: they are.
 
-        Opens link and transfer if they are not open.
+        Opens link and transfer if they are not open. layouts: the same in all calls for a receiver; None: it has
+        what this worker has.
 
         Raises ValueError for an endpoint that is not valid, and for blocks that this worker does not have.
         """
         number = send.transfer
         target = self._by_transfer.get(number)
         if target is None:
-            target = self._target_of(send)
+            target = self._target_of(send, layouts or LinkLayouts(self._layout))
             target.link.begin(number, send.target_generation)
             target.transfers.add(number)
             self._by_transfer[number] = target
-        self._sent_to.add(send.target)
         self._blocks.begin_send(number, send.blocks)
         target.link.write(number, send.blocks, send.target_blocks, layers, is_stored)
 
@@ -144,7 +129,7 @@ class SenderLinks:
         for receiver in list(self._targets):
             self._close_link(receiver)
 
-    def _target_of(self, send: KVSend) -> _Target:
+    def _target_of(self, send: KVSend, layouts: LinkLayouts) -> _Target:
         known = self._targets.get(send.target)
         if known is not None and not known.link.closed and known.generation == send.target_generation:
             return known
@@ -155,7 +140,7 @@ class SenderLinks:
             send.target_endpoint.decode(),
             send.target,
             self._me,
-            self._layout,
+            layouts,
             self._blocks.arena,
             self._copies,
             self._config,

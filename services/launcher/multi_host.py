@@ -6,17 +6,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from blockyard.services.launcher import sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
-from blockyard.shared.config import host_memory, kv_transfer, output_parsers, resolve, worker_roles
+from blockyard.shared.config import adapters, host_memory, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
 from blockyard.shared.config.server import http_server
+from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
 
@@ -77,6 +80,7 @@ def service_config(service: str, values: Values) -> ServiceStruct:
         case "scheduler":
             if values["device"] == "auto":  # workers run elsewhere and report their own limits
                 values = values.with_given({"device": ParsedFlag("cuda", "device")})
+            model = msgspec.structs.replace(model, adapters=_adapters_of_workers(values))
             return resolve.scheduler(values, model, process)
         case _:
             of_role = worker_roles.of_process(values)
@@ -93,6 +97,18 @@ def find_model(service: str, values: Values) -> Checkpoint:
     if service == "scheduler" and (found := _files_of_scheduler(values)):
         return found
     return Checkpoint(name=values.get("model", str), path=Path(), tokenizer_path=Path())
+
+
+def _adapters_of_workers(values: Values) -> list[AdapterSource]:
+    """Returns the adapters of --lora-modules, whose folders workers have and check. Raises ConfigError."""
+    found = adapters.sources(values)
+    for source in found:
+        if not Path(source.path).is_absolute():
+            raise ConfigError(
+                f"run scheduler: adapter {source.name}: path {source.path} is not absolute: every worker's machine has "
+                "to have the same folder"
+            )
+    return found
 
 
 def _files_of_scheduler(values: Values) -> Checkpoint | None:

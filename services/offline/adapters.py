@@ -33,13 +33,11 @@ def read_adapters(session: Session, asked: LoRARequests, num_prompts: int) -> li
     """Returns the adapter of each prompt, loaded. Raises RequestError."""
     if asked is None:
         return [None] * num_prompts
-    if not isinstance(asked, LoRARequest | Sequence):
+    each = [asked] * num_prompts if isinstance(asked, LoRARequest) else asked
+    if not isinstance(each, list | tuple) or not all(isinstance(one, LoRARequest | None) for one in each):
         raise RequestError(f"lora_request must be a LoRARequest or a list of them, got {asked!r}", "lora_request")
-    each = [asked] * num_prompts if isinstance(asked, LoRARequest) else list(asked)
     if len(each) != num_prompts:
         raise RequestError(f"{len(each)} lora_requests for {num_prompts} prompts", "lora_request")
-    if wrong := [one for one in each if not isinstance(one, LoRARequest | None)]:
-        raise RequestError(f"lora_request must be a LoRARequest, got {wrong[0]!r}", "lora_request")
     loaded = {one: _load(session, one) for one in dict.fromkeys(one for one in each if one is not None)}
     return [None if one is None else loaded[one] for one in each]
 

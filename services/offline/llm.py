@@ -6,9 +6,11 @@ from types import TracebackType
 from typing import Any, get_args
 
 from blockyard.services.offline.adapters import LoRARequests, read_adapters
+from blockyard.services.offline.batch import OfflineRequest
 from blockyard.services.offline.beam_search import BeamSearchOutput, BeamSearchParams, beam_output
 from blockyard.services.offline.engine_args import EngineArgsBase
 from blockyard.services.offline.engines.llm_engine import LLMEngine
+from blockyard.services.offline.external_launcher.processes import OneProcess, digest_of
 from blockyard.services.offline.operations import RingOperations
 from blockyard.services.offline.outputs import GenerationError, RequestOutput
 from blockyard.services.offline.pooling.methods import PoolingMethods
@@ -147,6 +149,12 @@ class LLM(RingOperations, PoolingMethods):
         check_bar(show_bar)
         adapters = read_adapters(self._session, lora_request, len(prompts))
         requests = self._running.requests(prompts, params, priority, adapters)
+        processes, content = self._running.processes, b""
+        if not isinstance(processes, OneProcess):
+            content = digest_of(requests)
+        return processes.run("generate", content, lambda: self._run_here(requests, show_bar))
+
+    def _run_here(self, requests: list[OfflineRequest], show_bar: UseTqdm) -> list[RequestOutput]:
         batch, future = self._session.submit(requests)
         try:
             wait(batch.progress, future, len(requests), show_bar)

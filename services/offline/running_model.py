@@ -12,11 +12,22 @@ from blockyard.services.launcher.serve import make_display
 from blockyard.services.launcher.supervision.start_up import QuietDisplay
 from blockyard.services.offline import engine_args
 from blockyard.services.offline.batch import OfflineRequest, Seeds
+from blockyard.services.offline.external_launcher.environment import BACKEND, read_place, with_ranks
+from blockyard.services.offline.external_launcher.environment import FLAG as BACKEND_FLAG
+from blockyard.services.offline.external_launcher.following_session import FollowingSession
+from blockyard.services.offline.external_launcher.processes import (
+    FirstProcess,
+    OneProcess,
+    OtherProcess,
+    Processes,
+    digest_of_arguments,
+)
 from blockyard.services.offline.prompts import Prompt
 from blockyard.services.offline.sampling_params import CheckedParams, SamplingParams, plain, read
 from blockyard.services.offline.session import Session
 from blockyard.services.offline.tokenizer import LLMTokenizer, through_ring
 from blockyard.shared import tokenizer_files
+from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.server import log_settings
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import DEFAULT_SAMPLING, AdapterCard
@@ -33,19 +44,34 @@ class RunningModel:
     def __init__(self, model: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> None:
         """Raises ConfigError before any process is started, and BlockyardError if the start fails."""
         values, notes = engine_args.read(model, arguments, os.environ)
-        loud = log_settings.log_level(values) in ("trace", "debug", "info")
-        session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
-        self.session = session
+        self.processes: Processes = OneProcess()
+        self.session = session = self._make_session(values, arguments)
         self._tokenizer: LLMTokenizer | None = None
         self._seeds = Seeds(values.get("seed", int))
-        self._close = weakref.finalize(self, session.close)  # also runs when the interpreter exits
+        self._close = weakref.finalize(self, close_both, session, self.processes)  # also when the interpreter exits
         for note in notes:
             print(note, file=sys.stderr)
         try:
             session.start()
+            if isinstance(self.processes, FirstProcess):
+                self.processes.announce(session.card)
         except BaseException:
             self._close()
             raise
+
+    def _make_session(self, values: Values, arguments: Mapping[str, Any]) -> Session:
+        """The processes of a script under torchrun wait for each other."""
+        loud = log_settings.log_level(values) in ("trace", "debug", "info")
+        place = read_place(os.environ) if values[BACKEND_FLAG] == BACKEND else None
+        if place is not None:
+            values = with_ranks(values, place.size)
+            if place.rank:
+                self.processes = other = OtherProcess(place, digest_of_arguments(arguments))
+                return FollowingSession(values, other)
+        session = Session(values, lambda ring: make_display(ring, sys.stderr) if loud else QuietDisplay())
+        if place is not None:
+            self.processes = FirstProcess(place, digest_of_arguments(arguments))
+        return session
 
     @property
     def name(self) -> str:
@@ -92,6 +118,11 @@ class RunningModel:
         if len(params) != num_prompts:
             raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts", "sampling_params")
         return [read(one, card.vocab_size, *flags) for one in params]
+
+
+def close_both(session: Session, processes: Processes) -> None:
+    processes.close()
+    session.close()
 
 
 def read_priorities(priority: Priority, num_prompts: int) -> list[int]:

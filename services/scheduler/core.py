@@ -13,7 +13,7 @@ from blockyard.services.scheduler.adapters.registry import AdapterRegistry
 from blockyard.services.scheduler.admission.gateways import Gateways
 from blockyard.services.scheduler.admission.model_limits import ModelLimits, ServedModel
 from blockyard.services.scheduler.admission.request_handler import Acceptance, RequestHandler
-from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroups
+from blockyard.services.scheduler.batch.worker_groups import BatchLimits, WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.detokenizer_streams import DetokenizerStreams
@@ -226,7 +226,8 @@ class Scheduler:
             *(self.router, self.quarantine, self.controls, self.adapter_waits, limits),
         )
         self.planner = StepPlanner(
-            *(incarnation, self.prefills, lifecycle, waiting, self.parallel_sampling, self.beams, self.fair_limiter)
+            *(incarnation, self.prefills, lifecycle, waiting, self.parallel_sampling, self.beams, self.fair_limiter),
+            self.groups,
         )
         self.results = ResultApplier(lifecycle, waiting, self.beams, self.vectors)
 
@@ -247,7 +248,8 @@ class Scheduler:
 
     @property
     def phase(self) -> str:
-        return self.controls.phase or ("serving" if self.groups else "waiting for a worker")
+        serving = self.adapter_loads.phase or "serving"
+        return self.controls.phase or (serving if self.groups else "waiting for a worker")
 
     @property
     def idle(self) -> bool:
@@ -261,8 +263,8 @@ class Scheduler:
         if isinstance(frame, StepResult):
             self._on_result(peer, frame, now)
             return
-        if not isinstance(frame, Generate | Pool | KVLanded | KVSendEnded | KVOpenTransfers) or len(self.groups) < 2:
-            self.worker_groups.mark_all_dirty()  # with several groups, the router marks the group of a new request
+        if not isinstance(frame, Generate | Pool | KVLanded | KVSendEnded | KVOpenTransfers) or not self.router.routes:
+            self.worker_groups.mark_all_dirty()  # else the router marks the group of a new request
         match frame:
             case Generate() | Pool() | Cancel() | Stop() | PathLost():
                 self.requests.on_message(peer, frame, now)
@@ -271,7 +273,7 @@ class Scheduler:
             case AdapterLoaded():
                 self.adapter_loads.on_loaded(peer, frame)
             case Attached():
-                self._on_attached(peer, frame)
+                self._on_attached(peer, frame, now)
             case Slept():
                 self.sleep.on_slept(peer, frame)
             case OutOfStep():
@@ -316,9 +318,10 @@ class Scheduler:
         self.worker_groups.mark_all_dirty()
         self.requests.on_member_lost(incarnation)
 
-    def _on_attached(self, worker: int, frame: Attached) -> None:
+    def _on_attached(self, worker: int, frame: Attached, now: float) -> None:
         group = self.workers.on_attached(worker, frame)
         if group is not None:
+            self.requests.on_attached(group.has_kv, now)
             self.adapter_loads.on_attached(worker)
             self.sleep.on_attached(group)
 
@@ -378,22 +381,28 @@ class Scheduler:
         if self.quarantine.probations:  # a quarantined request could wait behind others in the queue of a group
             self.router.requeue_all()
             self.worker_groups.mark_all_dirty()
-        elif len(self.groups) > 1:
+        elif self.router.routes:
             self.worker_groups.mark_dirty(self.router.route())
 
     def _build_plans(self, now: float) -> None:
         """For each group to which something happened, as many plans as may be in flight."""
         groups = self.worker_groups
         while (dirty := groups.take_dirty(now)) and not self.controls.frozen:
-            for group in dirty:
-                while groups.timers.may_send(group.worker, group.pacer, now):
-                    plan = self.planner.plan(group, now)
-                    if plan is None:
-                        break
-                    group.pacer.on_sent(group.in_flight[-1].load, now)
-                    self.outbox.plan(group.worker, plan)
-            if len(self.groups) > 1 and not self.quarantine.probations:  # what was preempted may run in another group
+            while dirty:  # in turn, so that each has the next plan before one has a further one
+                dirty = [group for group in dirty if self._send_plan(group, now)]
+            if self.router.routes and not self.quarantine.probations:  # what was preempted may run in another group
                 groups.mark_dirty(self.router.route())
+
+    def _send_plan(self, group: WorkerGroup, now: float) -> bool:
+        """Whether a plan could be sent: then another one may be possible."""
+        if not self.worker_groups.timers.may_send(group.worker, group.pacer, now):
+            return False
+        plan = self.planner.plan(group, now)
+        if plan is None:
+            return False
+        group.pacer.on_sent(group.in_flight[-1].load, now)
+        self.outbox.plan(group.worker, plan)
+        return True
 
     def _take_frames(self, now: float) -> list[Outgoing]:
         bounds, results = self.bounds, self.results
@@ -411,7 +420,7 @@ class Scheduler:
         results, ledger, num_arriving = self.results, self.ledger, self.handovers.num_arriving
         groups, cache_stats, waiting = self.groups.values(), self.worker_groups.cache_stats, self.waiting
         return Stats(
-            running=sum(len(group.running) for group in groups),
+            running=sum(group.num_running for group in groups),
             waiting=len(waiting) + self.parallel_sampling.num_awaiting_prompt + num_arriving,
             requests_total=self.requests.num_requests + self.requests.pools.num_prompts,
             prompt_tokens_total=results.num_prompt_tokens,

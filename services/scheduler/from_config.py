@@ -1,5 +1,7 @@
 """Translates SchedulerConfig to SchedulerSettings, for the scheduler and the simulator."""
 
+import msgspec
+
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import SchedulerSettings
 from blockyard.services.scheduler.planning.partial_prefill_limits import PartialPrefillLimits
@@ -36,5 +38,6 @@ def settings_of(config: SchedulerConfig) -> SchedulerSettings:
         load_failure_policy=config.kv_load_failure_policy,
         block_scope=config.block_scope,
         reserve_whole_prompts=config.reserve_whole_prompts,
-        adapters=config.adapters,
+        # an adapter whose files broke meanwhile is no reason to keep the whole ring away
+        adapters=msgspec.structs.replace(config.adapters, leaves_out_broken=config.process.is_restart),
     )

@@ -74,15 +74,15 @@ class _Block:
     def __init__(self) -> None:
         self.indexes, self.lengths = array("I"), array("I")
         self.data: list[bytes] = []
-        self.width = self.cached_tokens = 0
+        self.cached_tokens = array("I")
+        self.width = 0
         self.queued_s = 0.0
         self.failures: list[VectorFailure] = []
 
     def frame(self, pool: PoolAddress) -> VectorBlock:
         columns = (self.indexes.tobytes(), self.lengths.tobytes(), b"".join(self.data))
-        return VectorBlock(
-            pool.id, pool.attempt, *columns, self.width, self.cached_tokens, self.failures, self.queued_s
-        )
+        cached = self.cached_tokens.tobytes() if any(self.cached_tokens) else b""
+        return VectorBlock(pool.id, pool.attempt, *columns, self.width, cached, self.failures, self.queued_s)
 
 
 class HasVector(Protocol):
@@ -108,8 +108,19 @@ class VectorOutbox:
         block.lengths.append(len(slot.vector) // FLOAT_BYTES)
         block.data.append(slot.vector)
         block.width = slot.width
-        block.cached_tokens += sequence.reported_cached_tokens
+        block.cached_tokens.append(sequence.reported_cached_tokens)
         block.queued_s = max(block.queued_s, sequence.queued_s or 0.0)
+
+    def add_block(
+        self, pool: PoolAddress, indexes: "array[int]", lengths: bytes, data: bytes, width: int, queued_s: float
+    ) -> None:
+        """The results of many prompts of a model without KV, as they came from the worker."""
+        block = self._block(pool)
+        block.indexes += indexes
+        block.lengths.frombytes(lengths)
+        block.data.append(data)
+        block.width = width
+        block.queued_s = max(block.queued_s, queued_s)
 
     def fail(self, pool: PoolAddress, index: int, detail: str, status: int) -> None:
         """A prompt has no result."""

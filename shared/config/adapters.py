@@ -9,6 +9,7 @@ from blockyard.shared.errors import ConfigError
 
 MODULES = "lora-modules"
 QLORA = "qlora-adapter-name-or-path"
+ENABLING = (MODULES, QLORA, "enable-lora")  # each of these flags alone makes workers serve adapters
 # flags that do nothing without adapters
 OF_ADAPTERS = (
     "max-loras",
@@ -35,7 +36,7 @@ class _Module(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def are_enabled(values: Values) -> bool:
     """Whether the workers serve adapters: --lora-modules implies it."""
-    return values.get("enable-lora", bool) or bool(values.get(MODULES, list)) or values.maybe(QLORA, str) is not None
+    return any(values[name] for name in ENABLING)
 
 
 def worker_config(values: Values) -> LoraConfig | None:

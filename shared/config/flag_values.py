@@ -25,12 +25,10 @@ def coerce(flag: Flag, value: object, where: str) -> object:
         return flag.default
     if isinstance(value, str | int) and str(value).lower() in flag.named_values:
         return flag.named_values[str(value).lower()]
-    if isinstance(value, dict) and flag.takes_json:
-        value = msgspec.json.encode(value).decode()
     if isinstance(value, bool) and flag.const is not None:
         value = str(value).lower()
     try:
-        typed = _READERS[flag.kind](value)
+        typed = _READERS[flag.kind](_objects_as_text(value) if flag.takes_json else value)
     except (ValueError, msgspec.DecodeError) as e:
         article = "an" if flag.kind is FlagKind.INT else "a"
         if flag.named_values:
@@ -43,6 +41,15 @@ def coerce(flag: Flag, value: object, where: str) -> object:
     _check_choice(flag, typed, where)
     _check_range(flag, typed, where)
     return typed
+
+
+def _objects_as_text(value: object) -> object:
+    """Returns a value, or the items of a list, with JSON in place of mappings."""
+    if isinstance(value, str) and value.startswith("["):
+        value = msgspec.json.decode(value)
+    if isinstance(value, list | tuple):
+        return [_objects_as_text(item) for item in value]
+    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value
 
 
 def is_switch_word(text: str) -> bool:

@@ -119,11 +119,6 @@ def worker_config(values: Values, role: KVRole | None, bus: BusConfig) -> KVTran
         if faults is not None:
             raise ConfigError(f"{values.where('pd-faults')}: this worker has no KV transfers; give it a role")
         return None
-    if values.get("tensor-parallel-size", int) > 1:
-        raise ConfigError(
-            f"{values.where('tensor-parallel-size')} {values['tensor-parallel-size']}: a worker with several ranks "
-            "exchanges no KV blocks with other workers yet"
-        )
     if values.get("calculate-kv-scales", bool):
         raise ConfigError(
             f"{values.where('calculate-kv-scales')}: workers exchange KV blocks only with equal scales, and each would "

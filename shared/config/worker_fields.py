@@ -159,8 +159,10 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
             f"{values.where('enable-expert-parallel')}: not built yet with --data-parallel-size above 1: experts are "
             "spread over the ranks of one worker"
         )
+    backend = values.where("distributed-executor-backend")
+    if values["distributed-executor-backend"] == "external_launcher":
+        raise ConfigError(f"{backend} external_launcher is for blockyard.LLM in a script under torchrun; use mp")
     if size > 1 and values["distributed-executor-backend"] == "uni":
-        backend = values.where("distributed-executor-backend")
         raise ConfigError(f"{backend} uni is for one rank; {values.where('tensor-parallel-size')} {size} needs mp")
     if size == 1 or values["worker-cls"] == "mock":
         return

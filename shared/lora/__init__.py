@@ -1,4 +1,5 @@
-"""LoRA adapters for more than one service: the config of PEFT's folders. Imports no torch.
+"""LoRA adapters for more than one service: PEFT's folders. Imports no torch.
 
-`adapter_config.parse_config` is called by the launcher, for adapters that a server starts with, and by workers.
+`adapter_config` reads the config. `adapter_folder` finds and reads a folder's files for workers; the launcher calls its
+`check_folder` for adapters that a server starts with.
 """

@@ -42,6 +42,7 @@ from blockyard.shared.messages.membership import (
     MembersRequest,
     ModelCard,
     NamedCount,
+    RankStats,
     RefusalCount,
     Stats,
     TenantShare,
@@ -56,6 +57,9 @@ from blockyard.shared.messages.model_settings import (
 )
 from blockyard.shared.messages.pooling import (
     NamedPrompt,
+    PackedPart,
+    PackedStep,
+    PackedVectors,
     Pool,
     PooledStart,
     PoolingCard,

@@ -31,6 +31,7 @@ class KVReceive(Frame, frozen=True):
     blocks: list[int]  # of the receiver, by position
     hashes: bytes = b""  # 16 bytes for each block
     ticket: bytes = b""  # random; with it the sender may open one link without encryption
+    source_endpoint: bytes = b""  # the sending worker's `kv_endpoint`; empty: it has one rank
 
 
 class KVSend(FrameStruct, frozen=True):

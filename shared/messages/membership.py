@@ -58,6 +58,15 @@ class TenantShare(FrameStruct, frozen=True):
     served: int  # weighted tokens, as the fair policy compares them
 
 
+class RankStats(FrameStruct, frozen=True):
+    """One process of a worker with several ranks."""
+
+    rank: int  # 0: the leader, which is the member itself
+    pid: int
+    rss_bytes: int
+    silent_s: float = 0.0  # since its last sign of life
+
+
 class Stats(FrameStruct, frozen=True):
     """Counters since start, and gauges. Fields that do not apply to a role stay 0."""
 
@@ -113,6 +122,7 @@ class Stats(FrameStruct, frozen=True):
     prefill_launch_us_total: int = 0  # time that the worker's host took to launch them, in microseconds
     decode_step_us_total: int = 0  # of the other steps
     decode_launch_us_total: int = 0
+    ranks: list[RankStats] = []  # of a worker with several ranks: all of them
 
 
 class Member(FrameStruct, frozen=True):

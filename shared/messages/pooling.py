@@ -114,9 +114,35 @@ class VectorBlock(FrameStruct, frozen=True):
     lengths: bytes  # uint32: numbers in the result of each
     data: bytes  # float32, little-endian: all results, one behind the other
     width: int = 0  # numbers of a row, if a result has rows (a vector for each of several tokens); 0: it has none
-    cached_tokens: int = 0  # prompt tokens of all of them that were found in the prefix cache
+    cached_tokens: bytes = b""  # uint32: of each prompt, tokens found in the prefix cache; empty: none were found
     failures: list[VectorFailure] = []
     queued_s: float = 0.0  # how long the prompts waited to be scheduled, at most
+
+
+class PackedPart(FrameStruct, frozen=True):
+    """Neighbouring texts of a packed step whose results are made alike."""
+
+    count: int
+    params: PoolingParams = PoolingParams()
+    skip: int = 0  # leading tokens of each text that are not pooled
+    second_starts: bytes = b""  # uint32: as in TextsTokenized
+
+
+class PackedStep(FrameStruct, frozen=True):
+    """scheduler -> worker: the texts that a model without KV computes in one step, each whole."""
+
+    token_ids: bytes  # of all texts, one behind the other
+    lengths: bytes  # uint32: tokens of each text
+    parts: list[PackedPart]  # all texts, in order
+
+
+class PackedVectors(FrameStruct, frozen=True):
+    """worker -> scheduler: the results of a packed step."""
+
+    lengths: bytes  # uint32: numbers in the result of each text, in order; 0 for one that failed
+    data: bytes  # float32, little-endian: all results, one behind the other
+    widths: list[int]  # of each part, as in VectorBlock
+    failures: list[VectorFailure] = []  # `index` is the place in the step
 
 
 class NamedPrompt(FrameStruct, frozen=True):

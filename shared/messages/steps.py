@@ -5,7 +5,7 @@ import msgspec
 from blockyard.shared.messages.adapters import AdapterPlaced
 from blockyard.shared.messages.base import FinishReason, Frame, FrameStruct
 from blockyard.shared.messages.kv_transfer import KVRole, KVSend
-from blockyard.shared.messages.pooling import PooledStart, PoolingCard
+from blockyard.shared.messages.pooling import PackedStep, PackedVectors, PooledStart, PoolingCard
 from blockyard.shared.messages.requests import Sampling
 from blockyard.shared.messages.streams import TokenLogprobs
 
@@ -153,6 +153,7 @@ class StepPlan(Frame, frozen=True):
     copies: list[BlockCopy] = []
     sends: list[KVSend] = []
     adapters: list[AdapterPlaced] = []  # before the plan's starts
+    packed: PackedStep | None = None  # of a model without KV, in place of all that has slots
 
 
 class SlotResult(FrameStruct, frozen=True):
@@ -188,6 +189,7 @@ class StepResult(Frame, frozen=True):
     # One a run: the encoded TokenLogprobs of its id in `token_ids`, NO_LOGPROBS for none. Empty: none has any. They are
     # encoded once, by the worker: the scheduler passes them on.
     logprobs: list[msgspec.Raw] = []
+    packed: PackedVectors | None = None  # of a packed step
 
 
 class Broken(Frame, frozen=True):

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,6 +16,12 @@ FLOAT_BYTES = 4
 FIELD = "input"  # of prompts in refusals of a scheduler
 
 
+class Result(NamedTuple):
+    numbers: memoryview
+    width: int  # of a row; 0: there are no rows
+    cached_tokens: int
+
+
 class PooledEntry(OpenEntry):
     """A new attempt asks for the prompts whose results have not come. It is open until the last one."""
 
@@ -22,8 +29,7 @@ class PooledEntry(OpenEntry):
         """request: with the parameters; prompts and attempt are filled in. field_of: the name of an input in errors."""
         super().__init__(request.request_id, request.model, now)
         self.field_of = field_of
-        self.cached_tokens = 0
-        self.results: list[tuple[memoryview, int] | None] = [None] * len(prompts)  # numbers, and the width of a row
+        self.results: list[Result | None] = [None] * len(prompts)
         self.num_open = len(prompts)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lengths = [num_ids(prompt) for prompt in prompts]  # tokens
@@ -32,7 +38,12 @@ class PooledEntry(OpenEntry):
 
     @property
     def num_held(self) -> tuple[int, int]:
-        return len(self._prompts), sum(self.lengths)
+        return 1, sum(self.lengths)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the prompts without a result."""
+        return sum(n for n, result in zip(self.lengths, self.results, strict=True) if result is None)
 
     def on_accepted(self) -> None:
         """Nobody waits for it: an answer begins with its last result."""
@@ -54,14 +65,16 @@ class PooledEntry(OpenEntry):
             raise TokensMissing
         if any(index >= len(self.results) for index in indexes):
             raise TokensMissing
+        cached = array("I", block.cached_tokens) or array("I", [0]) * len(indexes)
+        if len(cached) != len(indexes):
+            raise TokensMissing
         data, end, new = memoryview(block.data), 0, []
-        for index, length in zip(indexes, lengths, strict=True):
+        for index, length, found in zip(indexes, lengths, cached, strict=True):
             first, end = end, end + FLOAT_BYTES * length
             if self.results[index] is None:
-                self.results[index] = data[first:end], block.width
+                self.results[index] = Result(data[first:end], block.width, found)
                 new.append(self.lengths[index])
         self.num_open -= len(new)
-        self.cached_tokens += block.cached_tokens
         self.heard_s, self.gaps = now, 0
         return new
 

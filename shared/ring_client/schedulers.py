@@ -12,6 +12,7 @@ FULL_FOR_S = 5.0  # a queue counts as full for at most this long, in case the fr
 # A model still takes requests for this long after its last scheduler was lost. One that stands still is lost after 4 s,
 # killed after 10 s (--hung-timeout), and back some seconds later.
 AWAY_S = 20.0
+MODEL_NOT_FOUND = "model_not_found"  # OpenAI's error code
 UNHEARD = QueueCapacity(16, 2**16)
 
 
@@ -36,7 +37,7 @@ class Served(msgspec.Struct, frozen=True):
                     return msgspec.structs.replace(card, adapter=adapter)
         if model in self.expected or not (self.expected or cards):
             raise not_ready(f"the model `{model}`")
-        raise RequestError(f"The model `{model[:200]}` does not exist.", "model", 404, code="model_not_found")
+        raise RequestError(f"The model `{model[:200]}` does not exist.", "model", 404, code=MODEL_NOT_FOUND)
 
 
 class Schedulers:

@@ -7,7 +7,6 @@ open.
 
 import contextlib
 import ctypes
-import math
 import secrets
 import threading
 from collections.abc import Iterator
@@ -104,11 +103,12 @@ class FakeStream:
         return torch.empty(num, dtype=dtype)
 
 
-def mapped_blocks(memory: MappedMemory, offset: int, shape: tuple[int, int, int]) -> torch.Tensor:
+def mapped_blocks(memory: MappedMemory, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """Returns a tensor in place of `MappedBlocks`, because the interpreter takes no other pointers."""
-    raw = (ctypes.c_ubyte * (math.prod(shape) * 8)).from_address(memory.address + offset)
+    num = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    raw = (ctypes.c_ubyte * (8 * num)).from_address(memory.address + offset)
     raw.memory = memory  # as long as the tensor lives
-    return torch.from_numpy(np.frombuffer(raw, np.int64)).view(shape)
+    return torch.from_numpy(np.frombuffer(raw, np.int64)).as_strided(shape, strides)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:

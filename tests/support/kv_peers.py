@@ -23,7 +23,7 @@ import torch
 from blockyard.services.kv_transfer.arena import Arena, DeviceArena, HostArena, map_arena
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_copies import Words, blocks_of
-from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun
+from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun, LayoutPart, LinkLayouts
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
 from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded, SenderUnreachable
@@ -101,9 +101,18 @@ class Peer:
     def fill_random(self, seed: int = 0) -> None:
         self.put(np.random.default_rng(seed).integers(0, 2**64, self.arena.bytes.numel() // 8, dtype=np.uint64))
 
-    def sender(self, endpoint: str, connector: str = "auto", ticket: bytes = b"", me: int = SENDER) -> SenderLink:
+    def sender(
+        self,
+        endpoint: str,
+        connector: str = "auto",
+        ticket: bytes = b"",
+        me: int = SENDER,
+        part: LayoutPart | None = None,
+        theirs: LayoutPart | None = None,
+    ) -> SenderLink:
         config = KVTransferConfig(connector=connector)
-        return SenderLink(self.sockets, endpoint, RECEIVER, me, self.layout, self.arena, self.copies, config, ticket)
+        own = (LinkLayouts(self.layout, part, theirs), self.arena, self.copies)
+        return SenderLink(self.sockets, endpoint, RECEIVER, me, *own, config, ticket)
 
     def receiver(self, needs_ticket: bool = False) -> TransferReceiver:
         return TransferReceiver(self.sockets, RECEIVER, self.layout, self.arena, self.copies, needs_ticket)
@@ -118,17 +127,19 @@ class Peer:
 class Pair:
     """A sender and a receiver in this process, and all their events."""
 
-    def __init__(self, source: Peer, target: Peer, connector: str) -> None:
-        self.source, self.target = source, target
+    def __init__(self, source: Peer, target: Peer, connector: str, part: LayoutPart | None = None) -> None:
+        """part: that goes over the link; None: all."""
+        self.source, self.target, self.part = source, target, part
         self.receiver = target.receiver()
-        self.sender = source.sender(self.receiver.endpoint, connector)
+        self.sender = source.sender(self.receiver.endpoint, connector, part=part, theirs=target.layout.part)
         self.sent: dict[int, SenderEnded] = {}
         self.landed: dict[int, list[int]] = {}
         self.unreachable: list[int] = []  # transfers whose sender is unreachable, each time that this is said
         self.ended: dict[int, ReceiverEnded] = {}
 
     def transfer(self, number: int, targets: list[int]) -> Transfer:
-        return Transfer(number, SENDER, self.source.arena.generation, RECEIVER, self.target.arena.generation, targets)
+        generations = (self.source.arena.generation, self.target.arena.generation)
+        return Transfer(number, SENDER, generations[0], RECEIVER, generations[1], targets, self.part)
 
     def begin(self, number: int, targets: list[int]) -> Transfer:
         """Opens a transfer on both sides."""

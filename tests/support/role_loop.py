@@ -13,6 +13,7 @@ from token_rows import steps_of
 from blockyard.services.gpu_worker.interfaces import OffloadableRunner
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.service import Worker
+from blockyard.services.gpu_worker.transfers.group_transfers import TransferFollowers
 from blockyard.services.gpu_worker.transfers.worker_transfers import WorkerTransfers
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
@@ -80,12 +81,17 @@ class RoleLoop:
     def ledger(self) -> TransferLedger:
         return self.core.ledger
 
-    def add_worker(self, config: WorkerConfig, start: Callable[[WorkerConfig], OffloadableRunner]) -> int:
+    def add_worker(
+        self,
+        config: WorkerConfig,
+        start: Callable[[WorkerConfig], OffloadableRunner],
+        followers: TransferFollowers | None = None,
+    ) -> int:
         incarnation = WORKER + len(self.workers)
         member = Member(f"gpu_worker {incarnation}", Role.GPU_WORKER, incarnation, "", ready=True)
         config = msgspec.structs.replace(config, process=msgspec.structs.replace(config.process, bus=self.bus))
         links, runner = LoopLinks(self, member), SleepingRunner(lambda: start(config), lambda: 0)
-        transfers = WorkerTransfers(config, links, lambda: runner.kv_memory)
+        transfers = WorkerTransfers(config, links, lambda: runner.kv_memory, followers)
         self.runners[incarnation], self.transfers[incarnation] = runner, transfers
         self.workers[incarnation] = Worker(links, runner, transfers)
         self.core.on_member(member, time.monotonic())

@@ -110,6 +110,7 @@ class Api:
     name: str  # in `ResponseOptions.api`, and towards the process that parses large bodies
     paths: tuple[str, ...]  # of POST requests
     schema: type[Any]  # the Struct of its body; it has the field `model`
+    refused: frozenset[str] = frozenset()  # fields of the Struct that `parse` refuses by name, besides `NOT_BUILT`
     parse: Callable[[Any, ModelCard, GatewayConfig, OutputFormats, str], GenerateRequest]  # the name is the answer's id
     # set: its answers can be stored, and this parses a request that may continue a stored one
     parse_stored: ParseStored | None = None

@@ -30,6 +30,7 @@ from blockyard.services.api_gateway.bodies.body_parser import BodyParser
 from blockyard.services.api_gateway.bodies.parse_body import ParseContext, ParsedGeneration, ParsedPooling
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
 from blockyard.services.api_gateway.requests.ignored_fields import IgnoredFields
+from blockyard.services.api_gateway.turns import Turns
 from blockyard.shared.config.services.batch import BatchConfig
 from blockyard.shared.errors import BatchError, RequestError
 
@@ -81,6 +82,8 @@ class BatchRun:
         self._freed = asyncio.Event()  # a line is answered
         self._ignored = IgnoredFields()
         self._groups = LineGroups(1 if limits.behind_online else max(1, config.max_lines // GROUPS))
+        # lines that start together end together: online requests go on between those that follow them
+        self._turns = Turns(per_iteration=1) if limits.behind_online else None
         self._stopping = False
         self.num_answered = self.num_failed = self.num_skipped = 0  # failed ones are among the answered
 
@@ -122,7 +125,10 @@ class BatchRun:
     async def _answer_lines(self, lines: Iterator[tuple[int, bytes | None]]) -> None:
         """Answers lines until there are none. Several tasks share the iterator."""
         while not self._stopping:
-            await asyncio.sleep(0)  # the links go on while many lines are left out
+            if self._turns is not None:
+                await self._turns.take()
+            else:
+                await asyncio.sleep(0)  # the links go on while many lines are left out
             async with self._reading:
                 number, line = next(lines, (0, None))
                 if not number:

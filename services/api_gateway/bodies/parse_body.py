@@ -1,14 +1,11 @@
 """Parses the body of a request for one of the endpoints. Pure, so that a process of its own can do it too."""
 
-import codecs
-
 import msgspec
 
-from blockyard.services.api_gateway.apis.chat import CHAT
-from blockyard.services.api_gateway.apis.completions import COMPLETIONS
-from blockyard.services.api_gateway.apis.interface import Api
+from blockyard.services.api_gateway.apis.pooling.interface import PoolingApi
 from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
+from blockyard.services.api_gateway.bodies.invocations import invoked_endpoint
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, StoredTurn
 from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
 from blockyard.services.api_gateway.requests.prompt_fields import chat_prompt, completion_prompts
@@ -23,20 +20,12 @@ from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Detokenize, ModelCard, Tokenize, Tokenized
 from blockyard.shared.ring_client.pooling.params_check import check_generates
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
 from blockyard.shared.ring_client.request_fields.tools import read_tools
 from blockyard.shared.ring_client.schedulers import Served
 from blockyard.shared.token_ids import pack
 
 INVOCATION, TOKENIZE, DETOKENIZE = "invocation", "tokenize", "detokenize"  # endpoints that `APIS` lacks
-
-
-class Invocation(msgspec.Struct):
-    """The two fields by which /invocations tells chat from completions."""
-
-    messages: msgspec.Raw = NULL
-    prompt: msgspec.Raw = NULL
 
 
 class ParseContext(msgspec.Struct, frozen=True):
@@ -83,9 +72,12 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
         return _tokenize(body, context, config)
     if context.endpoint == DETOKENIZE:
         return _detokenize(body, context, config)
-    if context.endpoint in POOLING_APIS:
-        return _pooling(body, context, config)
-    api = _invoked_api(body) if context.endpoint == INVOCATION else APIS[context.endpoint]
+    endpoint = context.endpoint
+    if endpoint == INVOCATION:
+        endpoint = invoked_endpoint(body, context.served)
+    if endpoint in POOLING_APIS:
+        return _pooling(body, POOLING_APIS[endpoint], context, config)
+    api = APIS[endpoint]
     fields, ignored = decode(body, api.schema, config.strict_fields)
     card = context.served.card(fields.model)
     if api.count is None:
@@ -101,8 +93,7 @@ def parse_body(body: bytes, context: ParseContext, config: GatewayConfig, format
     return ParsedGeneration(api.name, request, [*ignored, *request.ignored])
 
 
-def _pooling(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedPooling:
-    api = POOLING_APIS[context.endpoint]
+def _pooling(body: bytes, api: PoolingApi, context: ParseContext, config: GatewayConfig) -> ParsedPooling:
     fields, ignored = decode(body, api.schema, config.strict_fields)
     try:
         request = api.parse(fields, context.served.card(fields.model), context.request_id)
@@ -116,17 +107,6 @@ def check_lengths(request: GenerateRequest) -> None:
     for prompt in request.prompts if request.truncate is None else ():
         if prompt.token_ids is not None:
             request.finalize_sampling(Tokenized("", prompt.token_ids, b""))
-
-
-def _invoked_api(body: bytes) -> Api:
-    """Chat or completions, by the body's fields. A body that is not valid JSON is left to the completions parser."""
-    try:
-        asked = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8), type=Invocation)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return COMPLETIONS
-    if bytes(asked.messages) == bytes(NULL) == bytes(asked.prompt):
-        raise RequestError("either messages, as for chat completions, or prompt, as for completions", "messages")
-    return COMPLETIONS if bytes(asked.messages) == bytes(NULL) else CHAT
 
 
 def _tokenize(body: bytes, context: ParseContext, config: GatewayConfig) -> ParsedText:

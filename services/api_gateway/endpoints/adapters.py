@@ -76,4 +76,6 @@ def find_folder(path: str, lora_dir: str) -> Path:
 def _checked_name(name: str) -> str:
     if not name.strip() or len(name) > MAX_NAME_CHARS:
         raise RequestError(f"lora_name has 1 to {MAX_NAME_CHARS} characters, got {len(name)}", "lora_name")
+    if not name.isprintable():  # it is written to logs and to metrics
+        raise RequestError(f"lora_name {name!r} has characters that cannot be printed", "lora_name")
     return name

@@ -13,6 +13,7 @@ from blockyard.services.api_gateway.apis.chat import CHAT
 from blockyard.services.api_gateway.apis.pooling.registry import POOLING_APIS
 from blockyard.services.api_gateway.apis.registry import APIS
 from blockyard.services.api_gateway.batch_api.objects import CreateBatch
+from blockyard.services.api_gateway.bodies.invocations import INVOKED
 from blockyard.services.api_gateway.endpoints.files import FORM as UPLOAD
 from blockyard.services.api_gateway.endpoints.files import PURPOSES
 from blockyard.services.api_gateway.endpoints.operations import AbortRequests
@@ -33,7 +34,7 @@ BODIES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "/detokenize": (DetokenizeRequest,),
     "/abort_requests": (AbortRequests,),
     "/v1/batches": (CreateBatch,),
-    "/invocations": tuple(APIS[name].schema for name in ("chat", "completions")),
+    "/invocations": tuple(api.schema for api in INVOKED),
 }
 FORM: Json = {
     "type": "object",
@@ -51,11 +52,11 @@ SUMMARIES = {
     "/v1/messages": "Answers a conversation in the form of the Messages API.",
     "/v1/messages/count_tokens": "The number of tokens of such a conversation.",
     "/v1/responses/input_tokens": "The number of tokens of such a request.",
-    "/invocations": "SageMaker's route: a conversation or a prompt, by the body's fields.",
 }
 PAGES = ("/", "/page/{name}")  # are not part of the API
 BODIES |= {path: (api.schema,) for api in APIS.values() for path in api.paths}
 BODIES |= {path: (pooling.schema,) for pooling in POOLING_APIS.values() for path in pooling.paths}
+REFUSED = {api.schema: api.refused for api in APIS.values()}
 NUMBERS = {types.IntType: "integer", types.FloatType: "number"}
 SIMPLE = {types.BoolType: "boolean", types.StrType: "string", types.NoneType: "null", types.BytesType: "string"}
 
@@ -187,14 +188,17 @@ class Components:
 
     def _object(self, struct: types.StructType) -> Json:
         required = [field.encode_name for field in struct.fields if field.required]
-        properties = {field.encode_name: self._property(field) for field in struct.fields}
+        refused = REFUSED.get(struct.cls, frozenset())
+        properties = {field.encode_name: self._property(field, field.name in refused) for field in struct.fields}
         schema: Json = {"type": "object", "properties": properties}
         if struct.tag is not None:
             properties[struct.tag_field or "type"] = {"const": struct.tag}
         return schema | ({"required": required} if required else {})
 
-    def _property(self, field: types.Field) -> Json:
+    def _property(self, field: types.Field, is_refused: bool) -> Json:
         schema = self._schema(field.type)
+        if is_refused:
+            return schema | {"description": "Refused: the error says what to send in its place."}
         if field.encode_name in NOT_BUILT:
             harmless = [msgspec.json.encode(value).decode() for value in (None, *NOT_BUILT[field.encode_name])]
             return schema | {"description": f"Not built: other values than {' or '.join(harmless)} are refused."}

@@ -1,4 +1,4 @@
-"""Generation (chat, completions, SageMaker's /invocations), tokenize and detokenize."""
+"""Generation (chat, completions and others), SageMaker's /invocations, tokenize and detokenize."""
 
 import secrets
 from collections.abc import Iterator
@@ -18,9 +18,11 @@ from blockyard.services.api_gateway.bodies.parse_body import (
     ParseContext,
     ParsedBody,
     ParsedGeneration,
+    ParsedPooling,
     ParsedText,
 )
 from blockyard.services.api_gateway.endpoints.followed_responses import FollowedResponses
+from blockyard.services.api_gateway.endpoints.pooling import pooled_answer
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.http.request_context import IGNORED, REQUEST_ID, TENANT
 from blockyard.services.api_gateway.http.uploads import Uploads
@@ -68,8 +70,7 @@ class GenerationEndpoints:
                 yield Route("POST", path, partial(self.generate, api.name), Access.KEY, api)
                 if api.tries_websocket:
                     yield Route("GET", path, _refuse_websocket, Access.KEY, api)
-        # SageMaker's route: the body's fields tell chat from completions
-        yield Route("POST", "/invocations", partial(self.generate, INVOCATION), Access.KEY)
+        yield Route("POST", "/invocations", self.invoke, Access.KEY)
         yield Route("POST", "/tokenize", self.tokenize, Access.KEY)
         yield Route("POST", "/detokenize", self.detokenize, Access.KEY)
 
@@ -103,6 +104,17 @@ class GenerationEndpoints:
         # without a docstring: the rows of its routes say what their Structs say
         parsed = await self.parse(http_request, endpoint)
         assert isinstance(parsed, ParsedGeneration)
+        return await self._generate(http_request, parsed)
+
+    async def invoke(self, http_request: web.Request) -> web.StreamResponse:
+        """SageMaker's route: what the model serves, by the body's fields."""
+        parsed = await self.parse(http_request, INVOCATION)
+        if isinstance(parsed, ParsedPooling):
+            return await pooled_answer(self._pipeline, parsed)
+        assert isinstance(parsed, ParsedGeneration)
+        return await self._generate(http_request, parsed)
+
+    async def _generate(self, http_request: web.Request, parsed: ParsedGeneration) -> web.StreamResponse:
         api, request, tenant = APIS[parsed.api], parsed.request, TENANT.get()
         store = store_options(request) if api.count is None else None
         if store is not None:

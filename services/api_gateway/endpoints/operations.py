@@ -84,7 +84,7 @@ class OperatorEndpoints:
         return json_response(Aborted(self._pipeline.abort(set(asked.request_ids))))
 
     async def sleep(self, request: web.Request) -> web.Response:
-        """Frees the memory of weights and KV; level 1 keeps the weights in host memory."""
+        """Frees the memory of weights (level 1 keeps them on the host) and KV. Requests wait; a full queue is a 503."""
         _check_query(request, "level")
         level = request.query.get("level", "1")
         if level not in ("1", "2"):

@@ -33,7 +33,10 @@ class PoolingEndpoints:
         assert isinstance(parsed, ParsedPooling)
         if parsed.ignored:
             IGNORED.set(self._ignored.note(parsed.ignored))
-        api = POOLING_APIS[parsed.api]
-        return web.Response(
-            body=await self._pipeline.pooling.answer(api, parsed.request, TENANT.get()), content_type=JSON
-        )
+        return await pooled_answer(self._pipeline, parsed)
+
+
+async def pooled_answer(pipeline: RequestPipeline, parsed: ParsedPooling) -> web.Response:
+    """Raises RequestError."""
+    body = await pipeline.pooling.answer(POOLING_APIS[parsed.api], parsed.request, TENANT.get())
+    return web.Response(body=body, content_type=JSON)

@@ -27,6 +27,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
+RANK_SILENT_S = 2.0  # a rank that runs gives a sign of life twice a second
 
 
 class ModelView(msgspec.Struct, frozen=True):
@@ -75,6 +76,13 @@ class StatsView(msgspec.Struct, frozen=True):
     blocks_quarantined: int
 
 
+class RankView(msgspec.Struct, frozen=True):
+    rank: int
+    pid: int
+    rss_bytes: int
+    state: str  # "running", or "silent": no sign of life for a while
+
+
 class MemberView(msgspec.Struct, frozen=True):
     name: str
     role: str
@@ -87,6 +95,7 @@ class MemberView(msgspec.Struct, frozen=True):
     stats: StatsView
     kv_role: str  # "prefill", "decode" or "both"; empty: no KV transfers
     sends_to: list[str]  # incarnations of workers that this one sends KV blocks to
+    ranks: list[RankView]  # of a worker with several
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -259,6 +268,10 @@ def _member(m: Member) -> MemberView:
         stats=StatsView(**{field: getattr(m.stats, field) for field in StatsView.__struct_fields__}),
         kv_role=m.kv_role or "",
         sends_to=[f"{worker:016x}" for worker in m.stats.sends_to],
+        ranks=[
+            RankView(one.rank, one.pid, one.rss_bytes, "silent" if one.silent_s > RANK_SILENT_S else "running")
+            for one in m.stats.ranks
+        ],
     )
 
 

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from blockyard.services.api_gateway.apis.responses.api import RESPONSES
-from blockyard.services.api_gateway.apis.responses.fields import INCLUDABLE
+from blockyard.services.api_gateway.apis.responses.schemas import INCLUDABLE
 from blockyard.services.api_gateway.endpoints.files import integer_of
 from blockyard.services.api_gateway.endpoints.followed_responses import FollowedResponses
 from blockyard.services.api_gateway.http.access import Access, Route

@@ -13,8 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from blockyard.services.api_gateway.http.client_text import escaped
-from blockyard.services.api_gateway.http.turns import Turns
 from blockyard.services.api_gateway.responses.json_response import error_response
+from blockyard.services.api_gateway.turns import Turns
 from blockyard.shared.errors import ConfigError, RequestError
 
 log = logging.getLogger(__name__)

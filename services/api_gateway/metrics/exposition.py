@@ -143,6 +143,7 @@ def member_families(members: Iterable[MemberTotals], model_name: str) -> Iterato
         yield counter
     yield from _queue_families(counted, model_name)
     yield from _transfer_families(counted, model_name)
+    yield from _rank_families(counted, model_name)
     yield from _step_families(counted, model_name)
     yield from _mask_families(counted, model_name)
     yield from _expert_families(counted, model_name)
@@ -246,6 +247,19 @@ def _expert_families(members: Iterable[MemberTotals], model_name: str) -> Iterat
                 load.add_metric([*values, str(layer)], value)
             worst.add_metric(values, max(one.stats.expert_loads))
     yield from (load, worst)
+
+
+def _rank_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:
+    """The processes of workers with several ranks."""
+    names = [*_QUEUE, "rank", "pid"]
+    held = GaugeMetricFamily("blockyard:rank_resident_bytes", "Resident memory of a rank", labels=names)
+    silent = GaugeMetricFamily("blockyard:rank_silent_seconds", "Time since a rank's last sign of life", labels=names)
+    for one in members:
+        for rank in one.stats.ranks if one.ready is not None else ():
+            values = [model_name, one.name, str(rank.rank), str(rank.pid)]
+            held.add_metric(values, rank.rss_bytes)
+            silent.add_metric(values, rank.silent_s)
+    yield from (held, silent)
 
 
 def _transfer_families(members: Iterable[MemberTotals], model_name: str) -> Iterator[Metric]:

@@ -112,7 +112,7 @@ function drawFigures(requests, tokens, totals, loop) {
 
 function drawMembers(members) {
   byId("member-count").textContent = members.length;
-  byId("member-rows").replaceChildren(...members.map((member) => {
+  byId("member-rows").replaceChildren(...members.flatMap((member) => {
     const row = element("tr", "", member.state);
     const name = element("th", member.name);
     name.scope = "row";
@@ -120,6 +120,14 @@ function drawMembers(members) {
     const state = member.state === "starting" ? member.phase || "starting" : member.state;
     const { running = 0, rss_bytes: bytes = 0 } = member.stats ?? {};
     row.append(name, element("td", state, "state-cell"), element("td", count(running), "num"), element("td", formatBytes(bytes), "num"));
-    return row;
+    return [row, ...(member.ranks ?? []).filter(({ rank }) => rank > 0).map(rankRow)];
   }));
+}
+
+function rankRow({ rank, pid, rss_bytes: bytes, state }) {
+  const row = element("tr", "", `rank ${state}`);
+  const name = element("th", `rank ${rank}, process ${pid}`);
+  name.scope = "row";
+  row.append(name, element("td", state, "state-cell"), element("td", "", "num"), element("td", formatBytes(bytes), "num"));
+  return row;
 }

@@ -45,7 +45,7 @@ class ResponsesOptions:
     repeated: bytes  # the fields of the request that its answer repeats: JSON without braces
     tool_names: dict[str, tuple[str, str]]  # of tools in a namespace, by the model's name: the namespace and their own
     search_tool: str = ""  # the function by which the client searches for tools; empty: there is none
-    seals_reasoning: bool = False  # reasoning also comes as `encrypted_content`
+    encrypted_reasoning: bool = False  # reasoning also comes as `encrypted_content`
     store: StoreOptions | None = None  # None: the answer is not stored
 
 
@@ -121,6 +121,10 @@ class GenerateRequest:
     wants_offsets: bool = False  # if it is rendered
     wants_assistant_mask: bool = False  # if it is rendered
     batch_line: bool = False  # of a batch file: it waits and runs behind every online request
+
+    def drop_prompts(self) -> None:
+        """Called when the ring has the ids: the texts are as large as the body, and an answer may be open for long."""
+        self.prompts.clear()
 
     def finalize_sampling(self, prompt: Tokenized) -> Sampling:
         """The sampling of this prompt. Raises RequestError where it does not fit the context."""

@@ -29,6 +29,14 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "images": ([],),
     "rank_fields": ([], ["text"]),
     "data": (),
+    # of /v1/messages and /inference/v1/generate
+    "container": ([], {}),
+    "compaction": ([], {}),
+    "mcp_servers": ([], {}),
+    "thread": ([], {}),
+    "features": ([], {}),
+    "content_parts": ([], {}),
+    "ec_transfer_params": ([], {}),
 }
 
 
@@ -47,6 +55,31 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class SharedSampling(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Sampling parameters that APIs other than completions and chat completions have under the same names."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+def shared_sampling(request: SharedSampling) -> dict[str, Any]:
+    """The parameters by their names, for `GenerationFields`."""
+    return {name: getattr(request, name) for name in SharedSampling.__struct_fields__}
 
 
 class GenerationFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -33,7 +33,7 @@ class HttpGeneration:
         self.error: RequestError | None = None
         self.on_ending: Callable[[], None] | None = None  # called before the end of a streamed answer is sent
         self._close = close
-        self._num_unaccepted = self._num_unfinished = len(request.prompts)
+        self.num_prompts = self._num_unaccepted = self._num_unfinished = len(request.prompts)
         self._accepted = asyncio.Event()  # every prompt was accepted, or one failed
         self._begun = asyncio.Event()  # some choice has output or ended, or one failed
         self._finished = asyncio.Event()  # every choice ended, or one failed
@@ -115,11 +115,13 @@ class HttpGeneration:
 class OpenRequests:
     """Counts requests from their parsed body to the end of their answer, and keeps the requests in the ring."""
 
-    def __init__(self, max_choices: int | None, max_tokens: int | None) -> None:
-        """None: no bound."""
+    def __init__(
+        self, max_choices: int | None, max_tokens: int | None, num_pooled_tokens: Callable[[], int] = lambda: 0
+    ) -> None:
+        """None: no bound. num_pooled_tokens: returns the tokens of texts whose results have not come."""
         self.num_requests = 0
         self._max_choices, self._max_tokens = max_choices, max_tokens
-        self._num_choices = 0
+        self._num_choices, self._num_pooled_tokens = 0, num_pooled_tokens
         self._in_ring: set[HttpGeneration] = set()
 
     @contextlib.contextmanager
@@ -141,7 +143,8 @@ class OpenRequests:
         if self._max_tokens is None:
             return
         entries = (entry for generation in self._in_ring for entry in generation.entries)
-        if sum(e.num_prompt_tokens for e in entries if not e.has_output and e.num_open) >= self._max_tokens:
+        waiting = sum(e.num_prompt_tokens for e in entries if not e.has_output and e.num_open)
+        if waiting + self._num_pooled_tokens() >= self._max_tokens:
             raise too_busy(RETRY_AFTER_S)
 
     def add(self, generation: HttpGeneration) -> None:

@@ -51,7 +51,7 @@ def log_outputs(generation: HttpGeneration, max_len: int | None) -> None:
 def choice_name(generation: HttpGeneration, request_id: str, index: int) -> str:
     """The answer's id, and which prompt and choice of it, if there are several."""
     request = generation.request
-    prompt = f" prompt {request_id.rpartition('-')[2]}" if len(request.prompts) > 1 else ""
+    prompt = f" prompt {request_id.rpartition('-')[2]}" if generation.num_prompts > 1 else ""
     choice = f" choice {index}" if request.choices.computed > 1 else ""
     return f"{request.options.answer_id}{prompt}{choice}"
 

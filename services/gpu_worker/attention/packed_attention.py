@@ -17,6 +17,7 @@ from blockyard.services.gpu_worker.layers.attention import AttentionShape
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 MOST_PADDING = 1.15  # padded tokens of a call to those of its sequences: more costs more than a further call
+LONG = 64  # tokens from which a sequence is padded for no other: masks and padding cost more than a further call
 MOST_ROWS = 4096  # padded tokens of a call: beyond it, scores no longer fit a CPU's caches
 
 
@@ -113,7 +114,8 @@ def _group_places(lengths: Ints, alone: bool) -> list[Ints]:
     for i, length in enumerate(lengths[order].tolist()):
         padded = (i - first + 1) * length
         total += length
-        if i > first and (padded > MOST_PADDING * total or padded > MOST_ROWS):
+        most = min((MOST_PADDING if length < LONG else 1.0) * total, MOST_ROWS)
+        if i > first and padded > most:
             groups.append(np.sort(order[first:i]))
             first, total = i, length
     if first < len(order):

@@ -1,5 +1,6 @@
 """Starts the runner of a model without KV: weights and pooling, and nothing that belongs to blocks or sampling."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,12 @@ import numpy as np
 import torch
 
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
-from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps, PackedText
+from blockyard.services.gpu_worker.encoders.packed_steps import PackedBatch, PackedSteps
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build
+from blockyard.services.gpu_worker.pooling.output import DEFAULT
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.startup.backend import Backend
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -39,26 +41,32 @@ def start_encoder(
     folder = Path(config.model_path)
     declared = build(settings, WeightTable(dtype, torch.device("meta")))
     checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
-    table = WeightTable(dtype, backend.device)
+    share = backend.host_share(partial(build, settings), dtype, config)
+    table = WeightTable(dtype, backend.device, share)
     table.link = backend.link
     model = build(settings, table)
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
     progress = Throttle(lambda done: report.phase("loading weights", done))
     with torch.inference_mode(), page_cache.read_ahead(config):
         loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
-        report.note(str(loaded), *table.describe_unused())
+        report.note(str(loaded), *backend.offload_notes(config), *table.describe_unused())
         report.phase("preparing weights")
         report.note(*model.prepare(max_model_len))
         if config.batch_invariant:
             backend.pick_products(model, config, True, report)
     choice, output = choose_output(config, settings, model)
     report.note(choice.describe())
-    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant))
     task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
     card = make_card(task, choice, settings, folder, max_model_len, has_kv=False)
-    runner = EncoderRunner(model, steps, geometry_of(model, config, max_model_len, card))
+    geometry = geometry_of(model, config, max_model_len, card)
+    graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
+    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs)
+    runner = EncoderRunner(model, steps, geometry)
     report.phase("first step")
     first_step(steps, max_model_len)
+    if graphs is not None:
+        report.phase("capturing CUDA graphs")
+        report.note(graphs.capture())
     report.phase("ready", 1.0)
     return runner
 
@@ -79,8 +87,9 @@ def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, card: Po
 
 def first_step(steps: PackedSteps, max_model_len: int) -> None:
     """Runs one text. Raises LoadError if its results are not finite."""
-    ids = np.zeros(min(FIRST_TOKENS, max_model_len), np.int64)
-    pooled = steps.run([PackedText(slot=0, token_ids=ids)])
+    lengths = np.array([min(FIRST_TOKENS, max_model_len)])
+    ids, skips = np.zeros(lengths[0], np.int64), np.zeros_like(lengths)
+    pooled = steps.run(PackedBatch(token_ids=ids, lengths=lengths, skips=skips, options=[(1, DEFAULT)]))
     pooled.done.synchronize()
-    if pooled.not_finite():
+    if pooled.not_finite().any():
         raise LoadError("a first step makes numbers that are not finite; the weights or --dtype are wrong")

@@ -1,6 +1,6 @@
 """Steps of a model without KV: packed sequences, whole, in one forward pass. The same on a GPU and on the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,58 +8,62 @@ import torch
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.pooling.chunks import PooledChunk, PooledSequence
-from blockyard.services.gpu_worker.pooling.output import DEFAULT, PooledResults, PoolingOptions, PoolingOutput
+from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
+from blockyard.services.gpu_worker.pooling.output import OptionRuns, PooledResults, PoolingOutput
 from blockyard.services.gpu_worker.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedText:
-    """A sequence of a packed step."""
+class PackedBatch:
+    """The texts of a step, one behind the other."""
 
-    slot: int
-    token_ids: Ints
-    second_start: int | None = None  # where the second text of a pair begins; None: there is one text
-    skip: int = 0  # leading tokens that are not pooled
-    options: PoolingOptions = DEFAULT
+    token_ids: Ints  # [tokens]
+    lengths: Ints  # [texts]; none is empty
+    skips: Ints  # [texts]: leading tokens that are not pooled
+    options: OptionRuns
+    second_starts: Ints | None = None  # [texts]: where the second text of a pair begins; None: no text is a pair
 
 
 class PackedSteps:
     """Computes hidden states of packed sequences and pools them."""
 
-    def __init__(self, model: Model, output: PoolingOutput, make_product: Callable[[Ints], PackedProduct]) -> None:
-        """make_product: the attention of sequences of these lengths, of the device."""
-        self.output = output
+    def __init__(
+        self,
+        model: Model,
+        output: PoolingOutput,
+        make_product: Callable[[Ints], PackedProduct],
+        graphs: PackedGraphs | None = None,
+    ) -> None:
+        """make_product: the attention of sequences of these lengths, on the device. graphs: None: steps are eager."""
+        self.output, self.graphs = output, graphs
         self._model, self._make_product = model, make_product
 
-    def run(self, texts: Sequence[PackedText]) -> PooledResults:
+    def run(self, batch: PackedBatch) -> PooledResults:
         """Launches a step. On a GPU it returns before the step is done."""
-        lengths = np.array([len(text.token_ids) for text in texts], np.int64)
-        ids = np.concatenate([text.token_ids for text in texts]).astype(np.int64)
+        lengths = batch.lengths
         starts = np.cumsum(lengths) - lengths
-        positions = np.arange(len(ids)) - np.repeat(starts, lengths)
+        positions = np.arange(len(batch.token_ids)) - np.repeat(starts, lengths)
+        types = None
+        if batch.second_starts is not None:
+            types = (positions >= np.repeat(batch.second_starts, lengths)).astype(np.int64)
         with torch.inference_mode():
-            step = Step(
-                self._put(ids),
-                self._put(positions),
-                PackedAttention(self._model.shape.attention, self._make_product(lengths)),
-                token_types=self._token_types(texts, lengths, positions),
-            )
-            hidden = self._model.forward(step)
-            columns = zip(texts, lengths.tolist(), strict=True)
-            whole = [PooledSequence(one.slot, 0, n, n, one.skip) for one, n in columns]
-            return self.output.add(
-                PooledChunk(hidden, whole, ids, self._model.table.link), [one.options for one in texts]
-            )
+            hidden = None
+            if self.graphs is not None:
+                hidden = self.graphs.forward(batch.token_ids, positions, types, lengths)
+            if hidden is None:
+                hidden = self._forward(batch.token_ids, positions, types, lengths)
+            places, link = np.arange(len(lengths)), self._model.table.link
+            columns = places, np.zeros_like(lengths), lengths, lengths, batch.skips
+            return self.output.add(PooledChunk(hidden, *columns, batch.token_ids, link), batch.options)
 
-    def _token_types(self, texts: Sequence[PackedText], lengths: Ints, positions: Ints) -> torch.Tensor | None:
-        """0 for the first text of a pair, 1 for the second; None: no sequence is a pair."""
-        if all(text.second_start is None for text in texts):
-            return None
-        second = [len(text.token_ids) if text.second_start is None else text.second_start for text in texts]
-        return self._put((positions >= np.repeat(np.array(second), lengths)).astype(np.int64))
+    def _forward(self, token_ids: Ints, positions: Ints, types: Ints | None, lengths: Ints) -> torch.Tensor:
+        """Launches the forward pass kernel by kernel."""
+        attend = PackedAttention(self._model.shape.attention, self._make_product(lengths))
+        on_device = None if types is None else self._put(types)
+        return self._model.forward(Step(self._put(token_ids), self._put(positions), attend, token_types=on_device))
 
     def _put(self, values: Ints) -> torch.Tensor:
         return put(values, self._model.table.device, self._model.table.link)

@@ -177,7 +177,7 @@ class DeviceLoop:
         else:
             table.advance_ahead(slots, counts, ~state.samples_on_device[slots] if state.host_sampled else None)
         if launched.pooled is not None:
-            for slot in launched.pooled.slots:
+            for slot in launched.pooled.slots.tolist():
                 table.finish(slot)  # it computes nothing more
         has_mask = state.has_mask[slots] if needs_processing else None
         if has_mask is not None and not has_mask.any():

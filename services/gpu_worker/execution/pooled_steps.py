@@ -20,7 +20,7 @@ from blockyard.services.gpu_worker.execution.pinned_ring import CompletedEvent
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.pooling.chunks import PooledChunk, PooledSequence
+from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
 from blockyard.services.gpu_worker.pooling.output import PoolingOptions, PoolingOutput, options_of
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.services.gpu_worker.step import Attend, Step
@@ -107,10 +107,9 @@ class PooledSteps:
         attend = self._attention(table, step, rows, positions)
         hidden = self._model.forward(Step(self._put(ids), self._put(positions), attend))
         totals = table.num_start_tokens[slots]
-        skips = [one.skip for one in pooled_of]
-        columns = zip(slots.tolist(), firsts.tolist(), counts.tolist(), totals.tolist(), skips, strict=True)
-        sequences = [PooledSequence(*column) for column in columns]
-        pooled = self._output.add(PooledChunk(hidden, sequences, ids, self._model.table.link), options)
+        skips = np.array([one.skip for one in pooled_of], np.int64)
+        chunk = PooledChunk(hidden, slots, firsts, counts, totals, skips, ids, self._model.table.link)
+        pooled = self._output.add(chunk, [(1, option) for option in options])
         outcomes = np.where(lengths == totals, SlotOutcome.NOTHING, SlotOutcome.PART)
         return LaunchedStep((outcomes, np.zeros_like(lengths), lengths), pooled.done, pooled=pooled)
 

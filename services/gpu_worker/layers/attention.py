@@ -31,6 +31,8 @@ class AttentionShape:
     latent_dim: int | None = None  # V is the first so many numbers of K, and is not stored; None: V is as large as K
     plain_dim: int | None = None  # of a latent layer, in a head of q and K before absorption: numbers not rotated
     value_dim: int | None = None  # of a latent layer: a head of V that is made of a latent
+    first_kv_head: int = 0  # number in the model of the first one here
+    model_kv_heads: int | None = None  # that all ranks have together; None: this rank has them
 
     @property
     def kept(self) -> tuple[int, int, int]:
@@ -48,7 +50,14 @@ class AttentionShape:
         heads, kv_heads = (rows.own_units(shard) for rows in head_rows(self))
         sinks = self.rules.sinks
         own = None if sinks is None else sinks[heads.start : heads.stop]
-        return replace(self, num_heads=len(heads), kv_heads=len(kv_heads), rules=replace(self.rules, sinks=own))
+        return replace(
+            self,
+            num_heads=len(heads),
+            kv_heads=len(kv_heads),
+            rules=replace(self.rules, sinks=own),
+            first_kv_head=kv_heads.start,
+            model_kv_heads=self.kv_heads,
+        )
 
 
 class AttentionSublayer(Protocol):

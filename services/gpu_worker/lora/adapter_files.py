@@ -12,11 +12,9 @@ from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from blockyard.shared.errors import AdapterError
-from blockyard.shared.lora.adapter_config import CONFIG_FILE, AdapterConfig, parse_config
+from blockyard.shared.lora.adapter_config import AdapterConfig
+from blockyard.shared.lora.adapter_folder import SAFETENSORS, read_config, read_whole, weights_file
 
-SAFETENSORS = "adapter_model.safetensors"
-BIN = "adapter_model.bin"
-MAX_CONFIG_BYTES = 1 << 20
 DIGEST_BYTES = 16
 # torch.load raises it for a file with other objects than tensors; no object is unpickled here
 _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
@@ -26,6 +24,7 @@ _NOT_PLAIN: type[Exception] = torch.serialization.pickle.UnpicklingError  # type
 class AdapterFiles:
     """What an adapter's folder has."""
 
+    weights_path: Path
     config: AdapterConfig
     tensors: Mapping[str, Tensor]  # by their names in the file
     digest: bytes  # of the bytes of config and weights; the name and the path are no part of it
@@ -34,35 +33,15 @@ class AdapterFiles:
 
 def read_folder(folder: Path) -> AdapterFiles:
     """Reads an adapter. Raises AdapterError with the cause in one line."""
-    config_path = folder / CONFIG_FILE
-    if not config_path.is_file():
-        raise AdapterError(f"{folder} has no {CONFIG_FILE}")
-    content = _read(config_path, MAX_CONFIG_BYTES)
-    parsed = parse_config(content)
-    path = next((folder / name for name in (SAFETENSORS, BIN) if (folder / name).is_file()), None)
-    if path is None:
-        raise AdapterError(f"{folder} has neither {SAFETENSORS} nor {BIN}")
-    weights = _read(path)
+    content, parsed = read_config(folder)
+    path = weights_file(folder)
+    weights = read_whole(path)
     tensors = _tensors(path, weights)
     digest = blake2b(digest_size=DIGEST_BYTES)
     for part in (content, weights):  # lengths, so that no bytes move from one file to the other unseen
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
-    return AdapterFiles(parsed.config, tensors, digest.digest(), parsed.notes)
-
-
-def _read(path: Path, most: int | None = None) -> bytes:
-    """Reads a whole file once: what is checked is what is used, also if the file changes meanwhile."""
-    try:
-        size = path.stat().st_size
-        if most is not None and size > most:
-            raise AdapterError(f"{path} has {size} bytes, more than {most}")
-        content = path.read_bytes()
-    except OSError as e:
-        raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
-    if len(content) != size:
-        raise AdapterError(f"{path} had {size} bytes and {len(content)} could be read: it changes")
-    return content
+    return AdapterFiles(path, parsed.config, tensors, digest.digest(), parsed.notes)
 
 
 def _tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
@@ -74,8 +53,10 @@ def _tensors(path: Path, content: bytes) -> Mapping[str, Tensor]:
     try:
         # `weights_only` reads tensors and nothing that could run code; from memory, because the bytes are hashed
         found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (_NOT_PLAIN, RuntimeError, EOFError, ValueError, KeyError) as e:
-        raise AdapterError(f"{path} is refused by torch.load with weights_only: {first_line(e)}") from e
+    except _NOT_PLAIN as e:  # whose text advises to read it without `weights_only`
+        raise AdapterError(f"{path} is damaged, or has other objects than tensors: it is not read") from e
+    except (RuntimeError, EOFError, ValueError, KeyError) as e:
+        raise AdapterError(f"{path} cannot be read by torch.load: {first_line(e)}") from e
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise AdapterError(f"{path} has to be a dictionary of tensors")
     return {str(name): value.contiguous() for name, value in found.items()}

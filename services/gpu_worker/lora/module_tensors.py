@@ -8,8 +8,8 @@ from torch import Tensor
 
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import AdapterConfig
+from blockyard.shared.lora.adapter_folder import PREFIX
 
-PREFIX = "base_model.model."  # of PEFT, before the names of modules
 # what a name ends with -> field of `ModuleTensors`; adapters saved by old releases have the adapter's name in it
 ENDINGS = {
     "lora_A.weight": "a",

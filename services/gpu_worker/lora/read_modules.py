@@ -35,10 +35,13 @@ class ReadModules:
 def read_modules(folder: Path, limits: AdapterLimits) -> ReadModules:
     """Reads an adapter, with its matrices in the dtype of products. Raises AdapterError with the cause in one line."""
     files = read_folder(folder)
-    modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
-    for module in modules:
-        _check_limits(module, limits)
-        module.convert(limits.dtype)
+    try:
+        modules = group_tensors(files.config, files.tensors, with_bias=limits.with_bias)
+        for module in modules:
+            _check_limits(module, limits)
+            module.convert(limits.dtype)
+    except AdapterError as e:
+        raise AdapterError(f"{files.weights_path}: {e}") from e
     return ReadModules(files.config, modules, files.digest, files.notes)
 
 

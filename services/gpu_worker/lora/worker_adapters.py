@@ -28,6 +28,7 @@ class _Arranged:
     """An adapter that is read and not arranged yet."""
 
     adapter: int
+    path: str
     notes: list[str]
     pieces: Generator[None, None, HostAdapter]
 
@@ -52,7 +53,7 @@ class WorkerAdapters:
         self.places = places
         self._targets, self._limits, self._reader = targets, limits, reader
         self._held: dict[int, HostAdapter] = {}  # by the scheduler's number
-        self._asked: dict[int, int] = {}  # adapters by job
+        self._asked: dict[int, tuple[int, str]] = {}  # adapters and their folders, by job
         self._jobs = itertools.count(1)
         self._arranged: deque[_Arranged] = deque()
         self._polled_s = 0.0
@@ -64,7 +65,7 @@ class WorkerAdapters:
 
     def load(self, adapter: int, path: str) -> None:
         job = next(self._jobs)
-        self._asked[job] = adapter
+        self._asked[job] = adapter, path
         self._reader.ask(job, path)
 
     def drop(self, adapter: int) -> None:
@@ -78,13 +79,14 @@ class WorkerAdapters:
     def poll(self) -> list[LoadedAdapter]:
         done: list[LoadedAdapter] = []
         for job, read in self._reader.receive():
-            adapter = self._asked.pop(job, None)
-            if adapter is None:
+            asked = self._asked.pop(job, None)
+            if asked is None:
                 continue  # it was asked for before a reset
+            adapter, path = asked
             if isinstance(read, str):
                 done.append(LoadedAdapter(adapter, error=read))
             else:
-                self._arranged.append(_Arranged(adapter, read.notes, self._pieces(read)))
+                self._arranged.append(_Arranged(adapter, path, read.notes, self._pieces(read)))
         now_s = time.monotonic()
         end_s = now_s + max(PIECES_S, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
         while self._arranged and time.monotonic() < end_s:
@@ -112,7 +114,7 @@ class WorkerAdapters:
             self._held[one.adapter] = held
             return LoadedAdapter(one.adapter, held.digest, held.size_bytes, notes=one.notes)
         except AdapterError as e:
-            return LoadedAdapter(one.adapter, error=str(e))
+            return LoadedAdapter(one.adapter, error=f"{one.path}: {e}")
         except Exception as e:  # a broken adapter is no reason to end the worker
             log.exception("an adapter cannot be arranged")
             return LoadedAdapter(one.adapter, error=repr(e))

@@ -11,6 +11,8 @@ from blockyard.shared.errors import BlockyardError
 from blockyard.shared.messages import (
     FinishReason,
     Geometry,
+    PackedStep,
+    PackedVectors,
     Sampling,
     SlotBlocks,
     SlotResult,
@@ -20,6 +22,7 @@ from blockyard.shared.messages import (
     TokenLogprobs,
 )
 
+FLOAT_BYTES = 4
 NO_MASKS = "a mock worker makes no masks of structured output"
 
 
@@ -106,6 +109,7 @@ class MockBatch:
 
     def step(self, plan: StepPlan) -> list[SlotResult]:
         """Applies a plan and computes. Raises PlanError; do not use the batch after that."""
+        _check(self.has_kv or not (plan.starts or plan.runs), "a model without KV has slots")
         for slot in plan.ends:
             self._end(slot)
         if self.kv.in_transfer:
@@ -173,10 +177,7 @@ class MockBatch:
         self.kv.copy(plan.copies)
 
     def _start(self, start: SlotStart) -> None:
-        _check(
-            0 <= start.slot < self.num_slots or not self.has_kv,
-            f"slot {start.slot} is outside 0 to {self.num_slots - 1}",
-        )
+        _check(0 <= start.slot < self.num_slots, f"slot {start.slot} is outside 0 to {self.num_slots - 1}")
         _check(start.slot not in self.slots, f"start in slot {start.slot}, which is live")
         ids = array("I")
         ids.frombytes(start.token_ids)
@@ -230,9 +231,6 @@ class MockBatch:
         _check(run.max_tokens > 0, f"slot {run.slot} runs for {run.max_tokens} tokens")
         if slot.finished:
             return None
-        if not self.has_kv:
-            _check(run.max_tokens == slot.num_tokens, f"{run.max_tokens} of the {slot.num_tokens} tokens of a text")
-            return self._pooled(run.slot, slot, slot.num_tokens)
         before = slot.num_computed
         slot.compute(run.max_tokens)
         room = len(slot.blocks) * self.geometry.block_size
@@ -245,7 +243,9 @@ class MockBatch:
         if slot.num_computed < slot.num_tokens:
             return SlotResult(run.slot, [], slot.num_computed, None, None, [], first, prompt_logprobs)
         if not slot.has_text:
-            return self._pooled(run.slot, slot, slot.num_computed)
+            slot.finish()
+            vector, width = pooled(self.geometry, slot.prompt)
+            return SlotResult(run.slot, [], slot.num_computed, FinishReason.STOP, vector=vector, width=width)
         if slot.sampling.constraint is not None:
             slot.finish()
             return SlotResult(run.slot, [], slot.num_computed, FinishReason.FAILED, detail=NO_MASKS, status=400)
@@ -260,15 +260,6 @@ class MockBatch:
             if listed := slot.sampling.logprob_token_ids:
                 logprobs = [with_candidates(entry, listed) for entry in logprobs]
         return SlotResult(run.slot, token_ids, slot.num_computed, finish, stop_token, logprobs, first, prompt_logprobs)
-
-    def _pooled(self, number: int, slot: MockSlot, num_computed: int) -> SlotResult:
-        """The vector is the prompt's ids, from its last one back, again and again; of tokens, one for each."""
-        slot.finish()
-        card = self.geometry.pooling
-        assert card is not None, "the model generates text"
-        row = array("f", [slot.prompt[-1 - i % len(slot.prompt)] for i in range(card.width)]).tobytes()
-        rows, width = (len(slot.prompt), card.width) if card.of_tokens else (1, 0)
-        return SlotResult(number, [], num_computed, FinishReason.STOP, vector=row * rows, width=width)
 
     def _first_seen(self, num_computed: int, default: int = 0) -> int:
         """The first token in the window of the next one; `default` if there is no window."""
@@ -309,6 +300,32 @@ class MockBatch:
         if slot is None:
             raise PlanError(f"slot {number} is not live")
         return slot
+
+
+def pooled(geometry: Geometry, prompt: "array[int]") -> tuple[bytes, int]:
+    """A vector of the prompt's ids, from its last one back, again and again, and 0; of tokens one for each, and its
+    width."""
+    card = geometry.pooling
+    assert card is not None, "the model generates text"
+    row = array("f", [prompt[-1 - i % len(prompt)] for i in range(card.width)]).tobytes()
+    return (row * len(prompt), card.width) if card.of_tokens else (row, 0)
+
+
+def run_packed(geometry: Geometry, step: PackedStep) -> PackedVectors:
+    """Raises PlanError for a step that is larger than it may be, or whose columns contradict each other."""
+    ids, lengths = array("I", step.token_ids), array("I", step.lengths)
+    _check(len(ids) == sum(lengths), f"{len(ids)} ids of texts with {sum(lengths)} tokens")
+    _check(len(lengths) == sum(part.count for part in step.parts), f"{len(lengths)} texts in {step.parts}")
+    most = geometry.max_num_batched_tokens
+    _check(len(ids) <= most, f"{len(ids)} tokens in a step, limit {most}")
+    data: list[bytes] = []
+    end = width = 0
+    for length in lengths:
+        first, end = end, end + length
+        vector, width = pooled(geometry, ids[first:end])
+        data.append(vector)
+    sizes = array("I", [len(vector) // FLOAT_BYTES for vector in data])
+    return PackedVectors(sizes.tobytes(), b"".join(data), [width] * len(step.parts))
 
 
 def _check(condition: bool, message: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.interfaces import CompletedPlan, Report, StoredLayers
 from blockyard.services.gpu_worker.mock.adapters import MockAdapters
-from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern
+from blockyard.services.gpu_worker.mock.batch import MockBatch, Pattern, run_packed
 from blockyard.services.gpu_worker.mock.kv import MockKV
 from blockyard.services.gpu_worker.mock.model import describe
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
@@ -61,7 +61,10 @@ class MockRunner:
         results = self.execute(plan)
         step_s, has_prefill = time.perf_counter() - start, any(run.max_tokens > 1 for run in plan.runs)
         failed = self._batch.failed
-        self._done.append(CompletedPlan(plan, results, time.time(), step_s, failed, has_prefill=has_prefill))
+        packed = None if plan.packed is None else run_packed(self.geometry, plan.packed)
+        self._done.append(
+            CompletedPlan(plan, results, time.time(), step_s, failed, has_prefill=has_prefill, packed=packed)
+        )
         return ()
 
     def collect(self) -> list[CompletedPlan]:
@@ -93,7 +96,8 @@ class MockRunner:
     def execute(self, plan: StepPlan) -> list[SlotResult]:
         """Takes `step_s`. Raises PlanError for a plan that contradicts earlier ones, RuntimeError for a prompt with
         `fatal_id`: the process then ends."""
-        if self._fatal_id and any(self._fatal_id in array("I", start.token_ids) for start in plan.starts):
+        prompts = [start.token_ids for start in plan.starts] if plan.packed is None else [plan.packed.token_ids]
+        if self._fatal_id and any(self._fatal_id in array("I", ids) for ids in prompts):
             raise RuntimeError(f"the mock's device fails on id {self._fatal_id}")
         if self.adapters is not None:
             self.adapters.place(plan.adapters)

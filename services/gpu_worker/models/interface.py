@@ -49,10 +49,14 @@ class ModelShape:
 
     @property
     def runs(self) -> tuple[tuple[range, tuple[int, int, int]], ...]:
-        """Successive layers that keep the same of a token, with what they keep: see `AttentionShape.kept`."""
+        """Successive layers that keep the same of a token, with what they keep: see `AttentionShape.kept`.
+
+        Layers that differ in what all ranks keep are not of one run, so that all ranks have the same runs.
+        """
         found: list[tuple[range, tuple[int, int, int]]] = []
         for layer, shape in enumerate(self.attention):
-            if found and found[-1][1] == shape.kept:
+            before = self.attention[layer - 1]
+            if found and (before.kept, before.model_kv_heads) == (shape.kept, shape.model_kv_heads):
                 found[-1] = (range(found[-1][0].start, layer + 1), shape.kept)
             else:
                 found.append((range(layer, layer + 1), shape.kept))

@@ -1,6 +1,7 @@
 """What a rank of several has of a model, and how ranks exchange what they have computed.
 
 - `shares`: which heads, rows or inputs a rank has. Pure functions.
+- `loading_slots`: bounds the ranks of a host that load at a time.
 - `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs.
 
 Each rank computes a share of every layer. Partial sums are added by `layers.fused_ops.SummedOps`, and the leader gets

@@ -1,9 +1,11 @@
 """The frames between a leader and its followers, and the sockets that carry them. Imports no torch.
 
-`Command` frames are one ordered stream: a follower's steps follow from it alone. Signs of life and failures travel on a
+`Command` frames are one ordered stream: a follower's steps follow from it alone. `Answer` frames go back on the same
+socket, of transfers of KV blocks only. Signs of life and failures travel on a
 socket of their own, which threads read and write while a rank computes.
 """
 
+import select
 import socket
 import struct
 import threading
@@ -11,7 +13,11 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent
+from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
+from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.messages import KVAbort, KVReceive, KVSend, NamedCount
 from blockyard.shared.messages.base import Frame
 
 _LENGTH = struct.Struct("<I")
@@ -137,8 +143,70 @@ class ReclaimMemory(Frame, frozen=True):
     kv: bool
 
 
+class OpenTransfers(Frame, frozen=True):
+    """Exchange KV blocks with other workers, from the memory that there is now. The answer is `TransfersOpened`."""
+
+    worker: int  # incarnation of the leader
+    generation: int  # of the memory, at least
+
+
+class SharePlaces(Frame, frozen=True):
+    """Where other workers reach all ranks of this one, the leader first."""
+
+    places: list[RankPlace]
+
+
+class ReceiveBlocks(Frame, frozen=True):
+    """Another worker writes blocks."""
+
+    frame: KVReceive
+
+
+class SendBlocks(Frame, frozen=True):
+    """Send blocks, which are complete, in all layers."""
+
+    send: KVSend
+
+
+class AbortBlocks(Frame, frozen=True):
+    """Give up a transfer."""
+
+    frame: KVAbort
+
+
+class LosePeer(Frame, frozen=True):
+    """Another worker has left the ring."""
+
+    worker: int
+
+
+class CloseTransfers(Frame, frozen=True):
+    """Abort all transfers. The answer is `TransfersClosed`, behind their ends."""
+
+
+class TransfersOpened(Frame, frozen=True):
+    """Answers `OpenTransfers`."""
+
+    place: RankPlace
+
+
+class TransferEvents(Frame, frozen=True):
+    """What has happened to transfers of a follower's part of blocks, by pairs of ranks."""
+
+    received: list[IncomingEvent]
+    sent: list[SenderEnded]
+    transfer_bytes: list[NamedCount]  # sums since the transfers were opened, as in `Stats`
+    frames_dropped: list[NamedCount]
+
+
+class TransfersClosed(Frame, frozen=True):
+    """Answers `CloseTransfers`."""
+
+
 class LifeSign(Frame, frozen=True):
     """The process runs."""
+
+    rss_bytes: int = 0  # of a follower
 
 
 class RankFailed(Frame, frozen=True):
@@ -146,6 +214,7 @@ class RankFailed(Frame, frozen=True):
 
     detail: str
     exit_code: int  # of the error
+    is_of_device: bool = False  # its device has failed in a step
 
 
 Command = (
@@ -166,7 +235,16 @@ Command = (
     | FetchBlocks
     | ReleaseMemory
     | ReclaimMemory
+    | OpenTransfers
+    | SharePlaces
+    | ReceiveBlocks
+    | SendBlocks
+    | AbortBlocks
+    | LosePeer
+    | CloseTransfers
 )
+TransferCommand = OpenTransfers | SharePlaces | ReceiveBlocks | SendBlocks | AbortBlocks | LosePeer | CloseTransfers
+Answer = TransfersOpened | TransferEvents | TransfersClosed
 Sign = LifeSign | RankFailed
 
 T = TypeVar("T")
@@ -192,6 +270,10 @@ class FramePipe(Generic[T]):
     def send_encoded(self, data: bytes) -> None:
         with self._sending:
             self.socket.sendall(data)
+
+    @property
+    def is_readable(self) -> bool:
+        return bool(select.select([self.socket], [], [], 0)[0])
 
     def receive(self) -> T | None:
         """Waits for the next frame. None: the other end is closed."""

@@ -24,6 +24,10 @@ class RankTeam(Protocol):
     def shard(self) -> Shard: ...
 
     @property
+    def folder(self) -> Path:
+        """Private to the group. Beside it are those of other workers of the host."""
+
+    @property
     def send(self) -> SendCommand | None:
         """None: this rank is a follower."""
 

@@ -1,5 +1,6 @@
 """The rows of one step that are pooled."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,22 +28,56 @@ class PooledSequence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PooledChunk:
-    """Sequences of a step, in the order of their rows."""
+    """Sequences of a step, in the order of their rows. The columns have the fields of `PooledSequence`."""
 
     hidden: Tensor  # [tokens, hidden]; rows behind the last sequence are padding
-    sequences: list[PooledSequence]
+    slots: Ints  # [sequences], as all columns
+    firsts: Ints
+    counts: Ints  # rows
+    totals: Ints
+    skips: Ints
     token_ids: Ints  # [tokens], on the host
     link: HostLink = field(default_factory=SameMemory)  # of the device of `hidden`
+
+    @classmethod
+    def of(cls, hidden: Tensor, sequences: Iterable[PooledSequence], token_ids: Ints) -> "PooledChunk":
+        columns = np.array([tuple(one) for one in sequences], np.int64).reshape(-1, len(PooledSequence._fields))
+        slots, firsts, counts, totals, skips = columns.T
+        return cls(hidden, slots, firsts, counts, totals, skips, token_ids)
 
     @property
     def starts(self) -> Ints:
         """The first row of each sequence."""
-        counts = self.counts
-        return np.cumsum(counts) - counts
+        starts: Ints = np.cumsum(self.counts) - self.counts
+        return starts
 
     @property
-    def counts(self) -> Ints:
-        return np.array([one.num_rows for one in self.sequences], np.int64)
+    def positions(self) -> Ints:
+        """Of each row, in its sequence."""
+        positions: Ints = np.arange(int(self.counts.sum())) + np.repeat(self.firsts - self.starts, self.counts)
+        return positions
+
+    @property
+    def complete(self) -> Ints:
+        """The places of the sequences that are complete."""
+        return np.flatnonzero(self.firsts + self.counts == self.totals)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows of all sequences are here."""
+        return bool((self.counts == self.totals).all())
+
+    def sequences(self) -> list[PooledSequence]:
+        columns = zip(self.slots, self.firsts, self.counts, self.totals, self.skips, strict=True)
+        return [PooledSequence(*map(int, column)) for column in columns]
+
+    def at(self, places: Ints) -> "PooledChunk":
+        """Some of the sequences."""
+        starts, counts = self.starts[places], self.counts[places]
+        rows = np.arange(int(counts.sum())) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        hidden = self.hidden.index_select(0, self.on_device(rows))
+        firsts, totals, skips = self.firsts[places], self.totals[places], self.skips[places]
+        return PooledChunk(hidden, self.slots[places], firsts, counts, totals, skips, self.token_ids[rows], self.link)
 
     def on_device(self, values: "npt.NDArray[Any]") -> Tensor:
         """Copies numbers to where the hidden states are."""

@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.host_link import HostLink, LinkEvent
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
@@ -59,37 +60,57 @@ NOT_FINITE = "the model's vectors are not finite"
 
 @dataclass(slots=True)
 class PooledResults:
-    """Results of a step that are on their way to host memory. They may be read once `done` has passed."""
+    """Results of a step that are on their way to host memory. They may be read once `done` has passed.
 
-    slots: list[int]
-    lengths: list[int]  # float32 numbers of each slot's result
-    widths: list[int]  # numbers of a row of it; 0: it is one row
+    They are of the sequences that are complete. The columns are in the order of `numbers`.
+    """
+
+    slots: Ints
+    places: Ints  # of the sequences in their chunk
+    lengths: Ints  # float32 numbers of each result
+    widths: Ints  # numbers of a row of it; 0: it is one row
     numbers: Tensor  # all of them, float32 in host memory
     done: LinkEvent
 
     def to_slot_results(self, lengths: Mapping[int, int]) -> list[SlotResult]:
         """Returns the finished slots. lengths: tokens of each slot. One with numbers that are not finite fails."""
         bad, found = self.not_finite(), []
-        for slot, width, data in zip(self.slots, self.widths, self.to_bytes(), strict=True):
-            if slot in bad:
+        columns = zip(self.slots.tolist(), self.widths.tolist(), self._to_bytes(), bad, strict=True)
+        for slot, width, data, is_bad in columns:
+            if is_bad:
                 found.append(SlotResult(slot, [], lengths[slot], FinishReason.FAILED, detail=NOT_FINITE))
             else:
                 found.append(SlotResult(slot, [], lengths[slot], FinishReason.STOP, vector=data, width=width))
         return found
 
-    def not_finite(self) -> set[int]:
-        """The slots whose results have numbers that are not finite."""
+    def not_finite(self) -> "npt.NDArray[np.bool_]":
+        """Of each result, whether it has numbers that are not finite."""
         finite = np.isfinite(self.numbers.numpy())
-        if finite.all():
-            return set()
-        bad = set(np.searchsorted(np.cumsum(self.lengths), np.flatnonzero(~finite), "right").tolist())
-        return {self.slots[place] for place in bad}
+        bad = np.zeros(len(self.lengths), np.bool_)
+        if not finite.all():
+            bad[np.searchsorted(np.cumsum(self.lengths), np.flatnonzero(~finite), "right")] = True
+        return bad
 
-    def to_bytes(self) -> list[bytes]:
-        """The little-endian float32 numbers of each slot."""
+    def to_block(self) -> tuple[Ints, bytes, Ints]:
+        """The lengths of the results, their little-endian float32 numbers, and their widths, in the order of places.
+
+        A result whose numbers are not finite has none.
+        """
+        bad, is_sorted = self.not_finite(), bool((np.diff(self.places) > 0).all())
+        if is_sorted and not bad.any():
+            return self.lengths, self.numbers.numpy().astype("<f4", copy=False).tobytes(), self.widths
+        order, data = np.argsort(self.places), self._to_bytes()
+        lengths = np.where(bad, 0, self.lengths)[order]
+        return lengths, b"".join([data[i] for i in order.tolist() if not bad[i]]), self.widths[order]
+
+    def _to_bytes(self) -> list[bytes]:
+        """The little-endian float32 numbers of each result."""
         whole = self.numbers.numpy().astype("<f4", copy=False)
         ends = np.cumsum(self.lengths).tolist()
-        return [whole[end - n : end].tobytes() for n, end in zip(self.lengths, ends, strict=True)]
+        return [whole[end - n : end].tobytes() for n, end in zip(self.lengths.tolist(), ends, strict=True)]
+
+
+OptionRuns = Sequence[tuple[int, PoolingOptions]]  # of neighbouring sequences: how many, and their options
 
 
 class PoolingOutput:
@@ -113,28 +134,31 @@ class PoolingOutput:
         """The weights that are not the model's."""
         return self.head.tensors()
 
-    def add(self, chunk: PooledChunk, options: Sequence[PoolingOptions]) -> PooledResults:
-        """Adds the rows of a step. options: of each of its sequences."""
-        slots: list[int] = []
-        lengths: list[int] = []
-        widths: list[int] = []
+    def add(self, chunk: PooledChunk, options: OptionRuns) -> PooledResults:
+        """Adds the rows of a step. options: of its sequences, in order."""
+        places: list[Ints] = []
+        lengths: list[Ints] = []
+        widths: list[Ints] = []
         found: list[Tensor] = []
-        for part, of_part in _by_pooler(chunk, options):
-            rows = self._pooler(of_part[0]).add(part)
-            complete = [i for i, one in enumerate(part.sequences) if one.is_complete]
-            counts = [len(one) for one in rows]
-            slots += [part.sequences[i].slot for i in complete]
-            first = 0
-            for option, group in groupby(of_part[i] for i in complete):  # nearly always one: those of one request
-                count = len(list(group))
-                made = self._apply(torch.cat(rows[first : first + count]), option)
+        for part, of_part, part_places in _by_pooler(chunk, options):
+            pooled = self._pooler(of_part[0][1]).add(part)
+            complete = part.complete
+            counts = np.ones(len(complete), np.int64) if pooled.counts is None else pooled.counts
+            last = np.searchsorted(complete, np.cumsum([count for count, _ in of_part]))  # of each run of options
+            first = first_row = 0
+            for (_, option), end in zip(of_part, last.tolist(), strict=True):
+                num_rows = int(counts[first:end].sum())
+                made = self._apply(pooled.rows[first_row : first_row + num_rows], option)
                 width = made.shape[1]
-                lengths += [n * width for n in counts[first : first + count]]
-                widths += [width if self._is_of_tokens(option) else 0] * count
+                lengths.append(counts[first:end] * width)
+                widths.append(np.full(end - first, width if self._is_of_tokens(option) else 0))
                 found.append(made.flatten())
-                first += count
-        flat = torch.cat(found) if found else torch.empty(0, device=chunk.hidden.device)
-        return PooledResults(slots, lengths, widths, *self._to_host(flat))
+                first, first_row = end, first_row + num_rows
+            places.append(complete if part_places is None else part_places[complete])
+        order = np.concatenate(places)
+        flat = found[0] if len(found) == 1 else torch.cat(found)
+        columns = chunk.slots[order], order, np.concatenate(lengths), np.concatenate(widths)
+        return PooledResults(*columns, *self._to_host(flat))
 
     def _pooler(self, option: PoolingOptions) -> Pooler:
         pooler = self._poolers.get(option.pooler)
@@ -178,20 +202,18 @@ class PoolingOutput:
 
 
 def _by_pooler(
-    chunk: PooledChunk, options: Sequence[PoolingOptions]
-) -> Iterator[tuple[PooledChunk, list[PoolingOptions]]]:
-    """The sequences that one pooler reduces, with their options. Nearly always all of them."""
-    keys = {option.pooler for option in options}
+    chunk: PooledChunk, options: OptionRuns
+) -> Iterator[tuple[PooledChunk, list[tuple[int, PoolingOptions]], Ints | None]]:
+    """The sequences that one pooler reduces, with their options and places. Nearly always all of them: places None."""
+    keys = {option.pooler for _, option in options}
     if len(keys) == 1:
-        yield chunk, list(options)
+        yield chunk, list(options), None
         return
-    starts, counts = chunk.starts, chunk.counts
+    ends = np.cumsum([count for count, _ in options]).tolist()
     for key in sorted(keys, key=str):
-        places = [i for i, option in enumerate(options) if option.pooler == key]
-        rows = np.concatenate([np.arange(starts[i], starts[i] + counts[i]) for i in places])
-        hidden = chunk.hidden.index_select(0, chunk.on_device(rows))
-        sequences = [chunk.sequences[i] for i in places]
-        yield PooledChunk(hidden, sequences, chunk.token_ids[rows], chunk.link), [options[i] for i in places]
+        runs = [(end, *run) for end, run in zip(ends, options, strict=True) if run[1].pooler == key]
+        places = np.concatenate([np.arange(end - count, end) for end, count, _ in runs])
+        yield chunk.at(places), [(count, option) for _, count, option in runs], places
 
 
 def make_output(model: Model, choice: PoolingChoice, folder: Path, activation: Activation | None) -> PoolingOutput:

@@ -5,15 +5,15 @@ the result is kept by its slot, and the next step's is combined with it. Nearly 
 """
 
 import enum
-import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.services.gpu_worker.pooling.chunks import PooledChunk, PooledSequence
+from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
 from blockyard.shared.config.pooling.modes import PoolingMode
 
 
@@ -24,14 +24,21 @@ class RowsNeeded(enum.Enum):
     ALL = "all"
 
 
+class PooledRows(NamedTuple):
+    """Rows of the sequences of a chunk that are complete, one behind the other."""
+
+    rows: Tensor  # [any, hidden] float32
+    counts: Ints | None = None  # rows of each sequence; None: each has one
+
+
 class Pooler(Protocol):
     """One way to pool. It keeps what it has of sequences that are not complete."""
 
     rows: RowsNeeded
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
-        """Adds the rows of a step. Returns those of each sequence that is complete, [any, hidden] float32: one row, or
-        of a mode for tokens as many as it keeps."""
+    def add(self, chunk: PooledChunk) -> PooledRows:
+        """Adds the rows of a step. Returns those of each sequence that is complete: one row, or of a mode for tokens as
+        many as it keeps."""
 
     def drop(self, slot: int) -> None:
         """Forgets what is kept of a sequence that ended or starts over."""
@@ -46,17 +53,15 @@ class SumPooler:
         self._mode = mode
         self._kept: dict[int, Tensor] = {}
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
+    def add(self, chunk: PooledChunk) -> PooledRows:
         """Implements `Pooler`."""
-        counts = chunk.counts
-        rows = chunk.hidden[: int(counts.sum())].float()
+        rows = chunk.hidden[: int(chunk.counts.sum())].float()
         if (weights := self._weights(chunk)) is not None:
             rows = rows * chunk.on_device(weights)[:, None]
-        sums = torch.segment_reduce(rows, "sum", lengths=chunk.on_device(counts), axis=0, unsafe=True)
-        sums = _combined(sums, chunk.sequences, self._kept, torch.add)
-        places = _complete(chunk.sequences)
-        divisors = np.array([self._divisor(chunk.sequences[i]) for i in places], np.float32)
-        return _rows(sums.index_select(0, chunk.on_device(places)) / chunk.on_device(divisors)[:, None])
+        sums = torch.segment_reduce(rows, "sum", lengths=chunk.on_device(chunk.counts), axis=0, unsafe=True)
+        sums, places = _complete(sums, chunk, self._kept, torch.add)
+        divisors = self._divisors(chunk.totals[places], chunk.skips[places])
+        return PooledRows(sums / chunk.on_device(divisors)[:, None])
 
     def drop(self, slot: int) -> None:
         self._kept.pop(slot, None)
@@ -64,23 +69,21 @@ class SumPooler:
     def _weights(self, chunk: PooledChunk) -> "np.ndarray[tuple[int], np.dtype[np.float32]] | None":
         """The weight of each row; None: all have 1."""
         is_weighted = self._mode is PoolingMode.WEIGHTED_MEAN
-        if not is_weighted and not any(one.skip for one in chunk.sequences):
+        if not is_weighted and not chunk.skips.any():
             return None
-        found = []
-        for one in chunk.sequences:
-            positions = np.arange(one.first, one.first + one.num_rows)
-            weight = (positions >= one.skip).astype(np.float32)
-            found.append(weight * (positions + 1) if is_weighted else weight)
-        return np.concatenate(found).astype(np.float32)
+        positions = chunk.positions
+        is_pooled = positions >= np.repeat(chunk.skips, chunk.counts)
+        return np.where(is_pooled, positions + 1 if is_weighted else 1, 0).astype(np.float32)
 
-    def _divisor(self, one: PooledSequence) -> float:
-        pooled = float(max(one.total - one.skip, 0))
+    def _divisors(self, totals: Ints, skips: Ints) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
+        pooled = np.maximum(totals - skips, 0).astype(np.float64)
         match self._mode:
             case PoolingMode.MEAN_SQRT_LEN:
-                pooled = math.sqrt(pooled)
+                pooled = np.sqrt(pooled)
             case PoolingMode.WEIGHTED_MEAN:
-                pooled = (one.total * (one.total + 1) - one.skip * (one.skip + 1)) / 2
-        return max(pooled, 1e-9)
+                pooled = (totals * (totals + 1) - skips * (skips + 1)) / 2
+        divisors: np.ndarray[tuple[int], np.dtype[np.float32]] = np.maximum(pooled, 1e-9).astype(np.float32)
+        return divisors
 
 
 class MaxPooler:
@@ -91,17 +94,14 @@ class MaxPooler:
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
+    def add(self, chunk: PooledChunk) -> PooledRows:
         """Implements `Pooler`."""
-        counts = chunk.counts
-        rows = chunk.hidden[: int(counts.sum())].float()
-        if any(one.skip for one in chunk.sequences):
-            hidden = [np.arange(one.first, one.first + one.num_rows) < one.skip for one in chunk.sequences]
-            mask = torch.from_numpy(np.concatenate(hidden)).to(rows.device)
+        rows = chunk.hidden[: int(chunk.counts.sum())].float()
+        if chunk.skips.any():
+            mask = chunk.on_device(chunk.positions < np.repeat(chunk.skips, chunk.counts))
             rows = rows.masked_fill(mask[:, None], float("-inf"))
-        most = torch.segment_reduce(rows, "max", lengths=chunk.on_device(counts), axis=0, unsafe=True)
-        most = _combined(most, chunk.sequences, self._kept, torch.maximum)
-        return _rows(most.index_select(0, chunk.on_device(_complete(chunk.sequences))))
+        most = torch.segment_reduce(rows, "max", lengths=chunk.on_device(chunk.counts), axis=0, unsafe=True)
+        return PooledRows(_complete(most, chunk, self._kept, torch.maximum)[0])
 
     def drop(self, slot: int) -> None:
         self._kept.pop(slot, None)
@@ -115,20 +115,22 @@ class FirstPooler:
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
+    def add(self, chunk: PooledChunk) -> PooledRows:
         """Implements `Pooler`."""
-        found = []
-        wanted = [_first_place(one) - one.first for one in chunk.sequences]
-        inside = [min(max(place, 0), one.num_rows - 1) for place, one in zip(wanted, chunk.sequences, strict=True)]
-        rows = chunk.hidden.index_select(0, chunk.on_device(chunk.starts + np.array(inside))).float()
-        for i, (place, one) in enumerate(zip(wanted, chunk.sequences, strict=True)):
-            row = rows[i] if 0 <= place < one.num_rows else self._kept.pop(one.slot, None)
+        wanted = np.where(chunk.skips < chunk.totals, chunk.skips, 0) - chunk.firsts
+        inside = np.clip(wanted, 0, chunk.counts - 1)
+        rows = chunk.hidden.index_select(0, chunk.on_device(chunk.starts + inside)).float()
+        if chunk.is_whole:
+            return PooledRows(rows)
+        found = [rows[:0]]
+        for i, one in enumerate(chunk.sequences()):
+            row = rows[i] if inside[i] == wanted[i] else self._kept.pop(one.slot, None)
             if one.is_complete:
                 assert row is not None, "an earlier step had the row"
                 found.append(row[None])
             elif row is not None:
                 self._kept[one.slot] = row.clone()
-        return found
+        return PooledRows(torch.cat(found))
 
     def drop(self, slot: int) -> None:
         self._kept.pop(slot, None)
@@ -139,11 +141,10 @@ class LastPooler:
 
     rows = RowsNeeded.LAST
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
+    def add(self, chunk: PooledChunk) -> PooledRows:
         """Implements `Pooler`."""
-        places = _complete(chunk.sequences)
-        last = (chunk.starts + chunk.counts - 1)[places]
-        return _rows(chunk.hidden.index_select(0, chunk.on_device(last)).float())
+        last = (chunk.starts + chunk.counts - 1)[chunk.complete]
+        return PooledRows(chunk.hidden.index_select(0, chunk.on_device(last)).float())
 
     def drop(self, slot: int) -> None:
         pass
@@ -159,23 +160,29 @@ class TokenPooler:
         self._step_tag_id = step_tag_id
         self._kept: dict[int, list[Tensor]] = {}
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
+    def add(self, chunk: PooledChunk) -> PooledRows:
         """Implements `Pooler`."""
-        found = []
-        for start, one in zip(chunk.starts.tolist(), chunk.sequences, strict=True):
-            positions = np.arange(one.first, one.first + one.num_rows)
-            wanted = positions >= one.skip
-            if self._step_tag_id is not None:
-                wanted &= chunk.token_ids[start : start + one.num_rows] == self._step_tag_id
-            rows = chunk.hidden[start : start + one.num_rows]
-            if not wanted.all():
-                rows = rows.index_select(0, chunk.on_device(np.flatnonzero(wanted)))
-            parts = [*self._kept.pop(one.slot, []), rows.float()]
+        num_rows = int(chunk.counts.sum())
+        wanted = chunk.positions >= np.repeat(chunk.skips, chunk.counts)
+        if self._step_tag_id is not None:
+            wanted &= chunk.token_ids[:num_rows] == self._step_tag_id
+        kept = chunk.hidden[:num_rows]
+        if not wanted.all():
+            kept = kept.index_select(0, chunk.on_device(np.flatnonzero(wanted)))
+        owners = np.repeat(np.arange(len(chunk.counts)), chunk.counts)
+        counts = np.bincount(owners[wanted], minlength=len(chunk.counts))
+        if chunk.is_whole:
+            return PooledRows(kept.float(), counts)
+        found = [kept[:0].float()]
+        lengths: list[int] = []
+        for one, rows in zip(chunk.sequences(), torch.split(kept.float(), counts.tolist()), strict=True):
+            parts = [*self._kept.pop(one.slot, []), rows]
             if one.is_complete:
-                found.append(torch.cat(parts))
+                found += parts
+                lengths.append(sum(map(len, parts)))
             else:
                 self._kept[one.slot] = [part.clone() for part in parts]
-        return found
+        return PooledRows(torch.cat(found), np.array(lengths, np.int64))
 
     def drop(self, slot: int) -> None:
         self._kept.pop(slot, None)
@@ -206,10 +213,9 @@ class JoinedPooler:
         is_last = all(pooler.rows is RowsNeeded.LAST for pooler in poolers)
         self.rows = RowsNeeded.LAST if is_last else RowsNeeded.ALL
 
-    def add(self, chunk: PooledChunk) -> list[Tensor]:
+    def add(self, chunk: PooledChunk) -> PooledRows:
         """Implements `Pooler`."""
-        found = [pooler.add(chunk) for pooler in self._poolers]
-        return [torch.cat(parts, -1) for parts in zip(*found, strict=True)]
+        return PooledRows(torch.cat([pooler.add(chunk).rows for pooler in self._poolers], -1))
 
     def drop(self, slot: int) -> None:
         for pooler in self._poolers:
@@ -222,29 +228,19 @@ def make_poolers(modes: Sequence[PoolingMode], step_tag_id: int | None = None) -
     return poolers[0] if len(poolers) == 1 else JoinedPooler(poolers)
 
 
-def _complete(sequences: Sequence[PooledSequence]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The places of the sequences that are complete."""
-    return np.array([i for i, one in enumerate(sequences) if one.is_complete], np.int64)
+def _complete(
+    reduced: Tensor, chunk: PooledChunk, kept: dict[int, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Ints]:
+    """Combines the rows of a step with what earlier ones had, and keeps those of sequences that go on.
 
-
-def _first_place(one: PooledSequence) -> int:
-    return one.skip if one.skip < one.total else 0
-
-
-def _combined(
-    reduced: Tensor,
-    sequences: Sequence[PooledSequence],
-    kept: dict[int, Tensor],
-    combine: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """Combines the rows of a step with what earlier ones had, and keeps those of sequences that go on."""
-    for i, one in enumerate(sequences):
+    Returns the rows of the sequences that are complete, and their places.
+    """
+    places = chunk.complete
+    if chunk.is_whole:
+        return reduced, places
+    for i, one in enumerate(chunk.sequences()):
         if (before := kept.pop(one.slot, None)) is not None:
             reduced[i] = combine(reduced[i], before)
         if not one.is_complete:
             kept[one.slot] = reduced[i].clone()
-    return reduced
-
-
-def _rows(rows: Tensor) -> list[Tensor]:
-    return list(rows.unsqueeze(1).unbind(0))
+    return reduced.index_select(0, chunk.on_device(places)), places

@@ -100,23 +100,25 @@ class QuantizedFormat:
         known = [one for one in flat if one is not None]
         if not known:
             return self._others.experts(table, spec)
-        if spec.own is not None:
-            raise ConfigError(
-                f"--enable-expert-parallel: quantized experts ({name.partition('.{}')[0]}) are not spread"
-            )
         form = known[0].form
         if len(known) < len(flat) or any(one.form != form for one in known):
             raise ConfigError(f"quantization_config: experts {name.partition('.{}')[0]} are not quantized alike")
         inputs, outputs = matrix.num_inputs(table.shard), matrix.num_outputs(table.shard)
-        wanted = kinds(form, outputs, inputs, (spec.num_experts,))
+        wanted = kinds(form, outputs, inputs, (spec.num_own,))
         memory = dict(zip(wanted, table.expert_memory(*wanted.values()), strict=True))
-        bias = table.empty(spec.num_experts, outputs) if matrix.bias else None
+        bias = table.empty(spec.num_own, outputs) if matrix.bias else None
         if bias is not None:
-            place_rows(table, matrix, bias, spec.suffixes[1], is_stacked=spec.stacked)
+            place_rows(table, matrix, bias, spec.suffixes[1], is_stacked=spec.stacked, experts=spec)
+        own = spec.own or range(spec.num_experts)
         placement = _Placement(table, matrix, form, memory)
         for number, some in enumerate(stored):
             parts = [one for one in some if one is not None]
-            placement.place(parts, number, spec.num_experts if spec.stacked else 0)
+            if spec.stacked:
+                placement.place(parts, stacked=own)
+            elif number in own:
+                placement.place(parts, number - own.start)
+            else:
+                placement.leave_to_others(parts)
         table.after_load(placement.check_inputs)
         if isinstance(form, Dequantized):
             self._dequantized.add(table, name, memory[WEIGHT], known)
@@ -191,8 +193,9 @@ class _Placement:
             if one.is_one_number:
                 memory[name].zero_()
 
-    def place(self, stored: Sequence[StoredMatrix], expert: int | None = None, stacked: int = 0) -> None:
-        """stored: one a part. expert: the number of the parts' expert. stacked: how many experts a tensor has."""
+    def place(self, stored: Sequence[StoredMatrix], expert: int | None = None, stacked: range | None = None) -> None:
+        """stored: one a part. expert: where the parts' expert is in memory. stacked: a tensor has all experts, of which
+        these go to memory."""
         start = 0
         for one, how in zip(self._spec.parts, stored, strict=True):
             rows = self._spec.rows(one, self._table.shard)
@@ -201,6 +204,12 @@ class _Placement:
                 self._table.ignore(name)
             self._table.place_group(how.tensors, convert, self._fill_once)
             start += sum(map(len, rows))
+
+    def leave_to_others(self, stored: Sequence[StoredMatrix]) -> None:
+        """Another rank has these parts of an expert."""
+        for how in stored:
+            for name in [*how.unused, *(one.name for one in how.tensors.values())]:
+                self._table.leave_to_others(name)
 
     def check_inputs(self) -> None:
         """Raises LoadError after loading, if inputs would be divided by 0: of the parts' scales the largest counts."""
@@ -220,14 +229,14 @@ class _Placement:
         how: StoredMatrix,
         start: int,
         expert: int | None,
-        stacked: int,
+        stacked: range | None,
         tensors: Mapping[str, Tensor],
     ) -> None:
         with self._lock:  # parts write to the numbers that they share
-            if not stacked:
+            if stacked is None:
                 self._write(one, how.to_kept(tensors), start, expert)
-            for i in range(stacked):
-                self._write(one, how.to_kept({key: value[i] for key, value in tensors.items()}), start, i)
+            for i, number in enumerate(stacked or ()):
+                self._write(one, how.to_kept({key: value[number] for key, value in tensors.items()}), start, i)
             wait_for_device(next(iter(self._memory.values())))
 
     def _write(self, one: MatrixPart, made: Mapping[str, Tensor], start: int, expert: int | None) -> None:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, RankSetup, Sign
+from blockyard.services.gpu_worker.parallel.commands import Answer, Begin, FramePipe, RankFailed, RankSetup, Sign
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, LoadError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, LoadError, RankLostError
+from blockyard.shared.messages import RankStats
 from blockyard.shared.messages.base import Frame
+from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
@@ -38,9 +40,10 @@ class LeaderTeam:
         """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process."""
         self.shard = Shard(0, config.tensor_parallel_size)
         self._config, self._on_end = config, on_end
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self.failure = ""  # why the device of a follower has failed
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._commands: dict[int, FramePipe[Command]] = {}
+        self._commands: dict[int, FramePipe[Answer]] = {}
         self._signs: dict[int, FramePipe[Sign]] = {}
         self._watch: RankSigns | None = None
         self._group: RankGroup | None = None
@@ -65,15 +68,15 @@ class LeaderTeam:
         for pair in pairs:
             pair[1].close()
         pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
-        self._commands[rank] = FramePipe(pairs[0][0], Command)
+        self._commands[rank] = FramePipe(pairs[0][0], Answer)
         self._signs[rank] = FramePipe(pairs[1][0], Sign)
-        self._commands[rank].send(RankSetup(self._config, rank, str(self._folder), os.getpid()))
+        self._commands[rank].send(RankSetup(self._config, rank, str(self.folder), os.getpid()))
 
     def connect(self, connect: "Connect") -> "RankGroup":
         """Implements `RankTeam`. Followers start to load, again if they have before."""
         self.send(Begin())
         if self._group is None:
-            self._group = connect(self.shard, self._folder)
+            self._group = connect(self.shard, self.folder)
         return self._group
 
     def send(self, frame: Frame) -> None:
@@ -85,6 +88,42 @@ class LeaderTeam:
                 pipe.send_encoded(data)
             except OSError as e:
                 raise RankLostError(f"rank {rank} takes no commands: {e.strerror or e}") from e
+
+    @property
+    def followers(self) -> list[int]:
+        """Implements `TransferFollowers`."""
+        return list(self._commands)
+
+    @property
+    def answers(self) -> list[int]:
+        """Implements `TransferFollowers`."""
+        return [pipe.socket.fileno() for pipe in self._commands.values()]
+
+    def take_answers(self) -> list[tuple[int, Answer]]:
+        """Implements `TransferFollowers`."""
+        found: list[tuple[int, Answer]] = []
+        for rank, pipe in self._commands.items():
+            while pipe.is_readable:
+                found.append((rank, self.wait_answer(rank)))
+        return found
+
+    def wait_answer(self, rank: int) -> Answer:
+        """Implements `TransferFollowers`."""
+        try:
+            answer = self._commands[rank].receive()
+        except TimeoutError:
+            raise RankLostError(f"rank {rank} does not answer") from None
+        if answer is None:
+            raise RankLostError(f"rank {rank} has ended")
+        return answer
+
+    def stats(self) -> list[RankStats]:
+        """Implements `WorkerRanks`."""
+        found = [RankStats(0, os.getpid(), rss_bytes())]
+        for rank, process in self._processes.items():
+            silent_s, held = (0.0, 0) if self._watch is None else self._watch.last(rank)
+            found.append(RankStats(rank, process.pid, held, round(silent_s, 3)))
+        return found
 
     def serve(self) -> None:
         """The start is over."""
@@ -105,11 +144,14 @@ class LeaderTeam:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
         code = process.returncode
-        self._kill()
         detail = what if code is None else f"{what} with code {code}"
         error: BlockyardError = RankLostError(f"rank {rank} of {self.shard.size} {detail}; all ranks end")
         if failed is not None:
             error = FAILURES.get(failed.exit_code, RankLostError)(f"rank {rank}: {failed.detail}")
+        if failed is not None and failed.is_of_device:
+            error = DeviceError(f"rank {rank}: {failed.detail}")
+            self.failure = str(error)
+        self._kill()
         self._on_end(error)
 
     def _kill(self) -> None:
@@ -118,4 +160,4 @@ class LeaderTeam:
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

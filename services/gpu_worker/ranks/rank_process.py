@@ -15,11 +15,20 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker import engine
-from blockyard.services.gpu_worker.parallel.commands import Begin, Command, FramePipe, RankFailed, RankSetup, Sign
+from blockyard.services.gpu_worker.parallel.commands import (
+    Begin,
+    Command,
+    FramePipe,
+    RankFailed,
+    RankSetup,
+    Sign,
+    TransferCommand,
+)
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import Connect
 from blockyard.services.gpu_worker.ranks.signs import RankSigns
+from blockyard.services.gpu_worker.transfers.follower_transfers import FollowerTransfers
 from blockyard.shared.errors import BlockyardError, RankLostError
 from blockyard.shared.process import logs, settings
 
@@ -36,13 +45,13 @@ class FollowerTeam:
 
     def __init__(self, setup: RankSetup) -> None:
         self.shard = Shard(setup.rank, setup.config.tensor_parallel_size)
-        self._folder = Path(setup.folder)
+        self.folder = Path(setup.folder)
         self._group: RankGroup | None = None
 
     def connect(self, connect: Connect) -> RankGroup:
         """Implements `RankTeam`."""
         if self._group is None:
-            self._group = connect(self.shard, self._folder)
+            self._group = connect(self.shard, self.folder)
         return self._group
 
 
@@ -78,26 +87,35 @@ def main() -> None:
         fail(signs, str(e), e.exit_code)
     except Exception as e:
         log.exception("rank %d ends", setup.rank)
-        fail(signs, f"{type(e).__name__}: {e}".splitlines()[0], RankLostError.exit_code)
+        detail = f"{type(e).__name__}: {e}".splitlines()[0]
+        fail(signs, detail, RankLostError.exit_code, is_of_device=watch.is_serving and isinstance(e, RuntimeError))
 
 
 def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> None:
     """Loads at the first command, and does what comes until the leader closes its end."""
     team, follower = FollowerTeam(setup), None
-    while (command := commands.receive()) is not None:
+    transfers = FollowerTransfers(setup.config, setup.rank, commands)
+    while True:
+        transfers.wait_for_command()
+        command = commands.receive()
+        if command is None:
+            return
         if isinstance(command, Begin):
             follower = None  # its memory first
             follower = engine.follow(setup.config, team)
             watch.serve()
         else:
             assert follower is not None
-            follower.do(command)
+            if isinstance(command, TransferCommand):
+                transfers.do(command, follower.kv_memory)
+            else:
+                follower.do(command)
 
 
-def fail(signs: FramePipe[Sign], detail: str, exit_code: int) -> None:
+def fail(signs: FramePipe[Sign], detail: str, exit_code: int, *, is_of_device: bool = False) -> None:
     """Tells the leader, which ends all ranks."""
     with contextlib.suppress(OSError):  # the leader is gone
-        signs.send(RankFailed(detail, exit_code))
+        signs.send(RankFailed(detail, exit_code, is_of_device))
     time.sleep(HEARD_S)
 
 

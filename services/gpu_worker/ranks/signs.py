@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from blockyard.services.gpu_worker.parallel.commands import FramePipe, LifeSign, RankFailed, Sign
+from blockyard.shared.process.service_main import rss_bytes
 
 SIGN_S = 0.5  # between two signs
 SILENT_S = 4.0  # a rank that is silent for longer hangs
@@ -21,6 +22,7 @@ class RankSigns:
         """pipes: by rank."""
         self._pipes, self._on_lost = dict(pipes), on_lost
         self._heard_s = dict.fromkeys(pipes, time.monotonic())
+        self._rss_bytes = dict.fromkeys(pipes, 0)
         self._most_s = STARTING_SILENT_S
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="rank-signs", daemon=True)
@@ -28,9 +30,17 @@ class RankSigns:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_serving(self) -> bool:
+        return self._most_s == SILENT_S
+
     def serve(self) -> None:
         """The start is over: a silence of SILENT_S is a failure."""
         self._most_s = SILENT_S
+
+    def last(self, rank: int) -> tuple[float, int]:
+        """Returns for how many seconds a rank has been silent, and its resident memory in bytes."""
+        return time.monotonic() - self._heard_s[rank], self._rss_bytes[rank]
 
     def stop(self) -> None:
         """Nothing is a failure from here on, and no pipe is read. Not in `on_lost`."""
@@ -54,7 +64,7 @@ class RankSigns:
     def _send(self) -> None:
         for rank, pipe in self._pipes.items():
             try:
-                pipe.send(LifeSign())
+                pipe.send(LifeSign(rss_bytes()))
             except OSError:
                 self._lost(rank, "has ended")
 
@@ -65,7 +75,7 @@ class RankSigns:
         elif isinstance(sign, RankFailed):
             self._lost(rank, "failed", sign)
         else:
-            self._heard_s[rank] = time.monotonic()
+            self._heard_s[rank], self._rss_bytes[rank] = time.monotonic(), sign.rss_bytes
 
     def _check(self) -> None:
         now = time.monotonic()

@@ -9,6 +9,7 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.host_link import HostLink
@@ -90,6 +91,14 @@ class Backend(Protocol):
 
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         """Returns what makes the attention of packed sequences of these lengths, of a model without KV."""
+
+    def packed_graphs(
+        self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool
+    ) -> PackedGraphs | None:
+        """Returns the graphs of a model without KV, not captured; None: its steps are launched kernel by kernel.
+
+        most_tokens: of a step. has_types: the model knows token types.
+        """
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""

@@ -92,6 +92,9 @@ class CpuBackend:
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         return partial(CpuPackedProduct, alone=batch_invariant)
 
+    def packed_graphs(self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool) -> None:
+        return None
+
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         return CpuChunkAttention(pool, None if send is None else LeaderMetadata(pool, send))
 

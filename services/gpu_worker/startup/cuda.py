@@ -22,7 +22,9 @@ from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cuda import cuda_steps
 from blockyard.services.gpu_worker.execution.cuda.device_ops import make_device_ops
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.forward_capture import CudaForwardCapture
 from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention, TritonPackedProduct
+from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
@@ -232,6 +234,19 @@ class CudaBackend:
             return TritonPackedProduct(put(starts, self.device, self.link), longest)
 
         return make
+
+    def packed_graphs(
+        self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool
+    ) -> PackedGraphs | None:
+        """A padded step multiplies other numbers of rows: with --batch-invariant all steps are eager."""
+        if config.enforce_eager or config.batch_invariant or config.cpu_offload_gib:
+            return None
+
+        def make_product(starts: Tensor) -> PackedProduct:
+            return TritonPackedProduct(starts, model.shape.max_positions)
+
+        capture = CudaForwardCapture(self.device)
+        return PackedGraphs(model, capture, make_product, most_tokens=most_tokens, has_types=has_types)
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         if send is not None:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from blockyard.services.gpu_worker.interfaces import StoredLayers, WorkerLinks
-from blockyard.services.kv_transfer.endpoint import TransferEndpoint
+from blockyard.services.gpu_worker.transfers.group_transfers import GroupTransfers, TransferFollowers
+from blockyard.services.gpu_worker.transfers.rank_transfers import Events, RankTransfers, transfer_layout
 from blockyard.services.kv_transfer.layout import as_text
 from blockyard.services.kv_transfer.link_counts import LinkCounts
-from blockyard.services.kv_transfer.protocol.frames import Transfer
 from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
-from blockyard.shared.config.services.worker import DUMMY_FORMATS, KVTransferConfig, WorkerConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ CALM_POLL_S = 0.005
 
 
 class WorkerTransfers:
-    """Turns `KVReceive`, `KVAbort` and plans with `KVSend` into calls of a `TransferEndpoint`, and its events into
+    """Turns `KVReceive`, `KVAbort` and plans with `KVSend` into calls of a `GroupTransfers`, and its events into
     answers.
 
     A thread that calls it has to call `poll` when the ring's links wake up, within a millisecond while `busy`, and
@@ -35,16 +35,22 @@ class WorkerTransfers:
     so a transfer that is not open has ended, or has not begun and never will once it was aborted.
     """
 
-    def __init__(self, config: WorkerConfig, links: WorkerLinks, blocks: Callable[[], TransferBlocks]) -> None:
-        """blocks: returns the runner's blocks, which may be other ones after sleep.
+    def __init__(
+        self,
+        config: WorkerConfig,
+        links: WorkerLinks,
+        blocks: Callable[[], TransferBlocks],
+        followers: TransferFollowers | None = None,
+    ) -> None:
+        """blocks: returns the runner's blocks, which may be other ones after sleep. followers: None: there is one rank.
 
         Raises ConfigError for settings with which no socket can be bound, or no link opened.
         """
         assert config.kv_transfer is not None
-        self._config: KVTransferConfig = config.kv_transfer
-        self._bus, self._scope = config.process.bus, scope_of(config)
+        settings = config.kv_transfer
+        self._config, self._role, self._followers = config, settings.role, followers
         self._links, self._me, self._find_blocks = links, links.me.incarnation, blocks
-        self._endpoint: TransferEndpoint | None = None
+        self._group: GroupTransfers | None = None
         self._receives: dict[int, KVReceive] = {}  # transfers that have not ended
         self._generation = 0  # the last one that was open
         self._poll_s = 0.0  # time of the next poll if no transfer is open
@@ -52,101 +58,98 @@ class WorkerTransfers:
         self._launched: set[tuple[int, int]] = set()  # scheduler and number of plans that `on_launched` has sent
         self._answers: list[KVLanded | KVSendEnded] = []
         self._past = LinkCounts()  # of links to earlier memory
+        self._sent_to: set[int] = set()  # receivers of sends to count, of earlier memory
         self.open()
 
     @property
     def busy(self) -> bool:
-        return bool(self._answers) or (self._endpoint is not None and self._endpoint.busy)
+        return bool(self._answers) or (self._group is not None and self._group.own.busy)
 
     @property
     def needs_polling(self) -> bool:
-        return self._endpoint is not None and self._endpoint.needs_polling
+        return self._group is not None and self._group.own.needs_polling
 
     @property
     def num_open(self) -> int:
-        return 0 if self._endpoint is None else self._endpoint.senders.num_open + len(self._receives)
+        return 0 if self._group is None else self._group.num_sends + len(self._receives)
 
     def open(self) -> None:
         """While the scales of the KV cache are not known it stays closed: this worker exchanges blocks with none."""
-        blocks, before = self._find_blocks(), self._endpoint
-        layout = blocks.layout
-        if layout is not None:
-            layout = msgspec.structs.replace(layout, scope=self._scope, checksums=self._config.checksums)
-        if before is not None and before.blocks.arena is blocks.arena and before.layout == layout:
+        blocks, before = self._find_blocks(), self._group
+        layout = transfer_layout(self._config, blocks)
+        if before is not None and before.own.blocks.arena is blocks.arena and before.own.layout == layout:
             return
         self.close()
         if layout is None:
             return
         blocks.arena.renumber(self._generation + 1)
         self._generation = blocks.arena.generation
-        self._endpoint = TransferEndpoint(self._links, self._me, self._bus, self._config, blocks, layout)
+        own = RankTransfers(self._links, self._me, 0, self._config, blocks, layout)
+        self._group = GroupTransfers(self._links, self._me, own, self._followers)
 
     def describe(self, geometry: Geometry) -> Geometry:
-        endpoint, role = self._endpoint, self._config.role
-        if endpoint is None:
-            return msgspec.structs.replace(geometry, kv_role=role)
+        group = self._group
+        if group is None:
+            return msgspec.structs.replace(geometry, kv_role=self._role)
         return msgspec.structs.replace(
             geometry,
-            kv_role=role,
-            kv_layout=as_text(endpoint.layout),
-            kv_generation=endpoint.generation,
-            kv_endpoint=endpoint.receiver.endpoint.encode(),
+            kv_role=self._role,
+            kv_layout=as_text(group.own.layout),
+            kv_generation=group.own.place.generation,
+            kv_endpoint=group.endpoint,
         )
 
     def count(self, stats: Stats) -> Stats:
         """Returns this worker's counters and those of transfers, and the receivers of sends since the last call."""
-        counts, endpoint = self._past, self._endpoint
-        if endpoint is not None:
+        counts, group = self._past, self._group
+        if group is not None:
             counts = counts.copy()
-            counts.add(endpoint.counts())
+            counts.add(group.counts())
+            self._sent_to |= group.sent_to
+            group.sent_to.clear()
+        sent_to, self._sent_to = sorted(self._sent_to), set()
         return msgspec.structs.replace(
             stats,
             transfer_bytes=counts.bytes_written,
             transfer_frames_dropped=counts.dropped,
-            sends_to=endpoint.senders.take_sent_to() if endpoint is not None else [],
+            sends_to=sent_to,
         )
 
     def open_transfers(self) -> dict[int, list[int]]:
-        if self._endpoint is None:
+        if self._group is None:
             return {}
-        received = {number: frame.blocks for number, frame in self._receives.items()}
-        return received | self._endpoint.senders.open_transfers()
+        return {number: frame.blocks for number, frame in self._receives.items()} | self._group.open_sends
 
     def receive(self, frame: KVReceive) -> None:
         """Reserves blocks for another worker. A frame that comes twice is ignored."""
-        endpoint, number = self._endpoint, frame.transfer
-        if endpoint is None:
+        group, number = self._group, frame.transfer
+        if group is None:
             self._answers.append(KVLanded(self._me, number, [], [], True))
             return
         if number in self._receives:
             return
-        transfer = Transfer(
-            number, frame.source, frame.source_generation, self._me, endpoint.generation, list(frame.blocks)
-        )
         try:
-            endpoint.receiver.expect(transfer)
+            group.receive(frame)
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", number, e)
             self._answers.append(KVLanded(self._me, number, [], [], True))
             return
         self._receives[number] = frame
-        endpoint.blocks.begin_receive(number, frame.blocks)
-        if frame.ticket:
-            endpoint.receiver.admit(frame.ticket, frame.source)
+        group.own.blocks.begin_receive(number, frame.blocks)
 
     def abort(self, frame: KVAbort) -> None:
         """Answers at once for a transfer that is not open here, each time."""
-        endpoint, number = self._endpoint, frame.transfer
-        if endpoint is not None and number in self._receives:
-            endpoint.receiver.revoke(number, frame.sender_stopped)
-        elif endpoint is not None and endpoint.senders.abort(number, "the scheduler has given it up"):
-            return
+        group, number = self._group, frame.transfer
+        if group is not None and (number in self._receives or group.is_sending(number)):
+            group.abort(frame)
         elif frame.is_source:
             self._remember_send(number, is_complete=self._ended_sends.get(number, False))
         else:
             self._answers.append(KVLanded(self._me, number, [], [], True))
 
     def on_launched(self, plan: StepPlan, stored: Sequence[StoredLayers]) -> None:
+        if self._group is not None and self._group.has_followers:
+            return  # they do not say which layers they have stored: `on_plan_done` sends
         # plans of an earlier scheduler are not answered
         self._launched = {entry for entry in self._launched if entry[0] == plan.scheduler}
         self._launched.add((plan.scheduler, plan.number))
@@ -164,61 +167,60 @@ class WorkerTransfers:
     def send(self, send: KVSend, stored: StoredLayers | None = None) -> None:
         """Sends blocks in layers of a step that runs; None: in all layers, of a complete step.
 
-        A part of a transfer that has ended or was aborted is ignored, and answered again. An unexpected error, for
-        example of memory for the link, ends the transfer: the step goes on.
+        A part of a transfer that has ended or was aborted is ignored, and answered again. What cannot be sent ends its
+        transfer: the step goes on.
         """
-        endpoint, number = self._endpoint, send.transfer
-        if endpoint is None or number in self._ended_sends:
+        group, number = self._group, send.transfer
+        if group is None or number in self._ended_sends:
             self._remember_send(number, is_complete=self._ended_sends.get(number, False))
             return
         try:
             if stored is None:
-                endpoint.senders.write(send, range(endpoint.layout.num_layers))
+                group.send(send)
             else:
-                endpoint.senders.write(send, stored.layers, stored.is_stored)
+                group.send(send, stored.layers, stored.is_stored)
         except ValueError as e:
             log.error("KV transfer %d is refused: %s", number, e)
-            self._refuse_send(endpoint, number, e)
-        except Exception as e:
-            log.exception("KV transfer %d", number)
-            self._refuse_send(endpoint, number, e)
+            if group.is_sending(number):
+                group.abort(KVAbort(number, is_source=True))
+            else:
+                self._remember_send(number, is_complete=False)
 
     def on_gone(self, worker: int) -> None:
-        if self._endpoint is not None:
+        if self._group is not None:
             self._poll_s = 0.0
-            self._endpoint.senders.lose(worker)
-            self._endpoint.receiver.on_gone(worker)
+            self._group.lose(worker)
 
     def poll(self) -> list[KVLanded | KVSendEnded]:
         """Without an open transfer it looks for new links only from time to time, to cost a step nothing."""
-        endpoint = self._endpoint
-        if endpoint is not None:
+        group = self._group
+        if group is not None:
             now = time.monotonic()
-            if now >= self._poll_s or self._receives or endpoint.senders.num_open:
+            if now >= self._poll_s or self._receives or group.num_sends:
                 self._poll_s = now + CALM_POLL_S
-                self._poll(endpoint)
+                self._take(group, group.poll())
         answers, self._answers = self._answers, []
         return answers
 
     def close(self) -> None:
         """The next `poll` returns the answers for the transfers that this has ended."""
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is None:
+        group, self._group = self._group, None
+        if group is None:
             return
-        endpoint.close()
-        self._poll_senders(endpoint)
+        self._take(group, group.close())
         for number in list(self._receives):
-            self._end_receive(endpoint, number, [], [])
-        self._past.add(endpoint.counts())
+            self._end_receive(group, number, [], [])
+        self._past.add(group.counts())
+        self._sent_to |= group.sent_to
 
-    def _poll(self, endpoint: TransferEndpoint) -> None:
+    def _take(self, group: GroupTransfers, events: Events) -> None:
         landed: dict[int, list[int]] = {}  # blocks by transfer
-        for event in endpoint.receiver.poll():
+        for event in events.received:
             frame = self._receives[event.number]
             match event:
                 case BlocksLanded(number, positions):
                     blocks = [frame.blocks[position] for position in positions]
-                    endpoint.blocks.landed(blocks)
+                    group.own.blocks.landed(blocks)
                     landed.setdefault(number, []).extend(blocks)
                 case SenderUnreachable(number):
                     self._answers.append(KVLanded(self._me, number, [], unreachable_sender=frame.source))
@@ -226,26 +228,18 @@ class WorkerTransfers:
                     if outcome is not Received.LANDED:
                         log.info("KV transfer %d from %x: %s %s", number, frame.source, outcome, detail)
                     self._end_receive(
-                        endpoint, number, landed.pop(number, []), [frame.blocks[position] for position in corrupt]
+                        group, number, landed.pop(number, []), [frame.blocks[position] for position in corrupt]
                     )
         self._answers += [KVLanded(self._me, number, blocks) for number, blocks in landed.items()]
-        self._poll_senders(endpoint)
-
-    def _poll_senders(self, endpoint: TransferEndpoint) -> None:
-        for sent in endpoint.senders.poll():
+        for sent in events.sent:
             is_complete = sent.outcome is Sent.WRITTEN
             if not is_complete:
                 log.info("KV transfer %d is not complete: %s %s", sent.number, sent.outcome, sent.detail)
             self._remember_send(sent.number, is_complete)
 
-    def _refuse_send(self, endpoint: TransferEndpoint, number: int, error: Exception) -> None:
-        if not endpoint.senders.abort(number, str(error)):
-            self._remember_send(number, is_complete=False)
-
-    def _end_receive(self, endpoint: TransferEndpoint, number: int, landed: list[int], failed: list[int]) -> None:
-        frame = self._receives.pop(number)
-        endpoint.blocks.end(number)
-        endpoint.receiver.withdraw(frame.ticket)
+    def _end_receive(self, group: GroupTransfers, number: int, landed: list[int], failed: list[int]) -> None:
+        del self._receives[number]
+        group.own.blocks.end(number)
         self._answers.append(KVLanded(self._me, number, landed, failed, True))
 
     def _remember_send(self, number: int, is_complete: bool) -> None:
@@ -254,10 +248,3 @@ class WorkerTransfers:
         if len(self._ended_sends) > MAX_REMEMBERED:
             self._ended_sends.popitem(last=False)
         self._answers.append(KVSendEnded(self._me, number, is_complete))
-
-
-def scope_of(config: WorkerConfig) -> str:
-    """Returns what the KV of a block depends on besides its layout: workers with equal texts may exchange blocks."""
-    model = config.served_model_names[0] if config.served_model_names else config.model_path
-    seed = str(config.seed) if config.load_format in DUMMY_FORMATS else ""
-    return "|".join([model, config.config_overrides, config.kv_cache_dtype, seed])

@@ -18,7 +18,7 @@ from blockyard.services.kv_transfer.connectors.interface import (
     Written,
 )
 from blockyard.services.kv_transfer.connectors.nixl_access import NixlReader
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart
 from blockyard.services.kv_transfer.protocol.incoming import Landing
 from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 from blockyard.shared.config.services.worker import KVTransferFaults
@@ -63,11 +63,13 @@ class FaultyReader:
     """A `BlockReader` that inverts one bit of some copies, before another one computes their checksums."""
 
     def __init__(
-        self, reader: BlockReader, faults: KVTransferFaults, rng: random.Random, arena: Arena, layout: BlockLayout
-    ) -> None:
+        self, reader: BlockReader, faults: KVTransferFaults, rng: random.Random, arena: Arena, layout: BlockLayout,
+        part: LayoutPart | None = None,
+    ) -> None:  # fmt: skip
+        """layout: of the arena. part: that comes over the link; None: all."""
         self.has_payloads = reader.has_payloads
         self._reader, self._faults, self._rng = reader, faults, rng
-        self._arena, self._layout = arena, layout
+        self._arena, self._layout, self._part = arena, layout, part or layout.part or layout.whole
 
     def start(self, landing: Landing, payload: memoryview | None, landed: Landed, failed: LandingFailed) -> None:
         if self._rng.random() < self._faults.flip:
@@ -85,11 +87,13 @@ class FaultyReader:
 
     def _flip_in_arena(self, landing: Landing) -> None:
         """The sender has written to the arena already."""
-        section = self._layout.section_of(landing.layers)
-        num_blocks, size = self._arena.bytes.numel() // self._layout.block_bytes, section.piece_bytes
+        num_blocks = self._arena.bytes.numel() // self._layout.block_bytes
+        section, one = next(pair for pair in self._layout.cut(self._part) if landing.layers.start in pair[1].layers)
         layer, block = self._rng.choice(section.local(landing.layers)), self._rng.choice(landing.targets)
-        start = num_blocks * section.bytes_before + (layer * num_blocks + block) * size
-        self._flip(self._arena.bytes[start : start + size])
+        plane, head = self._rng.randrange(section.planes), self._rng.choice(one.heads) - section.heads.start
+        start = num_blocks * section.bytes_before + (layer * num_blocks + block) * section.piece_bytes
+        start += (plane * len(section.heads) + head) * section.head_bytes
+        self._flip(self._arena.bytes[start : start + section.head_bytes])
 
     @torch.inference_mode()
     def _flip(self, memory: Tensor) -> None:

@@ -121,13 +121,12 @@ class NixlAccesses:
     """
 
     def __init__(
-        self, own: BlockCopier, layout: BlockLayout, staging: StagingMemory, copies: CopyThread,
-        backends: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """Raises ConfigError if the package is not installed."""
+        self, layout: BlockLayout, staging: StagingMemory, copies: CopyThread, backends: Sequence[str] = ()
+    ) -> None:
+        """layout: of the arena. Raises ConfigError if the package is not installed."""
         nixl_package()
         log.warning("the KV connector nixl does not encrypt KV blocks: use it in a network that you trust")
-        self._own, self._layout, self._staging = own, layout, staging
+        self._layout, self._staging = layout, staging
         self._report, self._backends = copies.report, backends
         self._accesses: dict[int, _Access] = {}  # by sender
         self._closing: set[_Access] = set()  # their agents are being destroyed
@@ -154,10 +153,12 @@ class NixlAccesses:
         access = self._accesses[sender] = _Access(self._staging, buffers)
         self._thread.submit(lambda: self._open(sender, access, opened, failed))
 
-    def reader(self, sender: int, freed: Callable[[bytes], None]) -> NixlReader | None:
-        """Returns the reader of a sender for which `open` was called."""
+    def reader(
+        self, sender: int, own: BlockCopier, layout: BlockLayout, freed: Callable[[bytes], None]
+    ) -> NixlReader | None:
+        """Returns the reader of a sender for which `open` was called. own, layout: of what the sender writes."""
         access = self._accesses.get(sender)
-        return None if access is None else NixlReader(self._own, self._layout, access, freed)
+        return None if access is None else NixlReader(own, layout, access, freed)
 
     def close(self, sender: int, closed: Callable[[], None]) -> None:
         """Calls `closed` once other hosts cannot write any more, before any later `opened`."""

@@ -9,8 +9,7 @@ from blockyard.services.kv_transfer.connectors.mapped import MappedReader, Mappe
 from blockyard.services.kv_transfer.connectors.nixl import NixlWriter
 from blockyard.services.kv_transfer.connectors.tcp import TcpReader, TcpWriter
 from blockyard.services.kv_transfer.copy_thread import CopyThread
-from blockyard.services.kv_transfer.host_copies import blocks_of
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart
 from blockyard.services.kv_transfer.protocol.frames import LinkWelcome
 from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.config.services.worker import KVTransferConfig
@@ -30,21 +29,26 @@ def check_connector(name: str, arena: Arena) -> None:
         raise ConfigError(f"KV connector {name}: the KV memory of this worker is on {'a GPU' if on_gpu else 'a CPU'}")
 
 
-def make_copier(arena: Arena, layout: BlockLayout, copies: CopyThread) -> BlockCopier:
-    """Raises ValueError if the arena's memory is not whole blocks of words of 8 bytes."""
+def make_copier(arena: Arena, layout: BlockLayout, copies: CopyThread, part: LayoutPart | None = None) -> BlockCopier:
+    """layout: of the arena. part: that is copied; None: all of it.
+
+    Raises ValueError if the arena's memory is not whole blocks of words of 8 bytes, or does not have the part.
+    """
     if isinstance(arena, DeviceArena):
         # imports Triton, which a worker on the CPU does not load
         from blockyard.services.kv_transfer import device_copier  # noqa: PLC0415
 
-        return device_copier.make_copier(arena.bytes, layout, copies)
-    return HostCopier(blocks_of(arena.bytes.numpy(), layout), layout, copies)
+        return device_copier.make_copier(arena.bytes, layout, copies, part)
+    return HostCopier(arena.bytes.numpy(), layout, copies, part)
 
 
 def make_writer(
     config: KVTransferConfig, welcome: LinkWelcome, arena: Arena, own: BlockCopier, layout: BlockLayout,
-    copies: CopyThread, staging: StagingMemory,
+    copies: CopyThread, staging: StagingMemory, theirs: LayoutPart | None = None,
 ) -> BlockWriter:  # fmt: skip
     """Makes a writer. "auto" maps the receiver's memory, or takes tcp if it cannot.
+
+    layout: of what goes over the link. theirs: what the receiver's rank has.
 
     Raises ConfigError as `check_connector` does, and for a connector that cannot be used with this receiver.
     """
@@ -56,7 +60,7 @@ def make_writer(
         try:
             if handle is None:
                 raise ValueError("it is not exported")
-            return MappedWriter(own, own.map_peer(handle))
+            return MappedWriter(own, own.map_peer(handle, theirs))
         except (OSError, ValueError) as e:
             if name != "auto":
                 raise ConfigError(f"KV connector {name}: the receiver's memory cannot be mapped: {e}") from e

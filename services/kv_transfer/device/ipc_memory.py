@@ -100,9 +100,16 @@ class MappedBlocks:
 
     dtype = torch.int64
 
-    def __init__(self, memory: MappedMemory, offset: int, shape: tuple[int, int, int]) -> None:
-        """shape: [layers, num_blocks, words]. offset: in bytes, of the first block."""
+    def __init__(
+        self, memory: MappedMemory, offset: int, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+    ) -> None:
+        """shape: [layers, num_blocks, words], or [layers, num_blocks, planes, words] with strides in words. offset: in
+        bytes, of the first block."""
         self.shape, self._memory, self._offset = shape, memory, offset
+        self._strides = strides or (shape[1] * shape[2], shape[2], 1)
+
+    def stride(self) -> tuple[int, ...]:
+        return self._strides
 
     def data_ptr(self) -> int:
         return self._memory.address + self._offset

@@ -2,13 +2,16 @@
 
 The sender of blocks opens the link. A link belongs to one incarnation and one generation of the arena on each side.
 After it has broken, the sender opens a new link with a new hello. Incarnations and transfer numbers have 64 bits.
+
+Of workers with several ranks, each rank is a sender or a receiver of its own, with an incarnation and transfer numbers
+of its own: see `routes`.
 """
 
 import msgspec
 
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart
 
-LINK_VERSION = 2
+LINK_VERSION = 3
 
 
 class HostArenaHandle(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -45,6 +48,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     receiver: int
     receiver_generation: int
     blocks: list[int]  # the receiver's, all different. Frames name a block by its index here, its position
+    part: LayoutPart | None = None  # of each block, that this sender writes; None: all
 
 
 class LinkFrame(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -58,7 +62,7 @@ class LinkHello(LinkFrame, frozen=True):
     sender: int
     generation: int
     receiver: int
-    layout: BlockLayout
+    layout: BlockLayout  # its part goes over this link
     ticket: bytes = b""  # one-time, needed on a link without encryption
     connector: str = ""  # that the sender asks for
 

@@ -4,6 +4,7 @@ import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -37,23 +38,20 @@ class Received(enum.StrEnum):
 _STILL_USEFUL = (Received.ABORTED, Received.SENDER_LOST)
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksLanded:
+class BlocksLanded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Blocks at these positions are complete and have the right checksums. Each position is reported once."""
 
     number: int
     positions: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class SenderUnreachable:
+class SenderUnreachable(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The link of a transfer has broken, and its sender may still write: see `IncomingTransfers.revoke`."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverEnded:
+class ReceiverEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A transfer has ended. Its blocks may be used for something else."""
 
     number: int
@@ -79,8 +77,9 @@ class Landing:
 @dataclass(slots=True, eq=False)
 class _Incoming:
     transfer: Transfer
-    claimed: list[int]  # by layer: bit mask of positions that a BlocksWritten has named
-    arrived: list[int]  # by layer: bit mask of positions with a complete landing
+    layout: BlockLayout  # of what the sender writes
+    claimed: dict[int, int]  # by layer: bit mask of positions that a BlocksWritten has named
+    arrived: dict[int, int]  # by layer: bit mask of positions with a complete landing
     sums: npt.NDArray[np.uint64]  # by position: checksum over the layers that have arrived
     expected: npt.NDArray[np.uint64]  # by position: checksum of the sender
     summed: int = 0  # bit mask of positions with a checksum of the sender
@@ -130,7 +129,8 @@ class IncomingTransfers:
     def expect(self, transfer: Transfer) -> None:
         """Allows the sender to write to the transfer's blocks as soon as it has a link.
 
-        Raises ValueError for a transfer to another worker or generation, with a block twice, or with a used number.
+        Raises ValueError for a transfer to another worker or generation, with a block twice, with a used number, or of
+        a part that this rank does not have.
         """
         if transfer.receiver != self._receiver or transfer.receiver_generation != self._generation:
             raise ValueError(
@@ -141,8 +141,10 @@ class IncomingTransfers:
             raise ValueError(f"transfer {transfer.number} names a block twice")
         if transfer.number in self._open or transfer.number in self._ended:
             raise ValueError(f"transfer {transfer.number} was expected before")
-        layers, zeros = self._layout.num_layers, np.zeros(len(transfer.blocks), np.uint64)
-        it = _Incoming(transfer, [0] * layers, [0] * layers, zeros, zeros.copy())
+        layout = self._layout.of(transfer.part)
+        self._layout.cut(transfer.part or layout.whole)
+        none, zeros = dict.fromkeys(layout.layers, 0), np.zeros(len(transfer.blocks), np.uint64)
+        it = _Incoming(transfer, layout, none, none.copy(), zeros, zeros.copy())
         self._open[transfer.number] = it
         if not transfer.blocks:
             self._begin_end(it, Received.LANDED, "", has_stopped=True)
@@ -199,7 +201,7 @@ class IncomingTransfers:
         self._linked.discard(sender)
         self._frames = [entry for entry in self._frames if entry[0] != sender]
         for it in self._of(sender):
-            if it.ending is None and not any(it.claimed):
+            if it.ending is None and not any(it.claimed.values()):
                 it.is_allowed = False
             elif it.is_allowed:
                 self._begin_end(it, Received.SENDER_LOST, "", has_stopped=True)
@@ -228,7 +230,7 @@ class IncomingTransfers:
         if it is None:
             return None
         layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
-        section = self._layout.find_section(layers)
+        section = it.layout.find_section(layers)
         if section is None or not self._has(it, frame.first, frame.count):
             self.drops.count(DropReason.WRONG_SIZE, f"blocks of transfer {frame.number} that it does not have")
             return None
@@ -277,7 +279,7 @@ class IncomingTransfers:
         if it.summed & mask:
             self.drops.count(DropReason.DOUBLED, f"checksums of transfer {frame.number}")
             return
-        if it.ending is None and any(mask & ~claimed for claimed in it.claimed):
+        if it.ending is None and any(mask & ~claimed for claimed in it.claimed.values()):
             self.drops.count(DropReason.NOT_ALLOWED, f"checksums of transfer {frame.number} before its blocks")
             return
         it.summed |= mask
@@ -344,7 +346,7 @@ class IncomingTransfers:
     def _compare(self, it: _Incoming) -> None:
         """Compares the checksums of blocks that are newly complete, and reports the right ones as landed."""
         whole = it.summed & ~it.landed & ~it.corrupt
-        for arrived in it.arrived:
+        for arrived in it.arrived.values():
             whole &= arrived
         if not whole:
             return

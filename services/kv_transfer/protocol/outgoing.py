@@ -5,6 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -35,8 +36,7 @@ class Sent(enum.StrEnum):
     LINK_LOST = "link_lost"
 
 
-@dataclass(frozen=True, slots=True)
-class SenderEnded:
+class SenderEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A transfer has ended: its source blocks are not read any more."""
 
     number: int
@@ -70,8 +70,8 @@ class _Part:
 class _Outgoing:
     number: int
     receiver_generation: int
-    requested: list[int]  # by layer: bit mask of positions that `write` has named
-    written: list[int]  # by layer: bit mask of positions with a complete copy
+    requested: dict[int, int]  # by layer of the link: bit mask of positions that `write` has named
+    written: dict[int, int]  # by layer of the link: bit mask of positions with a complete copy
     sources: dict[int, None] = field(default_factory=dict)  # blocks that `write` has named
     parts: list[_Part] = field(default_factory=list)  # of `write` before WritesAllowed
     blocks: list[int] | None = None  # of the receiver, by position; None before WritesAllowed
@@ -98,7 +98,8 @@ class OutgoingTransfers:
     """
 
     def __init__(self, layout: BlockLayout, generation: int, chunk_bytes: int = 1) -> None:
-        """generation: of the sender's arena. chunk_bytes: upper bound of a copy of more than one block or layer."""
+        """layout: of what goes over the link. generation: of the sender's arena. chunk_bytes: upper bound of a copy of
+        more than one block or layer."""
         self.drops = Drops()
         self._layout, self._generation, self._chunk_bytes = layout, generation, chunk_bytes
         self._open: dict[int, _Outgoing] = {}
@@ -133,8 +134,8 @@ class OutgoingTransfers:
             self._remember(number)
             self._events.append(SenderEnded(number, Sent.STOPPED, GAVE_UP))
             return
-        layers = self._layout.num_layers
-        it = self._open[number] = _Outgoing(number, receiver_generation, [0] * layers, [0] * layers)
+        none = dict.fromkeys(self._layout.layers, 0)
+        it = self._open[number] = _Outgoing(number, receiver_generation, none, none.copy())
         early = self._early.pop(number, None)
         if early is not None:
             self._allow(it, early)
@@ -148,7 +149,8 @@ class OutgoingTransfers:
         is_stored: Callable[[], bool] | None = None,
     ) -> None:
         """Queues copies of blocks `sources` in `layers` to the receiver's blocks `targets`, whose positions follow one
-        another. They start once `is_stored` is true, after earlier ones of the transfer.
+        another. Layers that are not of the link are left out. The copies start once `is_stored` is true, after earlier
+        ones of the transfer.
 
         Ignored if the transfer has ended. Ends it if the receiver has not reserved `targets` for it in this order, or
         if some of them were queued before. Raises ValueError for layers outside of the model.
@@ -274,6 +276,8 @@ class OutgoingTransfers:
                 f"generations {allowed.sender_generation} and {allowed.receiver_generation} of transfer {it.number}"
             )
             self._reject(it, DropReason.OLD_GENERATION, f"the receiver has {detail}")
+        elif allowed.part != self._layout.part:
+            self._reject(it, DropReason.CONTRADICTION, f"the receiver wants {allowed.part}, not {self._layout.part}")
         else:
             it.allow(allowed.blocks)
             parts, it.parts = it.parts, []
@@ -284,17 +288,18 @@ class OutgoingTransfers:
 
     def _place(self, it: _Outgoing, blocks: list[int], part: _Part) -> None:
         """Queues the copy of a part, now that the receiver's blocks are known."""
-        if it.ending is not None or not part.targets or not part.layers:
+        layers = [layer for layer in part.layers if layer in it.requested]
+        if it.ending is not None or not part.targets or not layers:
             return
         count = len(part.targets)
         first = it.positions.get(part.targets[0], -1)
         mask = bits(first, count)
         if first < 0 or len(part.sources) != count or blocks[first : first + count] != part.targets:
             self._reject(it, DropReason.CONTRADICTION, f"the receiver has not reserved {part.targets} in this order")
-        elif any(it.requested[layer] & mask for layer in part.layers):
+        elif any(it.requested[layer] & mask for layer in layers):
             self._reject(it, DropReason.CONTRADICTION, f"blocks {part.targets} were sent before")
         else:
-            for layer in part.layers:
+            for layer in layers:
                 it.requested[layer] |= mask
             it.waiting.append(BlockWrite(it.number, first, part.sources, part.targets, part.layers, part.is_stored))
 
@@ -331,7 +336,7 @@ class OutgoingTransfers:
     def _send_sums(self, it: _Outgoing) -> None:
         """Sends checksums of blocks that are newly written in all layers. The last of them ends the transfer."""
         complete = bits(0, len(it.sums))
-        for written in it.written:
+        for written in it.written.values():
             complete &= written
         for first, count in ranges(complete & ~it.summed):
             sums = it.sums[first : first + count].tobytes() if self._layout.checksums else b""

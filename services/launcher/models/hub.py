@@ -32,10 +32,11 @@ def download(
     ignore: list[str],
     weights: bool,
     token: str | bool | None = None,
+    what: str = "model",
 ) -> Path:
     """Returns the local folder of a hub model. Raises ConfigError with a one-line reason.
 
-    `token`: True is the stored one, False none, None the hub library's default.
+    `token`: True is the stored one, False none, None the hub library's default. `what`: begins each error.
     """
     try:
         info = HfApi(token=token).model_info(name, revision=revision, timeout=REACH_S)
@@ -45,13 +46,13 @@ def download(
             name, revision=revision, cache_dir=folder, allow_patterns=wanted, ignore_patterns=ignore, token=token
         )
     except GatedRepoError as e:
-        raise ConfigError(f"model {name}: its owners must grant access; log in to the hub, or give --hf-token") from e
+        raise ConfigError(f"{what} {name}: its owners must grant access; log in to the hub, or give --hf-token") from e
     except RevisionNotFoundError as e:
-        raise ConfigError(f"model {name}: has no revision {revision}") from e
+        raise ConfigError(f"{what} {name}: has no revision {revision}") from e
     except (RepositoryNotFoundError, HFValidationError) as e:
-        raise ConfigError(f"model {name}: neither a folder here nor a model on the hub") from e
+        raise ConfigError(f"{what} {name}: neither a folder here nor a name on the hub") from e
     except (HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as e:
-        return _cached(name, revision, folder, e)
+        return _cached(name, revision, folder, what, e)
     return Path(found)
 
 
@@ -69,11 +70,11 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _cached(name: str, revision: str | None, folder: str | None, reason: Exception) -> Path:
+def _cached(name: str, revision: str | None, folder: str | None, what: str, reason: Exception) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, cache_dir=folder, local_files_only=True))
     except (LocalEntryNotFoundError, OSError) as e:
         raise ConfigError(
-            f"model {name}: not on this machine, and the hub cannot be reached ({first_line(reason)}); "
-            "give a local folder, or `demo` for the shipped model"
+            f"{what} {name}: not on this machine, and the hub cannot be reached ({first_line(reason)}); "
+            f"give a local folder{', or `demo` for the shipped model' if what == 'model' else ''}"
         ) from e

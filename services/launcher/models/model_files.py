@@ -23,7 +23,7 @@ from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.lora import AdapterSource
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import AdapterError, ConfigError
-from blockyard.shared.lora.adapter_config import CONFIG_FILE, parse_config
+from blockyard.shared.lora.adapter_folder import check_folder
 from blockyard.shared.process.home import home_variables
 
 DEMO = "demo"
@@ -74,14 +74,11 @@ def find(values: Values, weights: bool = True) -> Checkpoint:
 
 def find_adapters(values: Values) -> list[AdapterSource]:
     """Returns the adapters that a server begins with, and checks their configs. Raises ConfigError."""
-    found = []
+    found, max_rank = [], values.get("max-lora-rank", int)
     for source in adapters.sources(values):
-        folder = _folder(source.path, None, values, weights=True)
-        config = folder / CONFIG_FILE
+        folder = _folder(source.path, None, values, weights=True, what=f"adapter {source.name}: path")
         try:
-            parse_config(config.read_bytes())
-        except OSError as e:
-            raise ConfigError(f"adapter {source.name}: {config} cannot be read: {e.strerror or e}") from e
+            check_folder(folder, max_rank)
         except AdapterError as e:
             raise ConfigError(f"adapter {source.name}: {e}") from e
         found.append(msgspec.structs.replace(source, path=str(folder)))
@@ -108,16 +105,17 @@ def _config(path: Path, values: Values, needed: bool) -> dict[str, Any]:
     return text_part(read_json(file))
 
 
-def _folder(name: str, revision: str | None, values: Values, weights: bool) -> Path:
+def _folder(name: str, revision: str | None, values: Values, weights: bool, what: str = "model") -> Path:
+    """what: begins each error, before the name."""
     if name == DEMO:
         return demo_folder()
     local = Path(name).expanduser()
     if local.is_dir():
         return local.resolve()
     if local.exists():
-        raise ConfigError(f"model {name}: is a file; the folder that holds config.json is needed")
+        raise ConfigError(f"{what} {name}: is a file; the folder that holds it is needed")
     if not _HUB_NAME.fullmatch(name) or name.startswith("."):
-        raise ConfigError(f"model {name}: no such folder, and not a valid hub name")
+        raise ConfigError(f"{what} {name}: no such folder, and not a valid hub name")
     # huggingface_hub takes long to import: only models of the hub need it
     from blockyard.services.launcher.models import hub  # noqa: PLC0415
 
@@ -129,6 +127,7 @@ def _folder(name: str, revision: str | None, values: Values, weights: bool) -> P
         ignore=[str(pattern) for pattern in values.get("ignore-patterns", list)],
         weights=weights and values["worker-cls"] != "mock",
         token=hub_token(values),
+        what=what,
     )
 
 

@@ -84,6 +84,7 @@ class Child:
         self._command = make_command or command
         self.starts = 0  # number of starts so far
         self.stop_asked = asyncio.Event()  # it is not restarted after its exit
+        self.was_ready = False  # the ring: a start is a restart from then on
         self.gone = asyncio.Event()  # it has exited and is not restarted
         self._back_off = BackOff()
         self._ran_s = 0.0  # duration of the last run
@@ -172,8 +173,9 @@ class Child:
         return " ".join(text.split())
 
     def _write_settings(self, liveness_fd: int) -> None:
-        ours = {"parent_pid": os.getpid(), "liveness_fd": liveness_fd}
-        process = msgspec.structs.replace(self.spec.config.process, **ours)
+        process = msgspec.structs.replace(
+            self.spec.config.process, parent_pid=os.getpid(), liveness_fd=liveness_fd, is_restart=self.was_ready
+        )
         config = msgspec.structs.replace(self.spec.config, process=process)
         fd = os.open(self._settings, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:

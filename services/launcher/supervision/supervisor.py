@@ -48,6 +48,8 @@ class Supervisor:
 
     def settle(self) -> None:
         self.settled = True
+        for child in self.children:
+            child.was_ready = True
 
     async def supervise(self, child: Child) -> None:
         """Runs a child and restarts it until it is stopped. Raises StartFailed."""

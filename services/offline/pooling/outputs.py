@@ -60,7 +60,7 @@ class PoolingRequestOutput(Generic[T]):
     outputs: T
     prompt_token_ids: list[int]
     finished: bool = True
-    num_cached_tokens: int = 0  # known for whole calls alone, and so 0
+    num_cached_tokens: int = 0
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
@@ -79,16 +79,20 @@ AnyOutput = PoolingRequestOutput[Any]
 
 
 def pooled(request_id: str, item: PooledText, ids: list[int]) -> PoolingRequestOutput[PoolingOutput]:
-    return PoolingRequestOutput(request_id, PoolingOutput(item.data), ids)
+    return PoolingRequestOutput(request_id, PoolingOutput(item.data), ids, num_cached_tokens=item.cached_tokens)
 
 
 def embedded(request_id: str, item: PooledText, ids: list[int]) -> EmbeddingRequestOutput:
-    return EmbeddingRequestOutput(request_id, EmbeddingOutput(item.data.tolist()), ids)
+    return EmbeddingRequestOutput(
+        request_id, EmbeddingOutput(item.data.tolist()), ids, num_cached_tokens=item.cached_tokens
+    )
 
 
 def classified(request_id: str, item: PooledText, ids: list[int]) -> ClassificationRequestOutput:
-    return ClassificationRequestOutput(request_id, ClassificationOutput(item.data.tolist()), ids)
+    return ClassificationRequestOutput(
+        request_id, ClassificationOutput(item.data.tolist()), ids, num_cached_tokens=item.cached_tokens
+    )
 
 
 def scored(request_id: str, item: PooledText, ids: list[int]) -> ScoringRequestOutput:
-    return ScoringRequestOutput(request_id, ScoringOutput(only_number(item)), ids)
+    return ScoringRequestOutput(request_id, ScoringOutput(only_number(item)), ids, num_cached_tokens=item.cached_tokens)

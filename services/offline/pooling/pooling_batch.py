@@ -13,7 +13,7 @@ from blockyard.shared.ring_client.client import RingClient
 from blockyard.shared.ring_client.pooling.calls import PooledAnswer, PooledText, PoolingCall, PoolingInput
 from blockyard.shared.ring_client.pooling.pair_scores import Pairs, score_pairs
 
-PART = 1024  # inputs that are asked for at once, fewer than a scheduler's queue takes
+PART = 1024  # inputs that are asked for at once
 MOST_PARTS = 4  # at a time: one is tokenized while others are computed
 RETRY_S = 0.2  # until a part is sent again that a full queue has refused
 

@@ -7,7 +7,9 @@ import msgspec
 
 from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, longest_sequence
+from blockyard.services.scheduler.sequences import transfer_params
 from blockyard.services.scheduler.sequences.pooled_requests import frame_problem
+from blockyard.services.scheduler.sequences.transfer_params import TransferParams
 from blockyard.shared.messages import (
     DEFAULT_SETTINGS,
     Generate,
@@ -182,7 +184,21 @@ class ModelLimits:
             return Refusal(400, "model", f"the model {frame.model!r} serves {pooling.task}, and generates no text")
         num_prompt = num_ids(frame.prompt_ids)
         problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens) if self._capacity else ""
-        return Refusal(400, "prompt", problem) if problem else None
+        if problem:
+            return Refusal(400, "prompt", problem)
+        if frame.kv_transfer_params and (problem := self._transfer_problem(frame)):
+            return Refusal(400, transfer_params.FIELD, f"{transfer_params.FIELD}: {problem}")
+        return None
+
+    def _transfer_problem(self, frame: Generate) -> str:
+        """What is wrong with the parameters of its KV transfer; empty if nothing is."""
+        if frame.attempt == 0 and self.roles == {KVRole.BOTH}:  # of a later attempt, a role's groups may be lost
+            return "no worker has the role prefill or decode, so that none has a connector"
+        try:
+            TransferParams.read(frame.kv_transfer_params)
+        except ValueError as e:
+            return str(e)
+        return ""
 
     def validate_pool(self, frame: Pool) -> Refusal | None:
         """As `validate`, of many prompts. The field is `input`, with the index of a prompt that is wrong."""
@@ -210,7 +226,8 @@ class ModelLimits:
         """
         adapter = self._adapters.find(frame.adapter, frame.adapter_digest)
         if adapter is None:
-            return None, Refusal(404, "model", f"the model {frame.adapter!r} does not exist")
+            text = f"The model `{frame.adapter}` does not exist any more: the adapter was unloaded."
+            return None, Refusal(404, "model", text)
         if adapter.digest != frame.adapter_digest and any(choice.output_ids for choice in frame.choices):
             return None, Refusal(409, "model", f"the adapter {frame.adapter!r} was replaced while the request ran")
         return adapter, None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.queue.waiting_queue import Owner, WaitingQueue
-from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest, finds_prefix, prompts_of
+from blockyard.services.scheduler.sequences.pooled_requests import PACKED, PooledRequest, finds_prefix, prompts_of
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request
 from blockyard.shared.messages import Cancel, Pool
 from blockyard.shared.token_ids import num_ids
@@ -39,7 +39,7 @@ class PoolHandler:
             refuse(gateway, frame, refusal, "invalid")
             return None
         owner = (frame.tenant, frame.user)
-        amount = QueueAmount(num_ids(frame.indexes), num_ids(frame.token_ids))
+        amount = QueueAmount(num_ids(frame.indexes), num_ids(frame.token_ids), 1)
         if frame.attempt == 0 and not make_room(gateway, frame, owner, amount):
             return None
         if pool is None:
@@ -53,10 +53,39 @@ class PoolHandler:
         return pool
 
     def _add_missing(self, pool: PooledRequest, frame: Pool) -> None:
+        self._lifecycle.pools[pool.id] = pool
+        card = self._model_limits.card
+        if card is None or (card.pooling is not None and not card.pooling.has_kv):
+            self._pack(pool, frame)
+        else:
+            self._add_prompts(pool, frame)
+
+    def _pack(self, pool: PooledRequest, frame: Pool) -> None:
+        """Queues the texts for a model without KV, where each step takes as many as fit."""
+        sequence = pool.packed
+        if sequence is None:
+            sequence = pool.add_packed(frame)
+            self._lifecycle.add(sequence.request)
+        else:
+            assert sequence.request.texts is not None, "it is packed"
+            self._waiting.discard(sequence)
+            sequence.request.texts.set_frame(frame)
+        if sequence.amount.sequences:
+            self._waiting.push(sequence)
+
+    def unpack_all(self) -> list[PooledRequest]:
+        """The model turns out to have a KV cache: each prompt becomes a sequence. Returns the requests."""
+        unpacked = [(pool, packed) for pool in self._lifecycle.pools.values() if (packed := pool.packed) is not None]
+        for pool, packed in unpacked:
+            assert packed.request.texts is not None, "it is packed"
+            self._add_prompts(pool, packed.request.texts.frame)
+            self._lifecycle.drop(packed.request)
+        return [pool for pool, _ in unpacked]
+
+    def _add_prompts(self, pool: PooledRequest, frame: Pool) -> None:
         prompts = list(prompts_of(frame))
         wanted = {prompt.index for prompt in prompts}
-        unwanted = [request for index, request in pool.requests.items() if index not in wanted]
-        self._lifecycle.pools[pool.id] = pool
+        unwanted = [request for index, request in pool.requests.items() if index not in wanted and index != PACKED]
         for prompt in prompts:
             if prompt.index not in pool.requests:
                 sequence = pool.add(prompt, frame)

@@ -18,6 +18,7 @@ from blockyard.services.scheduler.queue.queue_bounds import QueueBounds
 from blockyard.services.scheduler.queue.waiting_queue import Owner, WaitingQueue
 from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, Sequence, make_sequence
+from blockyard.services.scheduler.sequences.transfer_params import TransferParams
 from blockyard.shared import messages
 from blockyard.shared.messages import Accepted, Cancel, Generate, PathLost, Pool, Refused, Stop
 from blockyard.shared.token_ids import num_ids
@@ -154,6 +155,12 @@ class RequestHandler:
             if request.attempt:
                 self._acceptance.accept(request)
 
+    def on_attached(self, has_kv: bool, now: float) -> None:
+        """A worker is attached. Prompts that came before the first one wait as those of a model without KV do."""
+        for pool in self.pools.unpack_all() if has_kv else ():
+            if not pool.accepted:
+                self._acceptance.on_arrival(self.pools.first_request(pool), now)
+
     def on_member_lost(self, member: int) -> None:
         """A member is lost, which may be a detokenizer or a gateway."""
         self._streams.remove_detokenizer(member, self._lifecycle.requests.values())
@@ -188,7 +195,7 @@ class RequestHandler:
             self._answer(gateway, frame, refusal, "invalid")
             return
         num_sequences = len(frame.choices) if frame.beam is None else frame.beam.width
-        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids))
+        amount = QueueAmount(num_sequences, num_sequences * num_ids(frame.prompt_ids), num_sequences)
         owner = (frame.tenant, frame.user)
         # later attempts had their place in the queue
         if frame.attempt == 0 and not self._make_room(gateway, frame, owner, amount):
@@ -297,6 +304,7 @@ class RequestHandler:
             owner=old.owner if old is not None else (frame.tenant, frame.user),
             is_batch_line=old.is_batch_line if old is not None else frame.batch_line,
             adapter=None if adapter is None else adapter.number,
+            transfer_params=TransferParams.read(frame.kv_transfer_params) if frame.kv_transfer_params else None,
         )
         self._lifecycle.add(request)
         self._add_sequences(request, frame.choices, found)

@@ -1,12 +1,34 @@
 """A plan while it is built, and the record of it until its result is in."""
 
+from array import array
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.batch.decode_batch import BatchRows
+from blockyard.services.scheduler.outbox import FLOAT_BYTES
 from blockyard.services.scheduler.plan_pacer import StepLoad
-from blockyard.services.scheduler.sequences.requests import Request, RunningSequence
-from blockyard.shared.messages import BlockCopy, KVSend, SlotBlocks, SlotRun, SlotStart, StepResult
+from blockyard.services.scheduler.sequences.packed_texts import TextSlice
+from blockyard.services.scheduler.sequences.requests import QueueAmount, Request, RunningSequence, Sequence
+from blockyard.shared.messages import BlockCopy, KVSend, PackedVectors, SlotBlocks, SlotRun, SlotStart, StepResult
 from blockyard.shared.token_ids import ID_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRun:
+    """Texts of one request in a packed step."""
+
+    sequence: Sequence
+    texts: TextSlice
+    queued_s: float  # how long they had waited
+
+    @property
+    def amount(self) -> QueueAmount:
+        return QueueAmount(self.texts.num_texts, self.texts.num_tokens)
+
+    def is_like(self, other: "PackedRun") -> bool:
+        """Whether the results of both are made alike."""
+        frame, its = self.texts.columns.frame, other.texts.columns.frame
+        has_pairs = bool(frame.second_starts), bool(its.second_starts)
+        return frame is its or (frame.params == its.params and frame.skip == its.skip and has_pairs[0] == has_pairs[1])
 
 
 @dataclass(slots=True)
@@ -21,10 +43,19 @@ class PlanRecord:
     filled: list[RunningSequence] = field(default_factory=list)  # the plan before this one filled a block of theirs
     detached_slots: set[int] = field(default_factory=set)  # no longer in `rows`: handled one by one
     dropped_slots: set[int] = field(default_factory=set)  # results to be ignored
+    packed: list[PackedRun] = field(default_factory=list)  # of a model without KV: all that the plan runs
 
     @property
     def load(self) -> StepLoad:
+        if self.packed:
+            return StepLoad(0, self.packed_amount.tokens)
         return StepLoad(len(self.runs) - len(self.chunk_sizes), sum(self.chunk_sizes.values()))
+
+    @property
+    def packed_amount(self) -> QueueAmount:
+        """Texts and their tokens."""
+        texts = [run.texts for run in self.packed]
+        return QueueAmount(sum(one.num_texts for one in texts), sum(one.num_tokens for one in texts))
 
     def num_scheduled(self, running: RunningSequence) -> int:
         """Tokens that this plan schedules of a sequence outside the decode batch."""
@@ -53,9 +84,21 @@ class PlanRecord:
         }
 
     def matches(self, result: StepResult) -> bool:
-        """Whether there is a token for each run, or none at all, and as many log-probabilities, or none."""
+        """Whether there is a token for each run, or none at all, and as many log-probabilities, or none.
+
+        Of a packed step: whether there is a result for each text.
+        """
+        if self.packed or result.packed is not None:
+            return result.packed is not None and _fits(result.packed, self)
         num_tokens, num_logprobs = len(result.token_ids) / ID_BYTES, len(result.logprobs)
         return num_tokens in (0, len(self.runs)) and num_logprobs in (0, num_tokens)
+
+
+def _fits(found: PackedVectors, record: PlanRecord) -> bool:
+    num_texts = record.packed_amount.sequences
+    if len(found.lengths) != ID_BYTES * num_texts or any(one.index >= num_texts for one in found.failures):
+        return False
+    return FLOAT_BYTES * sum(array("I", found.lengths)) == len(found.data)
 
 
 class PlanBuilder:

@@ -10,7 +10,7 @@ from operator import attrgetter
 
 from blockyard.services.scheduler.adapters.group_adapters import GroupAdapters
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
-from blockyard.services.scheduler.batch.plan_builder import PlanRecord
+from blockyard.services.scheduler.batch.plan_builder import PackedRun, PlanRecord
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
 from blockyard.services.scheduler.kv_cache.prefix_cache import BlockHasher, PrefixMatch
@@ -59,9 +59,8 @@ class WorkerGroup:
         self.has_kv = geometry.pooling is None or geometry.pooling.has_kv  # else a step takes whole texts
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
         self.max_num_batched_tokens = min(limits.max_num_batched_tokens, geometry.max_num_batched_tokens)
-        if not self.has_kv:  # a text has a slot only while its step is in flight, and the worker has no slots
-            self.max_num_batched_tokens = geometry.max_num_batched_tokens
-            self.max_num_seqs = (MAX_PLANS_AHEAD + 2) * self.max_num_batched_tokens
+        if not self.has_kv:
+            self.max_num_batched_tokens = geometry.max_num_batched_tokens  # which holds the longest text
             hasher = hasher.disabled()
         self.plan_clock = PlanClock()
         self.kv_cache = KVCacheManager(
@@ -81,6 +80,11 @@ class WorkerGroup:
         self.restarts: ReadOnly[RunningSequence] = self._restarts  # their last token is not what the worker sampled
         self._in_flight: deque[PlanRecord] = deque()
         self.in_flight: ReadOnly[PlanRecord] = self._in_flight
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch, and texts of packed steps."""
+        return len(self.running) + sum(record.packed_amount.sequences for record in self.in_flight)
 
     @property
     def can_schedule(self) -> bool:
@@ -140,6 +144,15 @@ class WorkerGroup:
     def active(self) -> list[RunningSequence]:
         """All sequences that run or have results to come. One may be in the list more than once."""
         return [*self.running, *(running for record in self.in_flight for running in record.all_sequences())]
+
+    def packed_in_flight(self) -> list[PackedRun]:
+        """The texts of packed steps whose results have not come."""
+        return [run for record in self.in_flight for run in record.packed]
+
+    def in_flight_sequences(self) -> list[Sequence]:
+        """All sequences with results to come. One may be in the list more than once."""
+        slots = (running.sequence for record in self.in_flight for running in record.all_sequences())
+        return [*slots, *(run.sequence for run in self.packed_in_flight())]
 
     def on_sent(self, record: PlanRecord) -> list[int]:
         """A plan is sent. Returns the slots that it ends."""

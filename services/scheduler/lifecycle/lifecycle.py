@@ -152,6 +152,11 @@ class Lifecycle:
             sequence.on_waiting(is_lost=True)
             self._policy.on_freed(sequence)
             self._queue(sequence)
+        for run in group.packed_in_flight():
+            self._policy.on_freed(run.sequence)
+            if run.sequence.phase is not Phase.ENDED and run.sequence.request.texts is not None:
+                run.sequence.request.texts.put_back(run.texts)
+                self._waiting.put_back_texts(run.sequence, run.amount)
 
     def _free(self, group: WorkerGroup, running: RunningSequence) -> None:
         group.free(running)

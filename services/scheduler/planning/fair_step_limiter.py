@@ -2,7 +2,8 @@
 
 Prompts of a tenant above its share take at most as much time of a step as its decodes, so that a new request of another
 tenant does not wait long for the end of the step. A waiting sequence of a lower class gets the next step without the
-prompts of higher classes, and without decodes if those would take most of it.
+prompts of higher classes, and without decodes if those would take most of it. While online requests come, prompts of
+batch lines lengthen a step by a quarter at most.
 """
 
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -12,6 +13,7 @@ from blockyard.services.scheduler.sequences.requests import Sequence
 
 MIN_STEP_RATIO = 3  # prompts may take at least the time of so many steps of one decode: shorter steps are inefficient
 MAX_TOKENS_DIVISOR = 8  # prompts may take at least this part of `max_num_batched_tokens`
+BATCH_STEP_SHARE, BATCH_TOKENS_DIVISOR = 0.25, 32  # of prompts of batch lines, which no client waits for
 
 
 class FairStepLimiter:
@@ -25,10 +27,11 @@ class FairStepLimiter:
         if not self._policy.over_share(sequence, group.max_num_seqs):
             return group.max_num_batched_tokens
         times = group.pacer.times
-        seconds = max(
-            times.expected_s(StepLoad(len(group.running), 0)), MIN_STEP_RATIO * times.expected_s(StepLoad(1, 0))
-        )
-        return max(times.tokens_within(seconds), group.max_num_batched_tokens // MAX_TOKENS_DIVISOR)
+        decodes_s, single_s = (times.expected_s(StepLoad(num, 0)) for num in (len(group.running), 1))
+        seconds, divisor = max(decodes_s, MIN_STEP_RATIO * single_s), MAX_TOKENS_DIVISOR
+        if sequence.request.is_batch_line:
+            seconds, divisor = BATCH_STEP_SHARE * max(decodes_s, single_s), BATCH_TOKENS_DIVISOR
+        return max(times.tokens_within(seconds), group.max_num_batched_tokens // divisor)
 
     def excludes_other_prefills(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Whether a sequence starts in a plan without prompts of higher classes. Never in two plans in a row."""

@@ -14,7 +14,7 @@ from blockyard.services.scheduler.planning.prefill_delay import PrefillDelay
 from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
 from blockyard.services.scheduler.queue.policy import BATCH_CLASS
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
-from blockyard.services.scheduler.sequences.requests import RunningSequence, Sequence
+from blockyard.services.scheduler.sequences.requests import QueueAmount, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers
 from blockyard.services.scheduler.workers.controls import Controls
 from blockyard.services.scheduler.workers.crash_quarantine import CrashQuarantine
@@ -264,6 +264,18 @@ class PrefillPlanner:
             builder.copy(found.copy_from, running.table.blocks[running.table.num_cached])
         builder.starts.append(slot_start(group, running))
         return running
+
+    def may_share_step(self, first: Sequence, other: Sequence) -> bool:
+        """Whether texts of both may be in one packed step: one that may have broken a worker runs alone."""
+        suspects = self._quarantine.probations
+        return first is other or not suspects or not {first.request.id, other.request.id} & suspects.keys()
+
+    def start_texts(self, sequence: Sequence, amount: QueueAmount, now: float) -> None:
+        """Some texts of a sequence are in a packed step, or all that waited."""
+        self._acceptance.accept(sequence.request)
+        sequence.set_key(self._policy.key(sequence), now)
+        self._waiting.take_texts(sequence, amount)
+        self._policy.on_scheduled(sequence, amount.tokens)
 
     def end_unscheduled(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Ends a waiting sequence that has all its tokens or can never run in this group."""

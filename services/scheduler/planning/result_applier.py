@@ -12,6 +12,7 @@ from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import VectorOutbox
+from blockyard.services.scheduler.planning.packed_results import PackedResults
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import Phase, RunningSequence, Sequence
@@ -44,11 +45,14 @@ class ResultApplier:
         self._now = 0.0  # of the result that is applied
         self._lifecycle, self._waiting = lifecycle, waiting
         self._beam_scheduler, self._vectors = beam_scheduler, vectors
+        self._packed = PackedResults(lifecycle, waiting.policy, vectors)
 
     def apply(self, group: WorkerGroup, record: PlanRecord, result: StepResult, now: float) -> None:
         """Results of slots that did not run in the plan are ignored. A slot without a result computed nothing."""
         self._now = now
         before = self.num_prompt_tokens + self.num_output_tokens
+        if record.packed and result.packed is not None:
+            self.num_prompt_tokens += self._packed.apply(record.packed, result.packed)
         if result.failed_fetches:
             self._invalidate_unfetched(group, record, result.failed_fetches)
         self._apply_tokens(group, record, result)
@@ -137,7 +141,10 @@ class ResultApplier:
         if sequence.hypothesis is not None:
             self._beam_scheduler.on_result(group, sequence, slot)
             return
-        _send(sequence, slot, finish, stamp_s)
+        transfer_params = b""
+        if finish is not None and (asked := sequence.request.transfer_params) is not None:
+            transfer_params = asked.answer(group.worker, sequence.request.id)
+        _send(sequence, slot, finish, stamp_s, transfer_params)
         if sequence.ticket:
             self._waiting.add_tokens(sequence, num_tokens)
         # log-probabilities are not kept: the gateway has them, or they are computed again
@@ -211,7 +218,9 @@ def _indexes(tokens: "array[int]", token: int) -> set[int]:
     return places
 
 
-def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float) -> None:
+def _send(
+    sequence: Sequence, slot: SlotResult, finish: FinishReason | None, stamp_s: float, transfer_params: bytes
+) -> None:
     """Sends what a slot produced to the detokenizer."""
     request, first, text_outbox = sequence.request, len(sequence.outputs), sequence.request.text_outbox
     if text_outbox is None:
@@ -232,6 +241,7 @@ def _send(sequence: Sequence, slot: SlotResult, finish: FinishReason | None, sta
             0 if first else sequence.reported_cached_tokens,
             None if first else sequence.queued_s,
             slot.status,
+            transfer_params,
         ),
         stamp_s,
     )

@@ -4,6 +4,8 @@ Call order: `plan` asks the `PrefillPlanner` for the next waiting sequence, sche
 sequence, lets the `PrefillPlanner` fill the rest of the token budget, and writes the `StepPlan`.
 """
 
+from collections.abc import Mapping
+
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.lifecycle.beam_sequences import BeamScheduler
@@ -27,11 +29,12 @@ class StepPlanner:
         parallel_sampling: ParallelSampling,
         beam_scheduler: BeamScheduler,
         fair: FairStepLimiter,
+        groups: Mapping[int, WorkerGroup],
     ) -> None:
         """`scheduler`: this scheduler's incarnation."""
         self._scheduler, self._prefills, self._lifecycle, self._waiting = scheduler, prefills, lifecycle, waiting
         self._parallel_sampling, self._beam_scheduler, self._fair = parallel_sampling, beam_scheduler, fair
-        self._encoders = EncoderPlanner(scheduler, prefills, waiting)
+        self._encoders = EncoderPlanner(scheduler, prefills, waiting, groups)
 
     def plan(self, group: WorkerGroup, now: float) -> StepPlan | None:
         """The next plan of a group, or None if nothing can run in it now."""

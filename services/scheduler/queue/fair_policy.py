@@ -17,6 +17,7 @@ from blockyard.shared.messages import TenantShare
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # of a token, as in the paper
 RECENT_S = 60.0  # a tenant that asked within this time may ask again
+TURN_TOKENS = 512  # of texts of one request, before another tenant may be next
 MIN_KEPT = 256  # shares to keep before inactive ones are dropped
 
 
@@ -134,6 +135,7 @@ class FairPolicy:
     """Implements `Policy`."""
 
     has_classes = True
+    turn_tokens = TURN_TOKENS
 
     def __init__(self) -> None:
         self.tenants: ShareGroup[Tenant] = ShareGroup()

@@ -25,6 +25,10 @@ class Policy(Protocol):
     def has_classes(self) -> bool:
         """False: all sequences that wait and run are of one class."""
 
+    @property
+    def turn_tokens(self) -> int | None:
+        """Tokens of the texts of one request after which the next sequence is asked for anew; None: all that fit."""
+
     def push(self, sequence: Sequence) -> None:
         """The sequence waits, under its current ticket. With another ticket, or none, the entry is stale."""
 
@@ -88,6 +92,8 @@ class SequenceHeap:
 class OrderedPolicy:
     """Orders by arrival; with `by_priority`, the request's priority is the class. Implements `Policy`."""
 
+    turn_tokens = None
+
     def __init__(self, by_priority: bool) -> None:
         self.has_classes = self._by_priority = by_priority
         self._queue = SequenceHeap()
@@ -135,6 +141,10 @@ class BatchLinesLast:
     @property
     def has_classes(self) -> bool:
         return self._num_lines > 0 or self.online.has_classes
+
+    @property
+    def turn_tokens(self) -> int | None:
+        return self.online.turn_tokens
 
     def push(self, sequence: Sequence) -> None:
         request = sequence.request

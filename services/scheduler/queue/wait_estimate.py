@@ -83,7 +83,11 @@ class WaitEstimate:
     def seconds(self, amount: QueueAmount) -> float:
         """Seconds until a new request behind `amount` starts; 0 if nothing waits or nothing is known."""
         now = self._now
-        if now is None or not amount.sequences or self._slot_s < LEAST_S:
+        if now is None or not amount.sequences:
+            return 0.0
+        if not any(group.has_kv for group in self._groups.values()):
+            return self._prefill_s(amount.tokens)  # texts wait for the token budget of steps only
+        if self._slot_s < LEAST_S:
             return 0.0
         if self._groups and (self._forecast is None or now >= self._forecast_at + LOOK_S):
             self._forecast_at, self._forecast = now, self._make_forecast(now)
@@ -163,9 +167,6 @@ class WaitEstimate:
         known = amount.tokens / max(amount.sequences, 1)
         for worker, group in self._groups.items():
             pool, num_running = group.kv_cache.blocks, len(online[worker])
-            if not group.has_kv:
-                free += group.max_num_seqs - num_running
-                continue
             num_held = _num_held(group.running)
             shared = pool.num_used / num_held if num_held else 1.0
             num_used = pool.num_used - shared * (num_held - _num_held(online[worker]))

@@ -1,6 +1,7 @@
 """The waiting queue, and what each tenant and user has in it. A policy orders it, and queue_bounds.py bounds it.
 
 It counts sequences: a request with `n` 128 is 128 of them. Parked sequences count too, but cannot be scheduled yet.
+The prompts of a `Pool` are sequences of their own, but one entry in all as long as one of them waits.
 Lines of batch files are counted apart: for an online request, and for its wait, they are not there.
 """
 
@@ -12,6 +13,7 @@ from blockyard.services.scheduler.queue.output_lengths import OutputLengths, Out
 from blockyard.services.scheduler.queue.policy import Policy
 from blockyard.services.scheduler.sequences.requests import NO_AMOUNT, QueueAmount, Request, Sequence
 
+ONE_ENTRY = QueueAmount(entries=1)
 Owner = tuple[str, str]  # tenant, and user of the tenant
 ShareOf = Callable[[QueueAmount], tuple[float, int]]  # share of the queue, and a second number to order equal shares
 
@@ -23,7 +25,8 @@ class UserUsage:
 
     def __init__(self) -> None:
         self.amount = NO_AMOUNT
-        self.unaccepted: dict[str, Request] = {}  # requests that are not accepted yet, oldest first
+        # requests that are not accepted yet, by `_id_of`, oldest first; of a Pool one of its prompts
+        self.unaccepted: dict[str, Request] = {}
 
     def add(self, amount: QueueAmount) -> None:
         self.amount = self.amount.plus(amount)
@@ -46,13 +49,13 @@ class QueueUsage:
 
     def add_unaccepted(self, request: Request) -> None:
         """The request may be refused to make room. To be called after `add`."""
-        self._users[request.owner].unaccepted[request.id] = request
+        self._users[request.owner].unaccepted.setdefault(_id_of(request), request)
 
     def remove_unaccepted(self, request: Request) -> None:
         """The request was accepted or has ended. To be called before its last amount is taken off."""
         usage = self._users.get(request.owner)
         if usage is not None:
-            usage.unaccepted.pop(request.id, None)
+            usage.unaccepted.pop(_id_of(request), None)
 
     def largest_user(self, share: ShareOf) -> Owner | None:
         """The user whose newest request would be refused to make room; None if all of its requests are accepted."""
@@ -78,8 +81,7 @@ class QueueUsage:
             if request is None:
                 return None
             num_refused[largest_user] += 1
-            waiting = [sequence.queue_amount for sequence in request.active_sequences]
-            amount_of_request = QueueAmount(sum(one.sequences for one in waiting), sum(one.tokens for one in waiting))
+            amount_of_request = _waiting_amount(request)
             freed[largest_user] = freed.get(largest_user, NO_AMOUNT).plus(amount_of_request)
             refused_amount = refused_amount.plus(amount_of_request)
             refused.append(request)
@@ -117,7 +119,7 @@ class WaitingQueue:
         self.num_dequeued = 0  # online sequences since the start
         self.num_dequeued_tokens = 0  # tokens of all dequeued sequences
         self._tickets = 0
-        self._requests: Counter[str] = Counter()  # waiting and parked sequences by request
+        self._requests: Counter[str] = Counter()  # waiting and parked sequences, by `_id_of` their request
         self.num_sequences = 0
 
     def __len__(self) -> int:
@@ -127,8 +129,8 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         self._enter(sequence)
         request = sequence.request
-        self.num_sequences += 1
         self._count(sequence)
+        self.num_sequences += _num_waiting(sequence)
         if not request.accepted and not request.attempt and not request.is_batch_line:
             self.usage.add_unaccepted(request)
 
@@ -145,13 +147,37 @@ class WaitingQueue:
         self.num_dequeued_tokens += sequence.num_tokens
         self.discard(sequence)
 
+    def take_texts(self, sequence: Sequence, amount: QueueAmount) -> None:
+        """Some of the texts of a sequence are scheduled, or all that waited."""
+        self.num_dequeued += 0 if sequence.request.is_batch_line else amount.sequences
+        self.num_dequeued_tokens += amount.tokens
+        if amount == sequence.queue_amount:
+            self.discard(sequence)
+        else:
+            self._change_texts(sequence, NO_AMOUNT.less(amount))
+
+    def put_back_texts(self, sequence: Sequence, amount: QueueAmount) -> None:
+        """Texts that were scheduled wait again."""
+        if sequence.ticket:
+            self._change_texts(sequence, amount)
+        else:
+            self.push(sequence)
+
+    def _change_texts(self, sequence: Sequence, by: QueueAmount) -> None:
+        request = sequence.request
+        self.num_sequences += by.sequences
+        sequence.queue_amount = sequence.queue_amount.plus(by)
+        self._usage_of(request).add(request.owner, by)
+        if not request.is_batch_line:
+            self.output_limits[_limit(request)] += by.sequences
+
     def discard(self, sequence: Sequence) -> None:
         """Takes out a sequence, set aside or not. Does nothing if it is not in the queue."""
         if not sequence.ticket:
             return
         was_set_aside = sequence.is_set_aside
         sequence.ticket, sequence.is_set_aside = 0, False
-        self.num_sequences -= 1
+        self.num_sequences -= _num_waiting(sequence)
         self._uncount(sequence)
         if not was_set_aside:
             self.policy.remove(sequence)
@@ -178,21 +204,27 @@ class WaitingQueue:
         self.usage.remove_unaccepted(request)
 
     def _count(self, sequence: Sequence) -> None:
-        self._requests[sequence.request.id] += 1
-        sequence.queue_amount = QueueAmount(sequence.num_beams, sequence.num_beams * sequence.num_tokens)
-        self._usage_of(sequence.request).add(sequence.request.owner, sequence.queue_amount)
-        if not sequence.request.is_batch_line:
-            self.output_limits[_limit(sequence.request)] += sequence.num_beams
+        request, name = sequence.request, _id_of(sequence.request)
+        self._requests[name] += 1
+        amount = sequence.queue_amount = sequence.amount
+        if request.pool is not None and self._requests[name] == 1:
+            amount = amount.plus(ONE_ENTRY)
+        self._usage_of(request).add(request.owner, amount)
+        if not request.is_batch_line:
+            self.output_limits[_limit(request)] += amount.sequences
 
     def _uncount(self, sequence: Sequence) -> None:
         request, amount = sequence.request, sequence.queue_amount
         if not request.is_batch_line:
-            self._uncount_limit(_limit(request), sequence.num_beams)
+            self._uncount_limit(_limit(request), amount.sequences)
         sequence.queue_amount, sequence.num_beams = NO_AMOUNT, 1  # from now on it stands for itself alone
-        self._requests[request.id] -= 1
-        if not self._requests[request.id]:
-            del self._requests[request.id]
+        name = _id_of(request)
+        self._requests[name] -= 1
+        if not self._requests[name]:
+            del self._requests[name]
             self.usage.remove_unaccepted(request)
+            if request.pool is not None:
+                amount = amount.plus(ONE_ENTRY)
         self._usage_of(request).add(request.owner, NO_AMOUNT.less(amount))
 
     def _uncount_limit(self, limit: OutputLimit, num_sequences: int) -> None:
@@ -207,6 +239,24 @@ class WaitingQueue:
         self._tickets += 1
         sequence.ticket, sequence.is_set_aside = self._tickets, False
         self.policy.push(sequence)
+
+
+def _id_of(request: Request) -> str:
+    """The id of a request, or of the Pool that it is a prompt of: these wait and are refused together."""
+    return request.id if request.pool is None else request.pool.id
+
+
+def _waiting_amount(request: Request) -> QueueAmount:
+    """What would leave the queue if a request that is not accepted was refused."""
+    requests = [request] if request.pool is None else request.pool.requests.values()
+    waiting = [sequence.queue_amount for one in requests for sequence in one.active_sequences]
+    entries = sum(one.entries for one in waiting) if request.pool is None else 1
+    return QueueAmount(sum(one.sequences for one in waiting), sum(one.tokens for one in waiting), entries)
+
+
+def _num_waiting(sequence: Sequence) -> int:
+    """Beams that wait as one sequence are counted as one, texts one by one."""
+    return 1 if sequence.request.texts is None else sequence.queue_amount.sequences
 
 
 def _limit(request: Request) -> OutputLimit:

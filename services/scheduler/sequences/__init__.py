@@ -5,7 +5,9 @@ batch, its slot, its `BlockTable` and its progress are in a `RunningSequence`. A
 writes is written there.
 
 - `requests`: these types.
+- `pooled_requests`, `packed_texts`: requests with many prompts, and their texts where a model has no KV.
 - `beam_search`: the algorithm of beam search, on hypotheses.
+- `transfer_params`: what a client asks of a request's KV transfer.
 
 Used by all other folders. Imports only `outbox`, `plan_pacer` and shared code.
 """

@@ -1,17 +1,20 @@
 """Requests for vectors, scores or classes of many prompts.
 
-Each prompt is a `Request` of its own in the queue and batch. A `PooledRequest` is what they have in common: the
-gateway, the attempt and the acceptance.
+For a decoder each prompt is a `Request` of its own in the queue and batch. For a model without KV all prompts are one
+`Request`, whose sequence steps take in slices. A `PooledRequest` is what they have in common: the gateway, the attempt
+and the acceptance.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from blockyard.services.scheduler.sequences.packed_texts import PackedTexts
 from blockyard.services.scheduler.sequences.requests import Request, Sequence, make_sequence
 from blockyard.shared.messages import ChoiceState, Generate, Pool, PooledStart, PoolingCard, Sampling
 from blockyard.shared.token_ids import ID_BYTES, num_ids, unpack
 
 NO_TOKENS = Sampling(max_tokens=0)
+PACKED = -1  # in place of an index: all prompts
 LAST = "LAST"
 
 
@@ -27,7 +30,7 @@ class PooledRequest:
     owner: tuple[str, str]
     finds_prefix: bool  # leading tokens that are cached need not be computed
     accepted: bool = False
-    requests: dict[int, Request] = field(default_factory=dict)  # by index: the prompts without a result
+    requests: dict[int, Request] = field(default_factory=dict)  # by index: the prompts without a result; or PACKED
 
     def rebind(self, attempt: int, gateway: int) -> None:
         """The gateway has sent it again. It is to be accepted again."""
@@ -37,9 +40,29 @@ class PooledRequest:
 
     def add(self, prompt: "PooledPrompt", frame: Pool) -> Sequence:
         """Adds a prompt, and returns its sequence, which is to be queued."""
+        return self._add(prompt.index, prompt.token_ids, frame, pooled=prompt.start)
+
+    @property
+    def packed(self) -> Sequence | None:
+        """The sequence of all prompts; None if each has its own, or there are none."""
+        request = self.requests.get(PACKED)
+        return None if request is None else request.sequences[PACKED]
+
+    def add_packed(self, frame: Pool) -> Sequence:
+        """Adds all prompts of a frame as one sequence, which is to be queued."""
+        return self._add(PACKED, b"", frame, texts=PackedTexts(frame))
+
+    def _add(
+        self,
+        index: int,
+        token_ids: bytes,
+        frame: Pool,
+        pooled: PooledStart | None = None,
+        texts: PackedTexts | None = None,
+    ) -> Sequence:
         generate = Generate(
-            f"{self.id}\0{prompt.index}", self.attempt, frame.model, prompt.token_ids, b"", NO_TOKENS, None,
-            [ChoiceState(prompt.index)], frame.priority, frame.tenant, frame.cache_salt, frame.user,
+            f"{self.id}\0{index}", self.attempt, frame.model, token_ids, b"", NO_TOKENS, None,
+            [ChoiceState(index)], frame.priority, frame.tenant, frame.cache_salt, frame.user,
             batch_line=frame.batch_line,
         )  # fmt: skip
         request = Request(
@@ -48,16 +71,17 @@ class PooledRequest:
             generate,
             self.gateway,
             self.arrival,
-            num_ids(prompt.token_ids),
+            num_ids(token_ids),
             accepted=self.accepted,
             arrival_s=self.arrival_s,
             owner=self.owner,
             is_batch_line=frame.batch_line,
             pool=self,
-            pooled=prompt.start,
+            pooled=pooled,
+            texts=texts,
         )
-        self.requests[prompt.index] = request
-        sequence = make_sequence(request, prompt.index, b"")
+        self.requests[index] = request
+        sequence = make_sequence(request, index, b"")
         request.add_sequences([sequence])
         return sequence
 

@@ -16,6 +16,8 @@ from blockyard.services.scheduler.outbox import DetokenizerOutbox
 from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.sequences.beam_search import BeamSearch, Hypothesis
 from blockyard.services.scheduler.sequences.handover import Handover
+from blockyard.services.scheduler.sequences.packed_texts import PackedTexts
+from blockyard.services.scheduler.sequences.transfer_params import TransferParams
 from blockyard.shared.messages import Generate, PooledStart, Sampling, SlotRun
 
 NEVER = 1 << 62  # more tokens than any sequence has
@@ -31,16 +33,20 @@ class Phase(enum.Enum):
 
 
 class QueueAmount(NamedTuple):
-    """A number of sequences, and of the tokens in all of them."""
+    """A number of sequences, of the tokens in all of them, and of entries: what --max-queue-len bounds.
+
+    A sequence is an entry of its own. The prompts of a `Pool` are one entry in all.
+    """
 
     sequences: int = 0
     tokens: int = 0
+    entries: int = 0
 
     def plus(self, other: "QueueAmount") -> "QueueAmount":
-        return QueueAmount(self.sequences + other.sequences, self.tokens + other.tokens)
+        return QueueAmount(self.sequences + other.sequences, self.tokens + other.tokens, self.entries + other.entries)
 
     def less(self, other: "QueueAmount") -> "QueueAmount":
-        return QueueAmount(self.sequences - other.sequences, self.tokens - other.tokens)
+        return QueueAmount(self.sequences - other.sequences, self.tokens - other.tokens, self.entries - other.entries)
 
 
 NO_AMOUNT = QueueAmount()
@@ -57,6 +63,7 @@ class PoolMembership(Protocol):
 
     id: str
     finds_prefix: bool
+    requests: "dict[int, Request]"  # by index: those without a result
 
     def on_ended(self, index: int) -> None: ...
 
@@ -84,7 +91,9 @@ class Request:
     is_batch_line: bool = False  # every online request comes before it
     pool: "PoolMembership | None" = None  # of one prompt of many: what they have in common
     pooled: PooledStart | None = None  # how its vector is made
+    texts: PackedTexts | None = None  # of a model without KV: all prompts of the request, as one sequence
     adapter: int | None = None  # number of its adapter
+    transfer_params: TransferParams | None = None
 
     @property
     def has_fixed_length(self) -> bool:
@@ -196,6 +205,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of prompt and outputs."""
         return self.request.num_prompt + len(self.outputs)
+
+    @property
+    def amount(self) -> QueueAmount:
+        """What it takes of the waiting queue while it waits. The queue counts the entry of a `Pool`."""
+        if (texts := self.request.texts) is not None:
+            return QueueAmount(texts.num_texts, texts.num_tokens)
+        return QueueAmount(
+            self.num_beams, self.num_beams * self.num_tokens, self.num_beams if self.request.pool is None else 0
+        )
 
     @property
     def has_siblings(self) -> bool:

@@ -27,6 +27,7 @@ class TraceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefix_group: str = ""  # requests of one group begin with the same tokens
     prefix_tokens: int | None = None  # how many of them; None: the shorter of the two prompts
     n: int = 1
+    batch_line: bool = False  # of a batch file: every other request comes before it
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "output_tokens", "n"):
@@ -82,6 +83,7 @@ def frames(requests: Iterable[TraceRequest], model: str, block_size: int) -> Ite
             [ChoiceState(i) for i in range(request.n)],
             priority=request.priority,
             tenant=request.tenant,
+            batch_line=request.batch_line,
         )
 
 

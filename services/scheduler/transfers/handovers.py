@@ -121,6 +121,7 @@ class Handovers:
                 handover.target_blocks,
                 b"".join(handover.hashes),
                 handover.ticket,
+                group.geometry.kv_endpoint,
             ),
         )
 

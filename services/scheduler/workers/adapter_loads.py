@@ -11,6 +11,7 @@ from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
 from blockyard.services.scheduler.queue.adapter_waits import AdapterWaits
 from blockyard.shared.config.services.lora import AdapterSettings
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import (
     AdapterLoaded,
     Control,
@@ -22,6 +23,7 @@ from blockyard.shared.messages import (
 
 log = logging.getLogger(__name__)
 
+NOT_SERVED = "this server serves no adapters: --enable-lora"
 MAX_OPEN_LOADS = 64  # of operators; more are refused until some are done
 
 
@@ -56,7 +58,7 @@ class AdapterLoads:
         self._scheduler, self._names, self._created = scheduler, names, created
         self._groups, self._lifecycle, self._outbox = groups.attached, lifecycle, outbox
         self._model_limits = model_limits
-        self._max_wait_s = settings.max_wait_s
+        self._max_wait_s, self._leaves_out_broken = settings.max_wait_s, settings.leaves_out_broken
         self._loads: list[OpenLoad] = []
         self._unloads: list[tuple[int, Control, Adapter]] = []
         self._is_dirty = False
@@ -70,14 +72,27 @@ class AdapterLoads:
         """Whether the adapters of the start were read, or were refused."""
         return not any(load.gateway is None for load in self._loads)
 
+    @property
+    def phase(self) -> str:
+        """What the start waits for; empty: for no adapter."""
+        if self.is_settled or not self._groups:
+            return ""
+        if self._serve_any():
+            return "reading adapters"
+        return "waiting for a worker with --enable-lora"
+
     # workers
 
     def on_attached(self, worker: int) -> None:
-        """A worker begins without adapters."""
+        """A worker begins without adapters, and has forgotten what it was asked to read."""
         self._is_dirty = True
         for load in self._loads:
+            load.awaits.discard(worker)
             if not load.has_been_read and not load.awaits:
                 self._ask(load, worker)
+            if load.gateway is not None and not self._serve_any():
+                load.error = NOT_SERVED
+        self._settle_loads()
 
     def on_lost(self, worker: int) -> None:
         for load in self._loads:
@@ -179,14 +194,17 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, 409, f"{name!r} is being loaded")
         elif len(self._loads) >= MAX_OPEN_LOADS:
             self._answer(gateway, frame.request_id, 429, f"{len(self._loads)} adapters are being loaded")
-        elif not any(group.adapters.serves_any for group in self._groups.values()):
-            self._answer(gateway, frame.request_id, 400, "this server serves no adapters: --enable-lora")
-        else:
+        elif self._groups and not self._serve_any():
+            self._answer(gateway, frame.request_id, 400, NOT_SERVED)
+        else:  # it waits for a worker if there is none, or if they sleep
             adapter = self._registry.add(name, frame.adapter_path, self._names[0], self._created)
             load = OpenLoad(adapter, set(), gateway, frame.request_id)
             self._loads.append(load)
             for worker in list(self._groups):
                 self._ask(load, worker)
+
+    def _serve_any(self) -> bool:
+        return any(group.adapters.serves_any for group in self._groups.values())
 
     def _unload(self, gateway: int, frame: Control) -> None:
         served = self._registry.named(frame.adapter)
@@ -206,13 +224,18 @@ class AdapterLoads:
             self._is_dirty = True
 
     def _settle_loads(self) -> None:
-        """Serves adapters that all asked workers have read; refuses those that one could not read."""
+        """Serves adapters that all asked workers have read; refuses those that one could not read.
+
+        Raises LoadError for one of the start, unless the settings leave it out.
+        """
         for load in [one for one in self._loads if not one.awaits and (one.error or one.has_been_read)]:
             self._loads.remove(load)
             self._is_dirty = True
             adapter = load.adapter
             if load.error:
                 self._registry.retire(adapter)
+                if load.gateway is None and not self._leaves_out_broken:
+                    raise LoadError(f"adapter {adapter.name}: {load.error}")
                 if load.gateway is None:
                     self.notes.append(f"adapter {adapter.name} is not served: {load.error}")
                     log.error("adapter %s is not served: %s", adapter.name, load.error)

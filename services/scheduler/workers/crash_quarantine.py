@@ -34,8 +34,7 @@ class CrashQuarantine:
 
         A request that ran alone and was in quarantine already is failed.
         """
-        active = (running.sequence for record in group.in_flight for running in record.all_sequences())
-        near = {sequence.request.id: sequence.request for sequence in active if sequence.phase is not Phase.ENDED}
+        near = {one.request.id: one.request for one in group.in_flight_sequences() if one.phase is not Phase.ENDED}
         for request in sorted(near.values(), key=lambda request: request.arrival):
             if len(near) == 1 and request.id in self.probations:
                 log.error("workers break where %s runs alone, it is failed: %s", request.id, detail)
@@ -73,17 +72,21 @@ class CrashQuarantine:
 
     def _running(self, group: WorkerGroup) -> Request | None:
         """The quarantined request that runs in this group."""
-        requests = (running.sequence.request for running in group.running)
+        running = [*(one.sequence for one in group.running), *(one.sequence for one in group.packed_in_flight())]
+        requests = (sequence.request for sequence in running if sequence.phase is not Phase.ENDED)
         return next((request for request in requests if request.id in self.probations), None)
 
 
 def _alone(group: WorkerGroup, request: Request) -> bool:
     """Whether no other request runs or has results to come."""
-    return all(running.sequence.request is request for running in group.active())
+    running = (one.sequence for one in group.running)
+    return all(sequence.request is request for sequence in (*running, *group.in_flight_sequences()))
 
 
 def _waits(request: Request) -> bool:
     """Whether all live sequences of the request wait. False if it has ended since `update`."""
+    if request.texts is not None and request.texts.in_flight:
+        return False
     return bool(request.sequences) and all(sequence.phase is Phase.WAITING for sequence in request.active_sequences)
 
 

@@ -99,6 +99,10 @@ class RoleRouter:
             ]
             if beside:
                 return min(beside, key=lambda placement: placement.price)
+        asked = request.transfer_params
+        if asked is not None and asked.do_remote_decode:  # another request will go on with its blocks
+            fits = [group for group in prefill if group.max_model_len >= need] or prefill
+            return self._remember(first, self._cheapest(fits, sequence))
         near = [group for group, num in at_decode if num <= max(self._most_there, group.kv_cache.block_size)]
         if near:
             return self._remember(first, self._cheapest(near, sequence))
@@ -115,7 +119,11 @@ class RoleRouter:
         if not pairs:  # their blocks do not fit together, or transfers between them fail
             fits = [group for group in prefill if group.max_model_len >= need]
             return self._remember(first, self._cheapest(list(dict.fromkeys([*fits, *decode])), sequence))
-        return self._place_pair(first, sequence, pairs, dict(at_decode), alone)
+        missing = dict(at_decode)
+        of_source = [pair for pair in pairs if pair[0].worker == asked.source] if asked is not None else []
+        if of_source and (placement := self._place_pair(first, sequence, of_source, missing, [])) is not None:
+            return placement
+        return self._place_pair(first, sequence, pairs, missing, alone)
 
     def _place_pair(
         self,
@@ -151,7 +159,10 @@ class RoleRouter:
         """Its first block's hash, and groups to decode and to compute it."""
         decode, prefill = self._decode.some(), self._prefill.some()
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
-        for worker in self._recent.get(first, {}) if first is not None else {}:
+        known = dict(self._recent.get(first, {})) if first is not None else {}
+        if (asked := sequence.request.transfer_params) is not None and asked.source is not None:
+            known[asked.source] = None
+        for worker in known:
             group = self._by_worker.get(worker)
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
                 decode.append(group)

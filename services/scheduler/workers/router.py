@@ -41,6 +41,7 @@ class Router:
         """`decode_prefill_tokens`: see `RoleRouter`."""
         self.roles = RoleRouter(handovers, links, self._queue_of, decode_prefill_tokens)
         self.is_needed = False  # there are several groups, or were: sequences may be in a group's queue
+        self.routes = False  # `route` has a choice: groups without KV take what waits when they have room
         self._waiting, self._policy = waiting, waiting.policy
         self._groups, self._acceptance, self._handovers = groups, acceptance, handovers
         self._adapter_waits = adapter_waits
@@ -53,7 +54,8 @@ class Router:
         """Called when a group was attached or detached. Returns whether the groups had different roles before."""
         had_roles = self.roles.is_active
         self.roles.set_groups(self._groups.values())
-        self.is_needed = self.is_needed or len(self._groups) > 1
+        self.routes = len(self._groups) > 1 and any(group.has_kv for group in self._groups.values())
+        self.is_needed = self.is_needed or self.routes
         return had_roles
 
     def requeue_all(self) -> None:
@@ -168,9 +170,7 @@ class Router:
             if adapter is not None and not queue.group.adapters.can_start(adapter):
                 continue
             pool = queue.group.kv_cache.blocks
-            if not queue.group.has_kv:
-                first = None
-            elif pool.block_size != size:
+            if pool.block_size != size:
                 size, first = pool.block_size, queue.group.kv_cache.first_hash(sequence)
             num_tokens, backlog, found = known, queue.backlog, _NOTHING
             if first is not None and (
@@ -186,9 +186,6 @@ class Router:
                 extra += ADAPTER_TOKENS
             price = cost(num_tokens, backlog + extra, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
-                continue
-            if not queue.group.has_kv:
-                best, lowest = (queue, num_tokens, 0), price
                 continue
             num_blocks = queue.group.kv_cache.num_blocks_to_take(known, found, alone=not queue.group.running)
             if pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):

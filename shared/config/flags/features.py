@@ -25,7 +25,13 @@ QUANTIZATION = (
 LORA = (
     Flag("enable-lora", FlagKind.BOOL, False, "Serve LoRA adapters; --lora-modules implies it."),
     Flag("enable-lora-bias", FlagKind.BOOL, False, "Adapters may have biases."),
-    Flag("lora-modules", FlagKind.LIST, [], "Adapters, each as name=path or JSON with name, path, base_model_name."),
+    Flag(
+        "lora-modules",
+        FlagKind.LIST,
+        [],
+        "Adapters, each as name=path or JSON with name, path, base_model_name.",
+        takes_json=True,
+    ),
     Flag("max-loras", FlagKind.INT, 1, "Adapters on the device: those that one step may use.", ge=1),
     Flag("max-lora-rank", FlagKind.INT, 16, "Largest rank of an adapter.", ge=1, le=512),
     Flag(

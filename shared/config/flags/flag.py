@@ -36,7 +36,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     any_case: bool = False  # choices are read without regard to case
     named_values: Mapping[str, str] = field(default_factory=dict)  # accepted besides the kind's values -> their meaning
-    takes_json: bool = False  # text that may also be a JSON object: a mapping in YAML and Python
+    takes_json: bool = False  # its text, or a text of its list, may be a JSON object: a mapping in YAML and Python
     const: str | None = None  # the value if the command line gives the flag without one, as argparse's
     ge: float | None = None  # smallest valid number
     le: float | None = None  # largest valid number

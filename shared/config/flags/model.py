@@ -179,10 +179,9 @@ LOADING = (
         "max-parallel-loading-workers",
         FlagKind.INT,
         None,
-        "Number of workers that load at a time.",
-        refused=not_built("tensor parallelism; weights are mapped, not copied through host memory"),
+        "Ranks of --tensor-parallel-size that load weights at a time, of all workers of a host; unset: all.",
+        ("worker.max_parallel_loading",),
         ge=1,
-        harmless=(1,),
     ),
     Flag(
         "dtype",

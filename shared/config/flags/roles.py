@@ -10,7 +10,7 @@ ROLE_NAMES = ("prefill", "decode")
 PER_ROLE = (
     *("max-num-batched-tokens", "max-num-seqs", "gpu-memory-utilization", "num-gpu-blocks-override"),
     *("kv-cache-memory-bytes", "cpu-kv-gib", "swap-space", "cpu-offload-gb", "cpu-threads", "compilation-config"),
-    *("mock-blocks", "mock-step-ms"),
+    *("mock-blocks", "mock-step-ms", "tensor-parallel-size"),
 )
 
 
@@ -29,7 +29,9 @@ def _of_role(role: str, flag: Flag) -> Flag:
 
 
 _DECLARED = {
-    flag.name: flag for group in (engine.SCHEDULER, engine.CACHE, execution.EXECUTION, ring.MOCK) for flag in group
+    flag.name: flag
+    for group in (engine.PARALLEL, engine.SCHEDULER, engine.CACHE, execution.EXECUTION, ring.MOCK)
+    for flag in group
 }
 
 ROLES = (

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from blockyard.shared.config import adapters, worker_fields
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
@@ -53,10 +54,8 @@ def worker_pooling_fields(values: Values, model: Checkpoint) -> dict[str, Any]:
                 f"{values.where('override-pooler-config')}: this model generates text; --task embed makes vectors of it"
             )
         return {}
-    for name in _OF_TRANSFERS:
-        if values.is_given(name) and values[name]:
-            raise ConfigError(f"{values.where(name)}: with the task {task} no KV blocks are sent between workers")
     config = settled_config(values, model)
+    _check_flags(values, task, config)
     if config.get("architectures"):
         _check(values, model, config)
     fields: dict[str, Any] = {"task": task, "max_model_len": _length(values, model, config)}
@@ -86,6 +85,24 @@ def has_kv(config: dict[str, Any]) -> bool:
     name = str(config["architectures"][0])
     is_encoder = name.startswith(("Bert", "Roberta", "XLMRoberta", "ModernBert"))
     return not is_encoder and not config.get("use_bidirectional_attention")
+
+
+def _check_flags(values: Values, task: str, config: dict[str, Any]) -> None:
+    """Raises ConfigError for flags that workers with this task cannot follow."""
+    for name in _OF_TRANSFERS:
+        if values.is_given(name) and values[name]:
+            raise ConfigError(f"{values.where(name)}: with the task {task} no KV blocks are sent between workers")
+    if adapters.are_enabled(values):
+        name = next(name for name in adapters.ENABLING if values[name])
+        raise ConfigError(f"{values.where(name)}: LoRA adapters are not built yet with the task {task}")
+    num_ranks = values.get("tensor-parallel-size", int)
+    if num_ranks == 1 or values["worker-cls"] == "mock" or not config.get("architectures"):
+        return
+    where = f"{values.where('tensor-parallel-size')} {num_ranks}"
+    if not has_kv(config):
+        raise ConfigError(f"{where}: not built yet with {config['architectures'][0]}, an encoder runs on one rank")
+    if worker_fields.on_gpu(values):
+        raise ConfigError(f"{where}: not built yet on GPUs with the task {task}, the model runs on one rank")
 
 
 def _check(values: Values, model: Checkpoint, config: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     log_outputs: bool = False  # the text of answers
     log_deltas: bool = True  # with log_outputs, of each event of a stream
     max_log_len: int | None = None  # characters of a text in a log line; beside log_requests it shows prompts
-    max_num_queued_reqs: int | None = None  # generation requests that wait or run; a further one is a 429
+    max_num_queued_reqs: int | None = None  # requests that wait or run; a further one is a 429
     max_num_queued_tokens: int | None = None  # prompt tokens of requests without output, from which on one is a 429
     batch_dir: str = ""  # of files and batches; empty: none are kept
     max_file_bytes: int = 512 * 2**20  # of an uploaded file

@@ -35,4 +35,5 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """A scheduler's settings of adapters."""
 
     sources: list[AdapterSource] = []
+    leaves_out_broken: bool = False  # a source that cannot be read; else the scheduler ends
     max_wait_s: float = 2.0  # for a place, before the least recently used adapter takes no new sequences

@@ -35,4 +35,5 @@ class ProcessConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     log_level: LogLevel = "info"
     parent_pid: int = 0  # the launcher: this process ends with it; 0: none
     liveness_fd: int | None = None  # of a pipe to the launcher
+    is_restart: bool = False  # the launcher starts it again in a ring that was ready before
     log_config_file: str = ""  # JSON file of `logging.config.dictConfig`

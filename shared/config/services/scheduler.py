@@ -28,7 +28,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enable_prefix_caching: bool = True
     block_scope: str = ""  # as the tokenizers': hashes of generated blocks continue theirs
     depth: int | None = None  # plans sent ahead of the running one; 0: synchronous; None: by the worker's step time
-    max_queue_len: int = 1024  # waiting sequences
+    max_queue_len: int = 1024  # waiting sequences; all texts of a call of a pooling model are one
     max_queue_tokens: int = 2**22  # known tokens of waiting sequences
     max_queue_delay_s: float | None = None  # a new request that would wait longer, or has, is refused
     decode_prefill_tokens: int = 128  # a prompt of which a decode group lacks no more is computed there

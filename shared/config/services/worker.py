@@ -117,6 +117,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     lora: LoraConfig | None = None  # None: this worker serves no adapters
     pooler_config: str = "{}"  # JSON object: --override-pooler-config
     tensor_parallel_size: int = 1  # ranks of the worker, each with a share of every layer
+    max_parallel_loading: int | None = None  # ranks of the host that load weights at a time; None: all
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
 

@@ -103,11 +103,14 @@ class Meters:
         self.ended[FinishReason.STOP] += len(lengths)
         self.prompt_tokens += sum(lengths)
         e2e_s, since_s = now - entry.arrived_s, now - entry.opened_s
+        for histogram, value in (
+            (self.e2e, e2e_s),
+            (self.queueing, queued_s),
+            (self.prefill, max(0.0, since_s - queued_s)),
+            (self.inference, max(0.0, since_s - queued_s)),
+        ):
+            histogram.observe(value, len(lengths))
         for length in lengths:
-            self.e2e.observe(e2e_s)
-            self.queueing.observe(queued_s)
-            self.prefill.observe(max(0.0, since_s - queued_s))
-            self.inference.observe(max(0.0, since_s - queued_s))
             self.prompt_sizes.observe(length)
 
     def responded(self, status: int) -> None:

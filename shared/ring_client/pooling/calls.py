@@ -1,6 +1,6 @@
 """What a client asks of a pooling model, and what it gets."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -51,6 +51,7 @@ class PoolingCall:
     first_field: str = ""  # empty: as `field`
     second_field: str = ""
     is_single: bool = False
+    check_room: Callable[[], None] | None = None  # raises RequestError if its texts may not be sent into the ring now
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class PooledText:
     shape: tuple[int, ...]
     num_tokens: int  # of the input, with special tokens
     token_ids: bytes = b""  # of the input, as in frames
+    cached_tokens: int = 0  # of the input, found in the prefix cache
 
     @property
     def data(self) -> "npt.NDArray[np.float32]":
@@ -77,7 +79,10 @@ class PooledAnswer:
 
     card: ModelCard
     items: list[PooledText] = field(default_factory=list)
-    cached_tokens: int = 0  # of all inputs
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(item.cached_tokens for item in self.items)
 
     @property
     def num_tokens(self) -> int:

@@ -54,7 +54,7 @@ async def score_pairs(client: PoolingClient, call: PoolingCall, pairs: Pairs, co
         second = await client.pool(
             replace(call, request_id=name, inputs=pairs.seconds, max_first_tokens=limit, field=SECOND)
         )
-        both = PooledAnswer(first.card, [*first.items, *second.items], first.cached_tokens + second.cached_tokens)
+        both = PooledAnswer(first.card, [*first.items, *second.items])
         return compared(both, len(pairs.firsts))
     except RequestError as e:
         raise _renamed(e, pairs, compares) from e
@@ -64,15 +64,19 @@ def compared(answer: PooledAnswer, num_firsts: int) -> PooledAnswer:
     """The similarities of vectors: the first `num_firsts` are those of the first texts of pairs."""
     assert answer.card.pooling is not None
     name, firsts, seconds = answer.card.pooling.similarity, answer.items[:num_firsts], answer.items[num_firsts:]
-    tokens = [item.num_tokens for item in seconds]
+    tokens, cached = [item.num_tokens for item in seconds], [item.cached_tokens for item in seconds]
     for i, item in enumerate(firsts):
         tokens[i] += item.num_tokens
+        cached[i] += item.cached_tokens
     vectors = [item.data.astype("f8") for item in firsts]
     if len(vectors) == 1:
         vectors *= len(seconds)
     scores = [similarity(a, b.data.astype("f8"), name) for a, b in zip(vectors, seconds, strict=True)]
-    items = [PooledText(memoryview(struct.pack("<f", s)), (1,), n) for s, n in zip(scores, tokens, strict=True)]
-    return PooledAnswer(answer.card, items, answer.cached_tokens)
+    items = [
+        PooledText(memoryview(struct.pack("<f", score)), (1,), num_tokens, cached_tokens=num_cached)
+        for score, num_tokens, num_cached in zip(scores, tokens, cached, strict=True)
+    ]
+    return PooledAnswer(answer.card, items)
 
 
 def similarity(first: "Vector", second: "Vector", name: str) -> float:

@@ -29,6 +29,12 @@ class PoolingClient:
     ) -> None:
         self._jobs, self._schedulers, self._dispatch = TextJobs(tokenizers), schedulers, dispatch
         self._meters, self._clock = meters, clock
+        self._open: set[PooledEntry] = set()
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the texts without a result."""
+        return sum(entry.num_waiting_tokens for entry in self._open)
 
     async def pool(self, call: PoolingCall) -> PooledAnswer:
         """Returns the results of all inputs, in order. Cancelling it drops the request in the ring.
@@ -42,15 +48,19 @@ class PoolingClient:
         self._schedulers.check_capacity(card.names[0], arrived_s, call.tenant, call.user)
         inputs = await self._jobs.tokenize(call, card)
         self._meters.tokenized(self._clock() - arrived_s)
+        if call.check_room is not None:
+            call.check_room()
         entry = self._entry(call, card, inputs, arrived_s)
         self._dispatch.check_hold(card.names[0], *entry.num_held)
         self._meters.request_opened()
         self._dispatch.open(entry, self._clock())
+        self._open.add(entry)
         try:
             await entry.done
         finally:
+            self._open.discard(entry)
             self._dispatch.close(entry)
-        return PooledAnswer(card, _items(entry, inputs.prompts), entry.cached_tokens)
+        return PooledAnswer(card, _items(entry, inputs.prompts))
 
     def _entry(self, call: PoolingCall, card: ModelCard, inputs: TokenizedInputs, arrived_s: float) -> PooledEntry:
         seconds = b"" if inputs.second_starts is None else inputs.second_starts.tobytes()
@@ -77,7 +87,7 @@ def _items(entry: PooledEntry, prompts: Sequence[bytes]) -> list[PooledText]:
     items = []
     for result, num_tokens, ids in zip(entry.results, entry.lengths, prompts, strict=True):
         assert result is not None, "the entry is done"
-        numbers, width = result
+        numbers, width, cached = result
         count = len(numbers) // FLOAT_BYTES
-        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens, ids))
+        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens, ids, cached))
     return items

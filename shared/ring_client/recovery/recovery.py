@@ -9,7 +9,7 @@ from blockyard.shared.ring_client.journal import Journal
 from blockyard.shared.ring_client.open_entry import MAX_GAPS, OpenEntry
 from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.ring_links import RingLinks
-from blockyard.shared.ring_client.schedulers import Schedulers, not_ready, too_busy
+from blockyard.shared.ring_client.schedulers import MODEL_NOT_FOUND, Schedulers, not_ready, too_busy
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class Recovery:
             error = too_busy(retry_after_s)
         else:
             after_s = retry_after_s if frame.status == 503 else None
-            error = RequestError(frame.message, frame.field, frame.status, retry_after_s=after_s)
+            code = MODEL_NOT_FOUND if frame.status == 404 else None
+            error = RequestError(frame.message, frame.field, frame.status, code, after_s)
         self._dispatch.fail(entry, error)
 
     def changed(self, member: Member, now: float) -> None:

@@ -1,4 +1,4 @@
-"""One gateway process alone: events a second of its CPU, 256 streams, one event a token.
+"""One gateway process alone: events a second of its CPU, 256 streams, one event a token; and whole answers a second.
 
 Answers are plain text, or text that a reader of tool calls, or of reasoning and tool calls, makes into parts. The ring
 behind the gateway is one process that plays tokenizer, scheduler and detokenizer over real links and sends one batch a
@@ -61,12 +61,31 @@ class Load:
     words: list[str]
     tools: ToolDefaults
     middleware: tuple[str, ...] = ()
+    rounds: int = 1  # requests of each client, one after the other
+
+    @property
+    def is_whole(self) -> bool:
+        """Answers are not streamed: requests are counted, and not events."""
+        return not self.body["stream"]
 
 
 def _call(count: int) -> list[str]:
     """A call of about `count` tokens."""
     start = ["<tool_call>", "\n", '{"name":', ' "search",', ' "arguments":', ' {"query":', ' "']
     return [*start, *WORDS[: count - 10], '"}}', "\n", "</tool_call>"]
+
+
+def whole_answers() -> list[Load]:
+    """Answers of 32 tokens. Those of responses are stored, as usual."""
+    fields: dict[str, Any] = {"stream": False, "ignore_eos": True}
+    messages = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 200}
+    asked = {"input": "hello there", "max_output_tokens": 200}
+    no_tools, words, rounds = ToolDefaults(), WORDS[:32], 10
+    return [
+        Load("whole chats", "none", "/v1/chat/completions", fields | messages, words, no_tools, rounds=rounds),
+        Load("whole messages", "0.85 of chats", "/v1/messages", fields | messages, words, no_tools, rounds=rounds),
+        Load("whole responses", "0.8 of chats", "/v1/responses", fields | asked, words, no_tools, rounds=rounds),
+    ]
 
 
 def loads() -> list[Load]:
@@ -121,6 +140,7 @@ def loads() -> list[Load]:
             _call(TOKENS),
             calls,
         ),
+        *whole_answers(),
     ]
 
 
@@ -164,8 +184,8 @@ class Ring:
     def play(self) -> None:
         time.sleep(0.3)  # all clients have their headers
         due = time.perf_counter()
-        for i in range(TOKENS):
-            finish = FinishReason.LENGTH if i == TOKENS - 1 else None
+        for i in range(len(self.words)):
+            finish = FinishReason.LENGTH if i == len(self.words) - 1 else None
             deltas = [TextDelta(r, 0, 0, i, [i], self.words[i], finish) for r in self.requests]
             assert self.detokenizer.send(self.gateway, TextBatch(deltas, time.time()))
             for links in (self.tokenizer, self.scheduler, self.detokenizer):
@@ -175,13 +195,22 @@ class Ring:
 
 
 async def client(load: Load) -> int:
-    """One streamed answer over a raw socket; the number of events."""
+    """Answers over a raw socket: the number of events, or of whole answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
     body = msgspec.json.encode(load.body)
     head = f"POST {load.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
     events = 0
+    for _ in range(load.rounds if load.is_whole else 0):
+        writer.write(head.encode() + body)
+        answered = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert answered.startswith(b"http/1.1 200"), answered
+        await reader.readexactly(int(answered.partition(b"content-length:")[2].partition(b"\r")[0]))
+        events += 1
+    if load.is_whole:
+        writer.close()
+        return events
+    writer.write(head.encode() + body)
     while data := await reader.read(1 << 16):
         events += data.count(b"data: {")
         if data.endswith(b"0\r\n\r\n"):
@@ -222,11 +251,13 @@ def measure(load: Load, pace: float) -> Row:
                 child.send_signal(signal.SIGTERM)
             for child in (gateway, ring, registry):
                 child.wait()
+    kind = "answers" if load.is_whole else "events"
     text = (
-        f"{events / cpu:,.0f} events/s ({events:,} events, {cpu:.2f} s of CPU in {wall:.1f} s; "
+        f"{events / cpu:,.0f} {kind}/s ({events:,} {kind}, {cpu:.2f} s of CPU in {wall:.1f} s; "
         f"{idle:.0f} MiB idle, {loaded:.0f} after)"
     )
-    name = f"gateway alone, {load.name}, {STREAMS} streams, one event a token, {pace:,.0f} a second offered"
+    what = f"{STREAMS} at a time, 32 tokens" if load.is_whole else f"{STREAMS} streams, one event a token"
+    name = f"gateway alone, {load.name}, {what}, {pace:,.0f} tokens a second offered"
     return (name, text, load.bar)
 
 

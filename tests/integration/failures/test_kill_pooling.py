@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from blockyard.shared.ring_client.pooling.calls import PooledAnswer
 
 Vectors = npt.NDArray[np.float32]
 NUM_TEXTS, OF_A_CALL, AT_ONCE = 500, 50, 3
+# many steps are left when the process is killed
+SMALL_STEPS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "32")
 RNG = np.random.default_rng(5)
 TEXTS = [" ".join(RNG.choice(WORDS, n)) for n in RNG.integers(1, 60, NUM_TEXTS)]
 
@@ -24,9 +27,7 @@ TEXTS = [" ".join(RNG.choice(WORDS, n)) for n in RNG.integers(1, 60, NUM_TEXTS)]
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolingRing]:
     folder = tmp_path_factory.mktemp("models") / "m"
     save_sentence_folder(folder, Pooling(32, "mean"))
-    # small steps: many are left when the process is killed
-    flags = ("--max-num-batched-tokens", "64", "--max-num-seqs", "32")
-    with pooling_ring(folder, *flags, log=folder.parent / "log") as ring:
+    with pooling_ring(folder, *SMALL_STEPS, log=folder.parent / "log") as ring:
         yield ring
 
 
@@ -64,3 +65,12 @@ def undisturbed(ring: PoolingRing) -> Vectors:
 def test_kill_amid_texts(ring: PoolingRing, undisturbed: Vectors, title: str) -> None:
     found = ring.run(lambda client: killed(ring, client, title))
     assert np.abs(found - undisturbed).max() <= 1e-5
+
+
+def test_batch_invariant_vectors_are_equal(tmp_path: Path) -> None:
+    """Behind a kill, texts are in other steps, beside others."""
+    save_sentence_folder(tmp_path / "m", Pooling(32, "mean"))
+    with pooling_ring(tmp_path / "m", *SMALL_STEPS, "--batch-invariant", log=tmp_path / "log") as ring:
+        before = ring.run(lambda client: all_texts(ring, client))
+        found = ring.run(lambda client: killed(ring, client, "gpu_worker"))
+    assert np.array_equal(found, before)

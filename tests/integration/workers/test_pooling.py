@@ -171,6 +171,17 @@ def test_what_a_request_says_goes_before_the_model(decoder: tuple[PoolingRing, Q
         assert item.shape == (item.num_tokens, 32)
 
 
+def test_cached_tokens_are_counted_for_each_text(decoder: tuple[PoolingRing, Qwen3ForCausalLM]) -> None:
+    ring, _ = decoder
+    text, other = words(41), words(3)
+    ring.pool([text])
+    answer = ring.pool([text, other])
+    assert [item.cached_tokens for item in answer.items] == [40, 0]
+    assert answer.cached_tokens == 40
+    mean = ring.pool([text], params=PoolingParams(pooling_type="mean"))
+    assert mean.cached_tokens == 0, "a mean needs the hidden states of all tokens"
+
+
 def test_ids_and_texts_in_one_call(decoder: tuple[PoolingRing, Qwen3ForCausalLM]) -> None:
     ring, _ = decoder
     ids = make_tokenizer()(TEXTS[0])["input_ids"]

@@ -7,16 +7,18 @@ through the real links, and it ends with a PlanError if a plan reads a block wit
 import asyncio
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from kv_peers import needs_nixl
 from prometheus_client.parser import text_string_to_metric_families
 from rig import Server, completion, serve
-from ring_state import left_over, read_ring, scheduler_stats, wait_for
+from ring_state import LIMIT_S, left_over, read_ring, scheduler_stats, wait_for
 from several_choices import KINDS, Answer, Body, ask, bodies
 
 ROLES = ("--prefill-workers", "2", "--decode-workers", "2", "--decode-prefill-tokens", "0")
@@ -44,7 +46,14 @@ def unified() -> Iterator[Server]:
 @pytest.fixture(scope="module", params=WAYS)
 def ring(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("ring") / "log"
-    flags = (*ROLES, *SLOW, "--kv-transfer-config", CONNECTORS[request.param], "--enable-sleep-mode")
+    flags = (
+        *ROLES,
+        *SLOW,
+        "--kv-transfer-config",
+        CONNECTORS[request.param],
+        "--enable-sleep-mode",
+        "--enable-prompt-tokens-details",
+    )
     with serve(*MOCK, *flags, log=log) as server:
         asyncio.run(wait_for(server, WORKERS))
         yield server
@@ -99,6 +108,34 @@ def test_an_operator_sees_roles_and_transfers(ring: Server, request: pytest.Fixt
     assert {labels["kv_role"] for labels, value in sent if value > 0} >= {"prefill"}
     (handed_over,) = [value for name, _, value in samples if name == "blockyard:second_token_seconds_count"]
     assert handed_over >= NUM_STREAMS
+
+
+async def post(server: Server, body: Body) -> tuple[int, dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/completions", json=body) as answer:
+        return answer.status, await answer.json()
+
+
+def test_a_proxy_sends_the_prompt_and_its_continuation_as_two_requests(ring: Server, unified: Server) -> None:
+    """As a proxy in front of vLLM does: the second request has the `kv_transfer_params` of the first one's answer."""
+    body = stream(7, 200, 12, 2100) | {"stream": False, "return_token_ids": True}
+    first = {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    expected = asyncio.run(post(unified, body))[1]["choices"][0]["token_ids"]
+    before = asyncio.run(scheduler_stats(ring))["transfers_landed_total"]
+    status, prefilled = asyncio.run(post(ring, body | first))
+    params = prefilled["kv_transfer_params"]
+    assert (status, params["do_remote_prefill"], prefilled["choices"][0]["token_ids"]) == (200, True, expected[:1])
+    members = {m["incarnation"]: m["name"] for m in asyncio.run(read_ring(ring))["members"]}
+    assert members[params["remote_engine_id"]] in WORKERS[:2]
+    status, answer = asyncio.run(post(ring, body | {"kv_transfer_params": params}))
+    assert (status, answer["choices"][0]["token_ids"], answer.get("kv_transfer_params")) == (200, expected, None)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192
+    assert asyncio.run(left_over(ring)) == {}
+    deadline = time.monotonic() + LIMIT_S
+    while (landed := asyncio.run(scheduler_stats(ring))["transfers_landed_total"]) == before:
+        assert time.monotonic() < deadline
+    assert landed == before + 1
+    status, refusal = asyncio.run(post(unified, body | first))
+    assert (status, refusal["error"]["param"]) == (400, "kv_transfer_params")
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from blockyard.kernels.kv_cache.block_checksum import multipliers, salts
+from blockyard.kernels.kv_cache.block_checksum import block_checksums_reference, multipliers, salts
+from blockyard.kernels.kv_cache.block_checksum_triton import block_checksums
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks, copy_blocks_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,3 +68,27 @@ def test_nothing_to_copy_and_what_does_not_fit() -> None:
     )
     with pytest.raises(ValueError, match="1 blocks of 8 words"):
         copy_blocks(memory, memory, ids, LAYERS, checksums=tables)
+
+
+@pytest.mark.parametrize("programs", [1, 100])
+def test_some_heads_of_blocks(programs: int) -> None:
+    """The second and third of four heads, in two planes, to the first and second of three, and to packed blocks."""
+    words, ids = 100, ids_of((6, 0), (0, 10), (3, 4))
+    source = random_memory(LAYERS, BLOCKS, 2 * 4 * words, 1).view(LAYERS, BLOCKS, 2, -1)[..., words : 3 * words]
+    whole = random_memory(5, BLOCKS + 4, 2 * 3 * words, 2).view(5, BLOCKS + 4, 2, -1)
+    packed = random_memory(5, BLOCKS + 4, 2 * 2 * words, 3).view(5, BLOCKS + 4, 2, -1)
+    for target in (whole[..., : 2 * words], packed):
+        others = whole[..., 2 * words :].clone()
+        expected = target.clone()
+        expected_sums = copy_blocks_reference(source, expected, ids, 2, 1, 0)
+        sums = torch.zeros((2, 3), dtype=torch.int64, device=DEVICE)
+        tables = (multipliers(4 * words).to(DEVICE), salts(LAYERS).to(DEVICE), sums)
+        copy_blocks(source, target, ids, 2, 1, 0, checksums=tables, programs=programs)
+        assert torch.equal(target, expected) and torch.equal(sums, expected_sums)
+        assert torch.equal(whole[..., 2 * words :], others)
+        again = torch.zeros_like(sums)
+        block_checksums(target, ids[1].contiguous(), range(2), tables[0], salts(5).to(DEVICE), again)
+        first = block_checksums_reference(target.flatten(2), ids[1], range(1))
+        assert torch.equal(again[0], first)
+    with pytest.raises(ValueError, match="must be contiguous, or some heads of them"):
+        copy_blocks(source.transpose(0, 1), packed, ids, 1)

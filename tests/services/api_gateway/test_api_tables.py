@@ -37,6 +37,7 @@ def test_fields_are_marked_by_what_happens_to_them() -> None:
     assert rows["messages"].startswith("| `messages` | list of object | yes |  |")  # of chat, not of completions
     assert rows["echo"].count("yes") == 2
     assert rows["audio"].startswith("| `audio` | any | refused |  |")
+    assert rows["prompt"].endswith("|  | yes | refused | refused |  |  |  |"), "of completions, not of responses"
 
 
 def test_a_document_without_the_markers_is_refused() -> None:

@@ -48,7 +48,7 @@ def status(port: int, path: str) -> int:
 def gateway(request: pytest.FixtureRequest, tmp_path: Path, unused_port: int):
     process = start(tmp_path, unused_port, getattr(request, "param", None))
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90  # of a loaded machine
         while status(unused_port, "/live") != 200:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline

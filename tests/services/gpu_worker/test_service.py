@@ -15,7 +15,7 @@ from blockyard.services.gpu_worker.service import CHORE_POLL_S, IDLE_POLL_S, Wor
 from blockyard.shared.bus.member_list import Gone, Joined
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import ConfigError, DeviceError
+from blockyard.shared.errors import ConfigError, DeviceError, RankLostError
 from blockyard.shared.messages import (
     Attach,
     Attached,
@@ -24,6 +24,7 @@ from blockyard.shared.messages import (
     Geometry,
     Member,
     OutOfStep,
+    RankStats,
     Role,
     SlotResult,
     SlotRun,
@@ -93,9 +94,11 @@ def plan(number: int, scheduler: int = OLD) -> StepPlan:
     return StepPlan(scheduler, number, [], [], [], [SlotRun(2, 1)])
 
 
+MEMBER = Member("worker", Role.GPU_WORKER, ME, "ipc://w")
+
+
 def worker() -> tuple[Worker, FakeLinks, StubRunner]:
-    links = FakeLinks(Member("worker", Role.GPU_WORKER, ME, "ipc://w"))
-    runner = StubRunner()
+    links, runner = FakeLinks(MEMBER), StubRunner()
     return Worker(links, runner), links, runner
 
 
@@ -281,6 +284,43 @@ def test_an_error_of_the_device_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -
         it.run(threading.Event())
     assert e.value.exit_code == 4
     assert [type(frame) for _, frame in links.answered] == [Attached, Broken]
+
+
+class StubRanks:
+    failure = ""
+
+    def stats(self) -> list[RankStats]:
+        return [RankStats(0, 71, 9)]
+
+
+@pytest.mark.parametrize("in_a_step", [True, False])
+@pytest.mark.parametrize("failure", ["rank 1: CUDA error: device-side assert triggered", ""])
+def test_the_device_of_another_rank_makes_suspects_and_a_kill_does_not(
+    monkeypatch: pytest.MonkeyPatch, failure: str, in_a_step: bool
+) -> None:
+    links, runner, ranks, stopped = FakeLinks(MEMBER), StubRunner(), StubRanks(), threading.Event()
+    it = Worker(links, runner, None, ranks)
+    it.session.handle(OLD, Attach(OLD, 9, 1))
+    it.session.handle(OLD, plan(1))
+
+    def fails() -> list[CompletedPlan]:
+        ranks.failure = failure
+        if in_a_step:
+            raise RankLostError("rank 0 of 2 lost another rank")
+        stopped.set()
+        return []
+
+    monkeypatch.setattr(runner, "collect", fails)
+    monkeypatch.setattr(links, "poll", lambda timeout_s: [], raising=False)
+    if failure:
+        with pytest.raises(DeviceError, match="rank 1: CUDA error"):
+            it.run(stopped)
+        assert isinstance(links.answered[-1][1], Broken)
+    elif in_a_step:
+        with pytest.raises(RankLostError):
+            it.run(stopped)
+    if not failure:
+        assert [type(frame) for _, frame in links.answered] == [Attached]
 
 
 def test_plans_in_flight_are_answered_before_it_ends() -> None:

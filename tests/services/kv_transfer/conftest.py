@@ -16,7 +16,7 @@ if not torch.cuda.is_available():  # set before Triton is imported
 import fake_cuda
 from kv_peers import MIXED, SMALL, Pair, Peer, ipc_bus, needs_nixl
 
-from blockyard.services.kv_transfer.layout import BlockLayout
+from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart
 from blockyard.shared.config.services.process import BusConfig
 
 GPU = torch.cuda.is_available()
@@ -56,7 +56,21 @@ def mixed_pair(request: pytest.FixtureRequest, bus: BusConfig) -> Iterator[Pair]
     yield from pair_of(request, bus, MIXED)
 
 
-def pair_of(request: pytest.FixtureRequest, bus: BusConfig, layout: BlockLayout) -> Iterator[Pair]:
+@pytest.fixture(params=WAYS)
+def rank_pair(request: pytest.FixtureRequest, bus: BusConfig) -> Iterator[Pair]:
+    """A rank with the second of two heads, and one that has both, with layers that differ in what they keep."""
+    second = LayoutPart(0, MIXED.num_layers, ((1, 2), (0, 1), (1, 2)))
+    yield from pair_of(request, bus, MIXED.of(second), MIXED, second)
+
+
+def pair_of(
+    request: pytest.FixtureRequest,
+    bus: BusConfig,
+    layout: BlockLayout,
+    theirs: BlockLayout | None = None,
+    part: LayoutPart | None = None,
+) -> Iterator[Pair]:
+    """theirs: the target's layout, part: that goes over the link; None: all of `layout`."""
     connector, device = request.param.split()[0], "cuda" if GPU else "cpu"
     devices = {"tcp to a GPU": ("host", device), "tcp from a GPU": (device, "host")}
     both = ("host", "host") if request.param in ("shm", "tcp", "nixl") else (device, device)
@@ -64,14 +78,16 @@ def pair_of(request: pytest.FixtureRequest, bus: BusConfig, layout: BlockLayout)
         pytest.skip("CUDA IPC needs two processes")
     if device in both and not GPU:
         fake_cuda.install(request.getfixturevalue("monkeypatch"))
-    for peers in peers_on(bus, *devices.get(request.param, both), layout=layout):
-        it = Pair(*peers, connector)
+    for peers in peers_on(bus, *devices.get(request.param, both), layout=layout, theirs=theirs):
+        it = Pair(*peers, connector, part)
         yield it
         it.close()
 
 
-def peers_on(bus: BusConfig, *devices: str, layout: BlockLayout = SMALL) -> Iterator[tuple[Peer, Peer]]:
-    source, target = Peer(bus, layout, 20, device=devices[0]), Peer(bus, layout, 30, device=devices[1])
+def peers_on(
+    bus: BusConfig, *devices: str, layout: BlockLayout = SMALL, theirs: BlockLayout | None = None
+) -> Iterator[tuple[Peer, Peer]]:
+    source, target = Peer(bus, layout, 20, device=devices[0]), Peer(bus, theirs or layout, 30, device=devices[1])
     source.fill_random()
     yield source, target
     source.close()

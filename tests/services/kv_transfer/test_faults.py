@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from kv_peers import MIXED, RECEIVER, SENDER, Pair, Peer, needs_nixl
 
+from blockyard.services.kv_transfer.layout import LinkLayouts
 from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
@@ -29,7 +30,7 @@ class FaultyPair(Pair):
         end = (target.sockets, RECEIVER, MIXED, target.arena, target.copies)
         config = KVTransferConfig(connector=connector, faults=faults)
         self.receiver = TransferReceiver(*end, config=config)
-        own = (SENDER, MIXED, source.arena, source.copies)
+        own = (SENDER, LinkLayouts(MIXED), source.arena, source.copies)
         self.sender = SenderLink(source.sockets, self.receiver.endpoint, RECEIVER, *own, config)
 
 

@@ -16,10 +16,11 @@ ALL = range(MIXED.num_layers)
 
 def test_sections_follow_one_another() -> None:
     assert MIXED.sections == (
-        Section(0, range(2), 256 * 2, 0),
-        Section(1, range(2, 3), 384, 1024),
-        Section(2, range(3, 5), 512, 1408),
+        Section(0, range(2), 2, range(2), 128, 0),
+        Section(1, range(2, 3), 1, range(1), 384, 1024),
+        Section(2, range(3, 5), 2, range(2), 128, 1408),
     )
+    assert [section.piece_bytes for section in MIXED.sections] == [512, 384, 512]
     assert MIXED.block_bytes == 4 * 512 + 384
     assert [MIXED.find_section(layers) for layers in (range(1, 3), range(0), range(-1, 1), range(4, 6))] == [None] * 4
     with pytest.raises(ValueError, match="not layers of one of"):

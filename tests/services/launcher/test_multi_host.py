@@ -57,6 +57,14 @@ def test_a_scheduler_alone_leaves_the_step_to_the_workers_geometry() -> None:
     assert config.max_num_batched_tokens == 2048
 
 
+def test_a_scheduler_alone_serves_the_adapters_that_workers_have() -> None:
+    config = service_config("scheduler", values("--model", "/no/such/folder", *TCP, "--lora-modules", "a=/on/workers"))
+    assert isinstance(config, SchedulerConfig)
+    assert [(source.name, source.path) for source in config.adapters.sources] == [("a", "/on/workers")]
+    with pytest.raises(ConfigError, match="adapter a: path org/a is not absolute"):
+        service_config("scheduler", values(*TCP, "--lora-modules", "a=org/a"))
+
+
 def test_generation_defaults_reach_a_scheduler_run_alone() -> None:
     config = service_config("scheduler", values("--model", "demo", "--generation-config", "auto", *TCP))
     assert isinstance(config, SchedulerConfig)

@@ -135,6 +135,8 @@ def test_invalid_requests_raise_before_any_prompt_runs(
 def test_unsupported_arguments_are_refused_by_name(llm: LLM) -> None:
     with pytest.raises(RequestError, match="lora_request must be a LoRARequest"):
         llm.generate("a", lora_request=object())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="must be a LoRARequest or a list of them, got 'one'"):
+        llm.generate("a", lora_request="one")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="1 lora_requests for 2 prompts"):
         llm.generate(["a", "b"], lora_request=[None])
     with pytest.raises(RequestError, match="serves no adapters: --enable-lora"):

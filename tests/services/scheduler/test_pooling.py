@@ -5,10 +5,13 @@ from array import array
 import msgspec
 import pytest
 
+from blockyard.services.scheduler.queue import queue_bounds
 from blockyard.shared.messages import (
     Accepted,
     Cancel,
     ChoiceState,
+    Control,
+    ControlVerb,
     Frame,
     Generate,
     PoolingParams,
@@ -42,6 +45,11 @@ def plans(world: World) -> list[StepPlan]:
     return [outgoing.frame for outgoing in world.sent if isinstance(outgoing.frame, StepPlan)]
 
 
+def packed_lengths(world: World) -> list[list[int]]:
+    """Tokens of the texts of each plan."""
+    return [array("I", plan.packed.lengths).tolist() for plan in plans(world) if plan.packed is not None]
+
+
 def test_vectors_reach_their_gateway_without_a_detokenizer(world: World) -> None:
     gateway, _ = ready(world)
     journal = world.pool(gateway, "p", PROMPTS)
@@ -72,8 +80,8 @@ def test_an_encoder_step_is_full_and_texts_stay_whole() -> None:
     world.pool(gateway, "p", [[*range(n)] for n in lengths])
     world.add_worker()
     world.settle()
-    assert [[run.max_tokens for run in plan.runs] for plan in plans(world)] == [[4, 4, 4, 4], [16], [1, 9], [7]]
-    assert not any(start.blocks for plan in plans(world) for start in plan.starts)
+    assert packed_lengths(world) == [[4, 4, 4, 4], [16], [1, 9], [7]]
+    assert not any(plan.starts or plan.runs for plan in plans(world))
 
 
 def test_priorities_order_the_texts_of_an_encoder() -> None:
@@ -96,7 +104,7 @@ def test_only_last_starts_behind_a_cached_prefix() -> None:
             world.settle()
         assert [start.num_computed for plan in plans(world) for start in plan.starts] == computed
         (cached,) = {block.cached_tokens for block in gateway.vectors[-1].blocks}
-        assert cached == computed[1]
+        assert array("I", cached).tolist() == [one for one in computed[1:] if one]
         world.pool(gateway, "c", [LONG], params=PoolingParams(pooling_type="last" if kind == "mean" else "Mean"))
         world.settle()
         assert plans(world)[-1].starts[0].num_computed == (28 if kind == "mean" else 0)
@@ -121,10 +129,10 @@ def test_texts_that_run_go_on_in_a_new_attempt() -> None:
     world = World(Shape(pooling="encoder", depth=0))
     gateway, _ = ready(world)
     journal = world.pool(gateway, "p", PROMPTS)
-    num_started = sum(len(plan.starts) for plan in plans(world))
+    num_started = sum(map(len, packed_lengths(world)))
     world.tell(gateway.incarnation, journal.again())
     world.settle()
-    assert num_started and sum(len(plan.starts) for plan in plans(world)) == len(PROMPTS)
+    assert num_started and sum(map(len, packed_lengths(world))) == len(PROMPTS)
     assert {attempt for attempt, _ in journal.seen} == {1}
     world.check_outputs()
 
@@ -140,8 +148,8 @@ def test_a_cancel_drops_what_waits_and_what_runs(world: World) -> None:
     world.check_idle()
 
 
-def test_the_bounds_of_the_queue_count_texts_and_tokens() -> None:
-    for shape in (Shape(pooling="encoder", max_queue_len=3), Shape(pooling="encoder", max_queue_tokens=40)):
+def test_the_bounds_of_the_queue_count_calls_and_tokens() -> None:
+    for shape in (Shape(pooling="encoder", max_queue_len=1), Shape(pooling="encoder", max_queue_tokens=40)):
         world = World(shape)
         gateway = world.add_gateway()
         first = world.pool(gateway, "first", PROMPTS, tenant="a")  # an empty queue takes any
@@ -153,6 +161,53 @@ def test_the_bounds_of_the_queue_count_texts_and_tokens() -> None:
         world.settle()
         world.check_outputs()
         world.check_idle()
+
+
+def test_calls_of_many_texts_wait_side_by_side() -> None:
+    world = World(Shape(pooling="encoder", max_queue_len=4, max_queue_tokens=2**22, max_num_batched_tokens=4096))
+    gateway = world.add_gateway()
+    calls = [world.pool(gateway, str(i), [[1, 2, 3]] * 2048) for i in range(4)]
+    assert world.core.waiting.usage.amount == (4 * 2048, 4 * 2048 * 3, 4)
+    assert world.core.bounds.capacity().choices == 0
+    fifth = world.pool(gateway, "5", [[1]])
+    assert fifth.refused is not None and fifth.refused.status == 429
+    world.add_worker()
+    world.settle()
+    assert all(call.refused is None for call in calls)
+    world.check_outputs()
+    world.check_idle()
+
+
+def test_prompts_of_calls_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_bounds, "MAX_PROMPTS", 10)
+    world = World(Shape(pooling="encoder", max_queue_len=4))
+    gateway = world.add_gateway()
+    first = world.pool(gateway, "first", [[1]] * 20, tenant="a")  # alone it may have any number
+    refused = world.pool(gateway, "second", [[1]], tenant="a").refused
+    assert refused is not None and refused.status == 429
+    other = world.pool(gateway, "third", [[1]] * 10, tenant="b")
+    assert first.refused is not None and other.refused is None
+    assert world.core.bounds.capacity().choices == 0
+    world.add_worker()
+    world.settle()
+    world.check_idle()
+
+
+def test_texts_wait_while_the_workers_sleep_and_a_full_queue_is_a_503() -> None:
+    world = World(Shape(pooling="encoder", max_queue_len=2))
+    gateway, _ = ready(world)
+    world.tell(gateway.incarnation, Control("sleep", ControlVerb.SLEEP, level=1))
+    world.settle()
+    calls = [world.pool(gateway, str(i), PROMPTS) for i in range(3)]
+    world.settle()
+    assert not any(call.results for call in calls)
+    refused = calls[2].refused
+    assert refused is not None and (refused.status, refused.capacity.asleep) == (503, True)
+    world.tell(gateway.incarnation, Control("wake", ControlVerb.WAKE_UP))
+    world.settle()
+    assert all(len(call.results) == len(PROMPTS) for call in calls[:2])
+    world.check_outputs()
+    world.check_idle()
 
 
 def test_it_is_accepted_once_for_all_texts_after_a_while() -> None:

@@ -51,6 +51,16 @@ def test_modules() -> None:
     ]
 
 
+def test_modules_are_mappings_in_yaml_python_and_json_lists() -> None:
+    modules = ["a=/x", {"name": "b", "path": "/b"}]
+    of_file = Values(parsed_flags.from_mapping({"model": "m", "lora-modules": modules}, "serve.yaml"))
+    of_line = values("--lora-modules", '["a=/x", {"name": "b", "path": "/b"}]')
+    expected = [AdapterSource(name="a", path="/x"), AdapterSource(name="b", path="/b")]
+    assert adapters.sources(of_file) == adapters.sources(of_line) == expected
+    with pytest.raises(ConfigError, match="expected a list, got"):
+        parsed_flags.from_mapping({"lora-modules": [5]}, "serve.yaml")
+
+
 @pytest.mark.parametrize(
     ("modules", "text"),
     [

@@ -10,7 +10,7 @@ from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import SamplingDefaults
+from blockyard.shared.messages import KVRole, SamplingDefaults
 
 BUS = BusConfig(registry="ipc:///run/x/message-bus", bind="ipc:///run/x")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "vocab_size": 4096}
@@ -88,8 +88,19 @@ def test_ranks_that_cannot_be_are_refused() -> None:
         deploy("--device", "cuda", "-tp", "2", "--calculate-kv-scales", "--kv-cache-dtype", "fp8")
     with pytest.raises(ConfigError, match="-tp 9 is more than the 8 query heads of a layer"):
         deploy("--device", "cpu", "-tp", "9", config={"num_attention_heads": 8})
-    with pytest.raises(ConfigError, match="exchanges no KV blocks"):
-        deploy("--device", "cpu", "-tp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}')
+
+
+def test_roles_may_have_unlike_numbers_of_ranks() -> None:
+    roles = ("--prefill-workers", "1", "--decode-workers", "1")
+    found = deploy("--device", "cpu", *roles, "--prefill.tensor-parallel-size", "2").workers
+    assert [(one.kv_transfer.role, one.tensor_parallel_size) for one in found if one.kv_transfer] == [
+        (KVRole.PREFILL, 2),
+        (KVRole.DECODE, 1),
+    ]
+    with pytest.raises(ConfigError, match="-tp 9 is more than the 8 query heads of a layer"):
+        deploy("--device", "cpu", *roles, "-tp", "9", config={"num_attention_heads": 8})
+    found = deploy("--device", "cuda", *roles, "--decode.tensor-parallel-size", "2", "-tp", "3").workers
+    assert [one.gpu for one in found] == [0, 3], "the first GPU of each worker"
 
 
 def test_experts_are_spread_over_the_ranks_of_a_worker() -> None:

@@ -97,7 +97,7 @@ def test_invalid_values_are_never_taken(engines: Engines, texts: list[bytes], en
 
 
 @pytest.mark.parametrize(
-    "pattern", ["^a|b$", r"^\S{2}$", "^[^é]{2}$", "^[^à-ü]x$", "^[ -\U0010ffff]{2}$", "^[A-z]b$", r"^[\s\S]b$"]
+    "pattern", ["^a|b$", r"^\S{2}$", "^[^é]{2}$", "^[^à-ü]x$", "^[ -\uffff]{2}$", "^[A-z]b$", r"^[\s\S]b$"]
 )
 def test_a_pattern_stays_within_its_quotes(engines: Engines, texts: list[bytes], pattern: str) -> None:
     reader = Reader(texts)

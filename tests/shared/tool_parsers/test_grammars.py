@@ -82,9 +82,11 @@ def compiled(engines: Engines, found: CallsSource | None) -> CompiledGrammar:
     return engines.compile(Grammar(GrammarKind.LARK, found.source, GrammarEngine.GUIDANCE, markers=found.markers))
 
 
-def is_takeable(engines: Engines, tool: Tool) -> bool:
+@functools.cache
+def is_takeable(arguments: str) -> bool:
     """False for schemas that the engine does not take by themselves either, and those with an impossible argument."""
-    schema = arguments_schema(tool)
+    engines, _ = engines_and_writer(())
+    schema = json.loads(arguments)
     whole = {key: value for key, value in schema.items() if key in ("type", "$defs")}
     alone = [{**whole, "properties": {name: part}, "required": [name]} for name, part in schema["properties"].items()]
     try:
@@ -99,7 +101,7 @@ def written(tool_format: ToolFormat, special: bool, forced: bool, parallel: bool
     """Some tools, and the parts of an answer that may call them. None if the answer did not end."""
     rng = random.Random(f"{tool_format.name} {special} {forced} {parallel} {seed}")
     engines, writer = engines_and_writer(tool_format.markers if special else ())
-    tools = [tool for tool in random_tools(rng) if is_takeable(engines, tool)]
+    tools = [tool for tool in random_tools(rng) if is_takeable(json.dumps(arguments_schema(tool)))]
     if not tools:
         return None
     if begin and tool_format.openings is not None:

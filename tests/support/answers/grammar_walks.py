@@ -18,7 +18,7 @@ class Writer:
 
     def __init__(self, vocabulary: Vocabulary, shown: Sequence[str] = ()) -> None:
         self._tokenizer = Tokenizer.from_str(vocabulary.tokenizer_json)
-        self._eos = np.array(vocabulary.eos_token_ids)
+        self._is_eos = np.isin(np.arange(vocabulary.vocab_size), vocabulary.eos_token_ids)
         self._words = np.zeros(vocabulary.num_mask_words, dtype=np.int32)
         self._texts = token_texts(vocabulary)
         for text in shown:
@@ -36,7 +36,7 @@ class Writer:
         for index in range(most):
             matcher.fill(self._words)
             allowed = np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little"))
-            texts = allowed[~np.isin(allowed, self._eos)]
+            texts = allowed[~self._is_eos[allowed]]
             may_end = len(texts) < len(allowed)
             if may_end and (not len(texts) or index > 60 or rng.random() < 0.3):
                 return out.decode("utf-8", "replace")  # as the detokenizer

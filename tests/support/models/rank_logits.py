@@ -1,10 +1,11 @@
-"""One rank of a group: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
+"""A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits RANK SIZE GROUP-FOLDER [--spread] CHECKPOINT...
+python -m rank_logits SIZE GROUP-FOLDER [--spread] CHECKPOINT...
 
---spread: ranks have some experts whole.
+--spread: ranks have some experts whole. Ranks are forks of one process, which has loaded torch for all of them.
 """
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -53,30 +54,35 @@ def logits(model: Model) -> torch.Tensor:
 def run(size: int, group: Path, folders: Sequence[Path], *flags: str) -> None:
     """Runs all ranks as processes. Raises CalledProcessError if one fails."""
     group.mkdir()
-    arguments = [str(size), str(group), *flags, *map(str, folders)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-P", "-m", "rank_logits"]
-    ranks = [subprocess.Popen([*command, str(rank), *arguments], env=env) for rank in range(size)]
-    try:
-        for rank in ranks:
-            if rank.wait(120):
-                raise subprocess.CalledProcessError(rank.returncode, "rank_logits")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    command = [sys.executable, "-P", "-m", "rank_logits", str(size), str(group), *flags, *map(str, folders)]
+    subprocess.run(command, env=env, check=True)
 
 
-def main() -> None:
+def run_rank(shard: Shard, group: Path, folders: Sequence[Path], spread: bool) -> None:
     torch.set_num_threads(1)
-    rank, size, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    ranks = connect_cpus(Shard(rank, size), group)
-    spread = sys.argv[4] == "--spread"
-    for folder in map(Path, sys.argv[4 + spread :]):
+    ranks = connect_cpus(shard, group)
+    for folder in folders:
         found = logits(load(folder, ranks, spread=spread))
         if ranks.is_leader:
             torch.save(found, folder / OUTPUT)
 
 
+def main() -> int:
+    size, group = int(sys.argv[1]), Path(sys.argv[2])
+    spread = sys.argv[3] == "--spread"
+    folders = [Path(folder) for folder in sys.argv[3 + spread :]]
+    context = multiprocessing.get_context("fork")  # torch has not started a thread yet
+    ranks = [context.Process(target=run_rank, args=(Shard(rank, size), group, folders, spread)) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    failed = [rank for rank in ranks if rank.exitcode != 0]
+    for rank in failed:
+        rank.kill()
+    return len(failed)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

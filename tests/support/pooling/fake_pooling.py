@@ -1,7 +1,7 @@
 """A ring client's pooling in one process, for tests of the gateway and the offline API.
 
 A token is a byte of UTF-8. `vector_of` is the vector of a text; a score is the share of the first text's words that the
-second one has. It refuses what the real one refuses, with the same fields.
+second one has. Half of the tokens of each were cached. It refuses what the real one refuses, with the same fields.
 """
 
 import asyncio
@@ -39,16 +39,22 @@ class FakePooling:
         self.error: RequestError | None = None
         self.answers = asyncio.Event()
         self.answers.set()
-        self.num_dropped = 0
+        self.num_dropped = self.num_waiting_tokens = 0
 
     async def pool(self, call: PoolingCall) -> PooledAnswer:
         self.calls.append(call)
+        if call.check_room is not None:
+            call.check_room()
+        num_tokens = sum(len(str(one)) for one in call.inputs)
+        self.num_waiting_tokens += num_tokens
         try:
             await asyncio.sleep(0)
             await self.answers.wait()
         except asyncio.CancelledError:
             self.num_dropped += 1
             raise
+        finally:
+            self.num_waiting_tokens -= num_tokens
         if self.error is not None:
             raise self.error
         assert self.card.pooling is not None
@@ -92,4 +98,5 @@ class FakePooling:
 
 
 def packed(numbers: Sequence[float], shape: tuple[int, ...], num_tokens: int, ids: bytes = b"") -> PooledText:
-    return PooledText(memoryview(struct.pack(f"<{len(numbers)}f", *numbers)), shape, num_tokens, ids)
+    numbers_of = memoryview(struct.pack(f"<{len(numbers)}f", *numbers))
+    return PooledText(numbers_of, shape, num_tokens, ids, num_tokens // 2)

@@ -6,19 +6,19 @@ behind the results. System messages stay where they are: the tokenizer knows wha
 
 import msgspec
 
+from blockyard.services.api_gateway.apis.hidden_reasoning import read_hidden_reasoning
 from blockyard.services.api_gateway.apis.messages.schemas import (
-    EMPTY,
     Block,
     InputMessage,
     ResultBlock,
     SystemBlock,
 )
-from blockyard.services.api_gateway.apis.messages.signatures import hidden_thinking
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import CalledFunction, ContentPart, Message, ToolCall
 
 # the first block of Claude Code's system prompt: it differs in every request, and no prefix would be cached
 BILLING_HEADER = "x-anthropic-billing-header"
+EMPTY = (b"null", b"[]", b"{}")  # values of a field that ask for nothing
 FAILED = "Error: "  # before the result of a tool that failed
 
 
@@ -171,10 +171,18 @@ def _thinking(block: Block, where: str) -> str:
     if block.type == "redacted_thinking":
         if block.data is None:
             raise RequestError("a block of type redacted_thinking needs the field data", f"{where}.data")
-        return hidden_thinking(block.data)
+        return _hidden_thinking(block.data)
     if block.thinking is None:
         raise RequestError("a block of type thinking needs the field thinking", f"{where}.thinking")
-    return block.thinking or hidden_thinking(block.signature or "")
+    return block.thinking or _hidden_thinking(block.signature or "")
+
+
+def _hidden_thinking(text: str) -> str:
+    """The thinking in a signature or in the data of a redacted block; empty if that is damaged or of another server."""
+    try:
+        return read_hidden_reasoning(text) or ""
+    except ValueError:
+        return ""
 
 
 def _result_texts(content: str | list[ResultBlock] | None, where: str) -> list[str]:

@@ -8,13 +8,13 @@ from blockyard.services.api_gateway.apis.hidden_reasoning import hide_reasoning
 from blockyard.services.api_gateway.apis.interface import PLAIN, EventFields, FinishedChoice, Usage
 from blockyard.services.api_gateway.apis.messages.errors import error_body
 from blockyard.services.api_gateway.apis.messages.partial_json import complete_object
-from blockyard.services.api_gateway.apis.messages.signatures import SHOWN
 from blockyard.services.api_gateway.requests.generate_request import MessagesOptions, ResponseOptions
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason
 from blockyard.shared.output_parsing.parts import Part, PartKind
 
 encode = msgspec.json.Encoder().encode
+SHOWN = "blockyard"  # signature of thinking that the block itself has
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'

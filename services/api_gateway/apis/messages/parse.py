@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from blockyard.services.api_gateway.apis.messages.conversation import read_conversation
-from blockyard.services.api_gateway.apis.messages.schemas import EMPTY, REFUSED, SAME, MessagesRequest
+from blockyard.services.api_gateway.apis.messages.schemas import MessagesRequest
 from blockyard.services.api_gateway.apis.messages.tools import read_offered_tools
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest, MessagesOptions, ResponseOptions
 from blockyard.services.api_gateway.requests.prompt_fields import REASONING_SWITCHES, messages_prompt, template_kwargs
-from blockyard.services.api_gateway.requests.schemas import GenerationFields
+from blockyard.services.api_gateway.requests.schemas import GenerationFields, shared_sampling
 from blockyard.services.api_gateway.requests.validate import conversation_request
 from blockyard.shared.config.services.gateway import GatewayConfig
-from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard, Tokenize
 from blockyard.shared.ring_client.request_fields import limits
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, read_output_form
@@ -59,9 +59,6 @@ def _parsed(
     formats: OutputFormats,
     name: str,
 ) -> GenerateRequest:
-    for field in REFUSED:
-        if bytes(getattr(request, field)) not in EMPTY:
-            raise not_built(field)
     max_tokens = min(limits.integer("max_tokens", max_tokens, 0, 0), limits.MOST_TOKENS)
     offered = read_offered_tools(request.tools, request.tool_choice, card.settings.tools, config.strict_fields)
     thinking = request.thinking
@@ -86,7 +83,9 @@ def _parsed(
         stop=request.stop_sequences,
         user=None if request.metadata is None else request.metadata.user_id,
         thinking_token_budget=_thinking_budget(request, card),
-        **{name: getattr(request, name) for name in SAME},
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        **shared_sampling(request),
     )
     parsed = conversation_request(
         fields,

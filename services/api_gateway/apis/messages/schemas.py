@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from blockyard.services.api_gateway.requests.schemas import SharedSampling
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -120,7 +121,7 @@ class ToolSelection(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessagesRequest(Fields):
+class MessagesRequest(SharedSampling):
     """The body of /v1/messages and of count_tokens."""
 
     model: str | None = None
@@ -129,9 +130,6 @@ class MessagesRequest(Fields):
     max_tokens: int | None = None
     stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     metadata: RequestMetadata | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -139,18 +137,6 @@ class MessagesRequest(Fields):
     tools: list[DefinedTool] | None = None
     tool_choice: ToolSelection | None = None
     # vLLM's fields
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -172,26 +158,3 @@ class MessagesRequest(Fields):
     compaction: msgspec.Raw = NULL
     mcp_servers: msgspec.Raw = NULL
     thread: msgspec.Raw = NULL
-
-
-SAME = (  # fields that /v1/chat/completions has under the same name
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-    "skip_special_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "logit_bias",
-    "priority",
-    "cache_salt",
-)
-REFUSED = ("container", "compaction", "mcp_servers", "thread")
-EMPTY = (b"null", b"[]", b"{}")  # values of a refused field that ask for nothing

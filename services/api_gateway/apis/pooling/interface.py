@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.openai_fields import error_body
+from blockyard.services.api_gateway.apis.openai_fields import PromptTokensDetails, error_body
 from blockyard.services.api_gateway.requests.pooling.pooling_request import PoolingRequest
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard
@@ -34,12 +34,13 @@ class PoolingUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int = 0
-    prompt_tokens_details: None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
 
 
-def usage_of(pooled: PooledAnswer) -> PoolingUsage:
+def usage_of(request: PoolingRequest, pooled: PooledAnswer) -> PoolingUsage:
     num_tokens = pooled.num_tokens
-    return PoolingUsage(num_tokens, num_tokens)
+    details = PromptTokensDetails(pooled.cached_tokens) if request.options.prompt_tokens_details else None
+    return PoolingUsage(num_tokens, num_tokens, prompt_tokens_details=details)
 
 
 class ApiVersion(msgspec.Struct, frozen=True):

@@ -77,7 +77,7 @@ def _ranks(request: PoolingRequest, pooled: PooledAnswer) -> bytes:
     results = [Ranked(i, scores[i], RankedText(documents[i]) if options.shows_documents else None) for i in order]
     units = math.ceil(len(documents) / DOCUMENTS_A_UNIT)
     meta = CohereMeta(ApiVersion("2"), BilledUnits(search_units=units), CohereTokens(pooled.num_tokens))
-    usage = usage_of(pooled)
+    usage = usage_of(request, pooled)
     return encode(RerankAnswer(options.answer_id, "list", options.created, options.model, results, usage, meta))
 
 

@@ -82,7 +82,9 @@ def numbers_of(item: PooledText, form: str) -> Any:
 
 def list_answer(request: PoolingRequest, data: list[Any], pooled: PooledAnswer) -> bytes:
     options = request.options
-    return encode(ListAnswer(options.answer_id, "list", options.created, options.model, data, usage_of(pooled)))
+    return encode(
+        ListAnswer(options.answer_id, "list", options.created, options.model, data, usage_of(request, pooled))
+    )
 
 
 def _embeddings(request: PoolingRequest, pooled: PooledAnswer) -> bytes:

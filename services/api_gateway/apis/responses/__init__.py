@@ -1,6 +1,6 @@
 """OpenAI's /v1/responses: items in, items out. `stored_responses/` keeps them.
 
-    fields.py           the Struct of a body, and the checks of fields that stand alone
+    schemas.py          the Struct of a body, and the checks of fields that stand alone
     tools.py            tools of every type -> the tools that the answer may call, and their names
     input_items.py      items of the input -> the messages of a prompt
     stored_items.py     items as stored responses keep them, and read them back

@@ -11,7 +11,6 @@ import msgspec
 from blockyard.services.api_gateway.apis.interface import PLAIN, Api, EventFields, FinishedChoice, Usage
 from blockyard.services.api_gateway.apis.logprobs import ContentToken
 from blockyard.services.api_gateway.apis.openai_fields import encode, error_body
-from blockyard.services.api_gateway.apis.responses.fields import ResponsesRequest
 from blockyard.services.api_gateway.apis.responses.output_items import (
     COMPLETED,
     CustomCallItem,
@@ -37,6 +36,7 @@ from blockyard.services.api_gateway.apis.responses.response_object import (
     finished,
     response_object,
 )
+from blockyard.services.api_gateway.apis.responses.schemas import OF_CHAT, REFUSED, ResponsesRequest
 from blockyard.services.api_gateway.requests.generate_request import ResponseOptions
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import FinishReason, TextLogprobs
@@ -222,6 +222,7 @@ RESPONSES = Api(
     name="responses",
     paths=("/v1/responses",),
     schema=ResponsesRequest,
+    refused=frozenset((*REFUSED, *OF_CHAT)),
     parse=parse_responses,
     parse_stored=parse_stored,
     events=ResponsesEvents,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from blockyard.services.api_gateway.apis.hidden_reasoning import read_hidden_reasoning
-from blockyard.services.api_gateway.apis.responses.fields import InputItem, ItemPart, placed
+from blockyard.services.api_gateway.apis.responses.schemas import InputItem, ItemPart, placed
 from blockyard.services.api_gateway.apis.responses.tools import SEARCH, SERVER_TOOLS, ResponseTools
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.chat_messages import (

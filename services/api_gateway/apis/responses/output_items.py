@@ -109,8 +109,8 @@ class OpenItem:
         if self.kind is MessageItem:
             return MessageItem(self.id, status, [OutputText(text, [], self.logprobs)])
         if self.kind is ReasoningItem:
-            seals = _own(self._options).seals_reasoning
-            return ReasoningItem(self.id, status, [ReasoningText(text)], hide_reasoning(text) if seals else None)
+            encrypts = _own(self._options).encrypted_reasoning
+            return ReasoningItem(self.id, status, [ReasoningText(text)], hide_reasoning(text) if encrypts else None)
         return self._called(text, status)
 
     def _called(self, text: str, status: str) -> OutputItem:

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.responses.fields import (
+from blockyard.services.api_gateway.apis.responses.input_items import read_input
+from blockyard.services.api_gateway.apis.responses.schemas import (
     ENCRYPTED_REASONING,
     LOGPROBS,
     ResponsesRequest,
@@ -14,7 +15,6 @@ from blockyard.services.api_gateway.apis.responses.fields import (
     check_fields,
     generation_fields,
 )
-from blockyard.services.api_gateway.apis.responses.input_items import read_input
 from blockyard.services.api_gateway.apis.responses.stored_items import (
     GATEWAY_CHARS,
     RESPONSE_ID,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.responses.fields import InputItem, ItemPart
+from blockyard.services.api_gateway.apis.responses.schemas import InputItem, ItemPart
 from blockyard.shared.errors import RequestError
 from blockyard.shared.ring_client.request_fields.known_fields import decode_known
 

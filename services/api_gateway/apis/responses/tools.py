@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from blockyard.services.api_gateway.apis.responses.fields import InputItem, ResponsesRequest, placed
+from blockyard.services.api_gateway.apis.responses.schemas import InputItem, ResponsesRequest, placed
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ToolDefaults
 from blockyard.shared.ring_client.request_fields.tools import (

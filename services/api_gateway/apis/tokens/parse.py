@@ -10,7 +10,7 @@ from blockyard.services.api_gateway.requests.generate_request import GenerateReq
 from blockyard.services.api_gateway.requests.schemas import CompletionRequest
 from blockyard.services.api_gateway.requests.validate import completion_request
 from blockyard.shared.config.services.gateway import GatewayConfig
-from blockyard.shared.errors import RequestError, not_built
+from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard
 from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 from blockyard.shared.ring_client.request_fields.limits import UNLIMITED
@@ -18,8 +18,6 @@ from blockyard.shared.ring_client.request_fields.output_format import OutputForm
 from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar, read_grammar
 
 PREFIX = "generate-tokens-"
-EMPTY = (b"null", b"[]", b"{}")  # values of a refused field that ask for nothing
-REFUSED = ("features", "content_parts", "ec_transfer_params")
 CONNECTOR = "kv_transfer_params"  # also in `extra_args`, as vLLM's engine has it
 SAME = tuple({*SamplingFields.__struct_fields__} & {*CompletionRequest.__struct_fields__})
 OWN_NAMES = {"prompt": "token_ids", "vllm_xargs": "sampling_params.extra_args"}  # of fields of a completion
@@ -29,9 +27,6 @@ def parse_tokens(
     request: TokensRequest, card: ModelCard, config: GatewayConfig, _formats: OutputFormats, name: str
 ) -> GenerateRequest:
     """`name` is the unique part of the answer's id, where the request has none. Raises RequestError."""
-    for field in REFUSED:
-        if bytes(getattr(request, field)) not in EMPTY:
-            raise not_built(field)
     try:
         completion = _completion(request)
         grammar = _grammar(request, completion, card)

@@ -4,39 +4,24 @@ from typing import Literal
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.schemas import StreamOptions
+from blockyard.services.api_gateway.requests.schemas import SharedSampling, StreamOptions
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.engine_fields import RepetitionDetectionParams
 
 OutputMode = Literal["tokens", "text"]
 
 
-class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class SamplingFields(SharedSampling):
     """vLLM's SamplingParams. A field that is left out has the model's default."""
 
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     max_tokens: int | None = None  # None: as many as the context leaves
-    min_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: msgspec.Raw = NULL
     thinking_token_budget: int | None = None

@@ -18,6 +18,7 @@ class PoolingAnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     formats: tuple[str, ...] = ("float",)  # of vectors: float, base64; several only in Cohere's API
     top_n: int | None = None  # of the best documents that are returned; None: all
     shows_documents: bool = False
+    prompt_tokens_details: bool = False  # in usage
 
 
 class TokenIds(msgspec.Struct, frozen=True):
@@ -64,10 +65,6 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     cache_salt: str = ""
     batch_line: bool = False
-
-    @property
-    def num_results(self) -> int:
-        return max(len(self.texts), 1) if self.pairs is None else len(self.pairs.seconds)
 
     def inputs(self) -> list[PoolingInput]:
         """The texts as a call has them."""

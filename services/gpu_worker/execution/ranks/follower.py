@@ -9,6 +9,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.kv.pool_blocks import RankBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.commands import (
@@ -107,6 +108,7 @@ class Follower:
         """store: host memory for blocks, None without --swap-space."""
         self._model, self._pool, self._store, self._steps = model, pool, store, steps
         self._offloaded: OffloadedWeights | None = None
+        self.kv_memory = RankBlocks(pool)
 
     def do(self, command: Command) -> None:
         """Raises RankLostError if another rank is gone."""

@@ -52,10 +52,8 @@ class Mxfp4Format:
             return self._others.experts(table, spec)
         if self._kept is not None:
             return self._kept.experts(table, spec)
-        if spec.own is not None:
-            raise ConfigError("--enable-expert-parallel: experts in mxfp4 cannot be spread")
         made = allocate_experts(table, spec)
-        place_blocks(table, spec.matrix, made.weight)
+        place_blocks(table, spec, made.weight)
         return made
 
     def plain(self, table: WeightTable, spec: LinearSpec, dtype: torch.dtype) -> Tensor:
@@ -91,21 +89,23 @@ def check_inputs(size: int) -> None:
         raise ConfigError(f"config.json: mxfp4 weights of {size} inputs; a multiple of {BLOCK} is needed")
 
 
-def place_blocks(table: WeightTable, spec: LinearSpec, weight: Tensor) -> None:
+def place_blocks(table: WeightTable, experts: ExpertSpec, weight: Tensor) -> None:
     """Places the blocks and scales of stacked matrices. Raises ConfigError if a rank's inputs are no whole blocks.
 
     weight: [experts, out, in] in the dtype of the model, of this rank.
     """
+    spec = experts.matrix
     [one] = spec.parts
-    num_experts, size = len(weight), spec.in_features
-    cut = spec.cut(one, table.shard)
+    num_experts, size = experts.num_experts, spec.in_features
+    cut = spec.cut(one, table.shard) if experts.own is None else Cut(0, (experts.own,))
     check_inputs(size)
     scales_cut = _in_blocks(cut) if cut is not None and spec.split is Split.INPUTS else cut
     scales = table.empty(*weight.shape[:-1], weight.shape[-1] // BLOCK, dtype=torch.uint8)
     [(_, target, arrange)] = targets(table, spec, weight, -2)
     [(_, scales_target, _)] = targets(table, spec, scales, -2)
     shape, scales_name = (num_experts, one.size, size // BLOCK), f"{one.name}_scales"
-    write = partial(_write_values, after(arrange, cut))
+    of_expert = cut if experts.own is None else None
+    write = partial(_write_values, after(arrange, of_expert), experts.own)
     table.place(f"{one.name}_blocks", target, (*shape, BLOCK // 2), stored=BYTES, write=write)
     table.place(scales_name, scales_target, shape, arrange, stored=BYTES, cut=scales_cut, fill=_fill_with_ones)
 
@@ -145,8 +145,8 @@ def multiply(values: Tensor, scales: Tensor) -> None:
     values.view(*scales.shape, BLOCK).mul_(factors[..., None])
 
 
-def _write_values(arrange: Arrange | None, target: Tensor, blocks: Tensor) -> None:
-    """One expert at a time: a second copy of a whole stack is large."""
-    for expert in range(len(target)):
+def _write_values(arrange: Arrange | None, own: range | None, target: Tensor, blocks: Tensor) -> None:
+    """One expert at a time: a second copy of a whole stack is large. own: experts that the rank has; None: all."""
+    for i, expert in enumerate(own or range(len(target))):
         values = decode(blocks[expert : expert + 1], target.dtype)
-        target[expert].copy_((values if arrange is None else arrange(values))[0])
+        target[i].copy_((values if arrange is None else arrange(values))[0])

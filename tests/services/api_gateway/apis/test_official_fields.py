@@ -9,7 +9,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from openai.types.responses.input_token_count_params import InputTokenCountParams
 
-from blockyard.services.api_gateway.apis.responses.fields import ResponsesRequest
+from blockyard.services.api_gateway.apis.responses.schemas import ResponsesRequest
 from blockyard.services.api_gateway.requests.schemas import ChatRequest, CompletionRequest
 
 

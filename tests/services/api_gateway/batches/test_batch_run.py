@@ -1,6 +1,7 @@
 """Batches on the gateway's own pipeline, with a fake ring."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,12 +56,12 @@ class Batch:
 
     @asynccontextmanager
     async def opened(
-        self, max_lines: int = 8, patience_s: float = batch_run.PATIENCE_S, **fields: Any
+        self, max_lines: int = 8, patience_s: float = batch_run.PATIENCE_S, behind: bool = False, **fields: Any
     ) -> AsyncIterator[tuple[BatchRun, FakeRing]]:
         async with self._rig(**fields) as r:
-            output, records = OutputFile(self.output), LineRecords()
+            output, records, gateway = OutputFile(self.output), LineRecords(), r.gateway
             config = BatchConfig(input=str(self.input), output=str(self.output), max_lines=max_lines)
-            limits, gateway = LineLimits(r.gateway_config.max_body_bytes, patience_s=patience_s), r.gateway
+            limits = LineLimits(r.gateway_config.max_body_bytes, behind_online=behind, patience_s=patience_s)
             yield BatchRun(config, limits, gateway.pipeline, gateway.body_parser, output, output, records), r.ring
             output.close()
             records.close()
@@ -269,3 +270,28 @@ async def test_a_stop_leaves_out_what_does_not_end_in_time(batch: Batch) -> None
     assert batch.by_id().keys() == {f"line {i}" for i in range(4)}
     run, _ = await batch.run()
     assert (run.num_answered, run.num_skipped, len(batch.by_id())) == (4, 4, 8)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+async def test_lines_behind_online_requests_begin_one_in_an_iteration_of_the_loop(
+    batch: Batch, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that started together end together, and as many follow them at once."""
+    batch.write(*[line(str(i)) for i in range(40)])
+    loop, begun, iteration, read = asyncio.get_running_loop(), Counter[int](), 0, batch_run.read_line
+
+    def count() -> None:
+        nonlocal iteration
+        iteration += 1
+        loop.call_soon(count)
+
+    def read_counted(data: bytes, number: int) -> Any:
+        begun[iteration] += 1
+        return read(data, number)
+
+    monkeypatch.setattr(batch_run, "read_line", read_counted)
+    loop.call_soon(count)
+    async with batch.opened(behind=behind) as (run, ring):
+        ring.step_s = 0.01
+        await run.run()
+    assert begun.total() == 40 and (max(begun.values()) == 1) == behind

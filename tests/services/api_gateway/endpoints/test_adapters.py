@@ -56,6 +56,7 @@ async def test_an_unload_and_a_refusal(rig) -> None:
         ({"lora_name": "a"}, "lora_path"),
         ({"lora_name": "", "lora_path": "a"}, "lora_name"),
         ({"lora_name": "a" * 300, "lora_path": "a"}, "lora_name"),
+        ({"lora_name": "a\nb", "lora_path": "a"}, "lora_name"),
         ({"lora_name": "a", "lora_path": "a"}, "lora_path"),  # without --lora-dir
     ],
 )

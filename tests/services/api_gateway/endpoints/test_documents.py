@@ -12,6 +12,7 @@ from aiohttp import web
 from openai.types import chat
 
 from blockyard.services.api_gateway.apis.completions import COMPLETIONS
+from blockyard.services.api_gateway.apis.responses.schemas import ResponsesRequest
 from blockyard.services.api_gateway.endpoints.documents import Components, document
 from blockyard.services.api_gateway.http.access import Access, Guard, Route
 from blockyard.services.api_gateway.requests.schemas import ChatRequest
@@ -104,6 +105,10 @@ def test_fields_of_the_official_client_are_in_the_document() -> None:
     assert official - set(fields) == set()
     assert fields["max_tokens"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
     assert fields["audio"]["description"] == "Not built: other values than null are refused."
+    made.reference(ResponsesRequest)
+    of_responses = made.schemas["ResponsesRequest"]["properties"]
+    assert "in its place" in of_responses["max_tokens"]["description"]
+    assert "description" not in of_responses["max_output_tokens"] and "description" not in fields["max_tokens"]
 
 
 def test_a_struct_that_contains_itself_is_written_once() -> None:

@@ -78,6 +78,8 @@ async def test_invocations_answers_by_its_body(rig) -> None:
         for wrong, field in (
             ({}, "messages"),
             ({"prompt": None}, "messages"),
+            ({"input": "x"}, "model"),
+            ({"prompt": "x", "model": "other"}, "model"),
             ({"messages": []}, "messages"),
             ({"messages": USER, "top_p": 2}, "top_p"),
             ({"prompt": 5}, "prompt"),
@@ -85,7 +87,7 @@ async def test_invocations_answers_by_its_body(rig) -> None:
             (b"[]", None),
         ):
             status, answer = await r.post("/invocations", wrong, headers=key)
-            assert (status, answer["error"]["param"]) == (400, field), wrong
+            assert (status, answer["error"]["param"]) == (404 if "other" in str(wrong) else 400, field), wrong
         async with r.http.post("/invocations", json={"prompt": "x", "stream": True}, headers=key) as response:
             assert (await response.text()).endswith("data: [DONE]\n\n")
 

@@ -16,7 +16,7 @@ from fake_ring import (
     member,
 )
 
-from blockyard.shared.messages import Generate, KVRole, Role, Scrape, Stats, Tokenize
+from blockyard.shared.messages import Generate, KVRole, RankStats, Role, Scrape, Stats, Tokenize
 from blockyard.shared.ring_client import schedulers
 from blockyard.shared.ring_client.recovery import hold
 from blockyard.shared.token_ids import unpack
@@ -211,7 +211,9 @@ async def test_the_ring_for_the_playground(rig) -> None:
             MEMBERS[1], stats=Stats(running=2, blocks_used=4, blocks_total=9, output_tokens_total=5, transfers_open=3)
         )
         r.ring.members[WORKER] = msgspec.structs.replace(
-            r.ring.members[WORKER], kv_role=KVRole.PREFILL, stats=Stats(sends_to=[1, 2**64 - 1])
+            r.ring.members[WORKER],
+            kv_role=KVRole.PREFILL,
+            stats=Stats(sends_to=[1, 2**64 - 1], ranks=[RankStats(0, 71, 9), RankStats(1, 72, 8, silent_s=3.0)]),
         )
         view = msgspec.json.decode(await get(r, "/ring"))
     roles = ["api_gateway", "tokenizer_pool", "scheduler", "gpu_worker", "detokenizer"]
@@ -221,6 +223,10 @@ async def test_the_ring_for_the_playground(rig) -> None:
     assert view["members"][2]["stats"]["transfers_open"] == 3
     assert [m["kv_role"] for m in view["members"]] == ["", "", "", "prefill", ""]
     assert view["members"][3]["sends_to"] == ["0000000000000001", "ffffffffffffffff"]
+    assert view["members"][3]["ranks"] == [
+        {"rank": 0, "pid": 71, "rss_bytes": 9, "state": "running"},
+        {"rank": 1, "pid": 72, "rss_bytes": 8, "state": "silent"},
+    ]
     totals = view["totals"]
     assert (totals["requests_total"], totals["output_tokens_total"]) == (1, 5)
     assert (totals["running"], totals["blocks_used"], totals["blocks_total"]) == (2, 4, 9)

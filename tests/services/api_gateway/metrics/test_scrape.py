@@ -15,6 +15,7 @@ from blockyard.shared.messages import (
     Member,
     NamedCount,
     QueueCapacity,
+    RankStats,
     RefusalCount,
     Refused,
     Role,
@@ -123,7 +124,7 @@ def test_a_context_of_a_million_tokens() -> None:
 
 async def test_the_phases_of_a_request_are_measured(rig) -> None:
     async with rig() as r:
-        r.ring.step_s = 0.02
+        r.ring.step_s = 0.06
         await r.post(COMPLETION, completion(max_tokens=6))
         found = await scrape(r)
 
@@ -132,7 +133,7 @@ async def test_the_phases_of_a_request_are_measured(rig) -> None:
         return found[f"vllm:{name}_seconds_sum", ONE]
 
     assert seconds("request_queue_time") == 0.004, "as the scheduler said"
-    assert seconds("request_decode_time") >= 5 * 0.02 > seconds("request_prefill_time") > 0.01
+    assert seconds("request_decode_time") >= 5 * 0.06 > seconds("request_prefill_time") > 0.03
     inference = seconds("request_prefill_time") + seconds("request_decode_time")
     assert seconds("request_inference_time") == pytest.approx(inference)
     assert seconds("request_time_per_output_token") == pytest.approx(seconds("request_decode_time") / 5)
@@ -277,6 +278,15 @@ async def test_experts_of_workers(rig) -> None:
     assert found["blockyard:expert_load_worst", of_worker] == 3.25
     assert [found["blockyard:expert_load", of_worker | {("layer", str(i))}] for i in range(3)] == [1.5, 3.25, 2.0]
     assert ("blockyard:expert_load_worst", of_worker) not in gone
+
+
+async def test_ranks_of_workers(rig) -> None:
+    stats = Stats(ranks=[RankStats(0, 71, 900), RankStats(1, 72, 800, 0.25)])
+    found, gone, of_worker = await before_and_after_loss(rig, stats)
+    second = of_worker | {("rank", "1"), ("pid", "72")}
+    assert found["blockyard:rank_resident_bytes", second] == 800
+    assert found["blockyard:rank_silent_seconds", second] == 0.25
+    assert ("blockyard:rank_resident_bytes", second) not in gone
 
 
 async def test_grammars_that_tokenizers_refused(rig) -> None:

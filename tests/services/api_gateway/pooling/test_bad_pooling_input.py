@@ -62,7 +62,10 @@ BAD: list[tuple[PoolingCard, str, dict[str, Any], str, str]] = [
     (SCORE, "/rerank", {"documents": ["a"]}, "query", "missing"),
     (SCORE, "/rerank", {"query": "a", "documents": ["a", {"text": ""}]}, "documents[1]", "empty"),
     (SCORE, "/rerank", {"query": "a", "documents": ["a"] * 2049}, "documents", "2048"),
-    (SCORE, "/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1"),
+    *(
+        (SCORE, path, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", "at least 1")
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     (SCORE, "/rerank", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc", "at least 1"),
     (SCORE, "/rerank", {"query": "a", "documents": ["a", 3]}, "documents[1]", "got `int`"),
     (CLASSIFY, "/pooling", {"input": "a", "dimensions": 2}, "dimensions", "classify"),
@@ -121,6 +124,53 @@ TEXTS: dict[str, dict[str, Any]] = {
 }
 
 
+PAIR = {"text_1": "a b", "text_2": ["a", "b"]}
+RANK = {"query": "a b", "documents": ["a", "b"]}
+TURN = {"messages": [{"role": "user", "content": "a"}]}
+INVOCATIONS: list[tuple[PoolingCard, dict[str, Any], str]] = [
+    (EMBED, {"input": "a"}, "/v1/embeddings"),
+    (EMBED, {"input": "a", "prompt": None, "encoding_format": "base64"}, "/v1/embeddings"),
+    (EMBED, TURN, "/v1/embeddings"),
+    (EMBED, PAIR, "/score"),
+    (EMBED, RANK, "/rerank"),
+    (SCORE, {"queries": "a b", "documents": ["a"]}, "/score"),
+    (SCORE, RANK | {"model": "tiny"}, "/rerank"),
+    (SCORE, {"input": "a"}, "/pooling"),
+    (CLASSIFY, {"input": "a"}, "/classify"),
+    (REWARD, {"input": "a"}, "/pooling"),
+]
+
+
+@pytest.mark.parametrize(("card", "body", "path"), INVOCATIONS)
+async def test_invocations_are_for_what_the_model_serves(
+    pooling_rig, card: PoolingCard, body: dict[str, Any], path: str
+) -> None:
+    async with pooling_rig(card) as (r, _):
+        [invoked, asked] = [await r.post(one, body | {"request_id": "x"}) for one in ("/invocations", path)]
+    assert invoked[0] == asked[0] == 200
+    kept = [{name: value for name, value in answer.items() if name != "created"} for _, answer in (invoked, asked)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize(
+    ("card", "body", "field"),
+    [
+        (EMBED, {"prompt": "a"}, "model"),
+        (EMBED, {}, "input"),
+        (EMBED, {"input": None, "query": None}, "input"),
+        (CLASSIFY, PAIR, "model"),
+        (REWARD, RANK, "model"),
+    ],
+)
+async def test_an_invocation_for_nothing_that_is_served_names_what_is(
+    pooling_rig, card: PoolingCard, body: dict[str, Any], field: str
+) -> None:
+    async with pooling_rig(card) as (r, _):
+        status, answer = await r.post("/invocations", body)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert "it serves" in answer["error"]["message"] and "/pooling" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("card", "served"),
     [
@@ -164,7 +214,7 @@ async def test_a_client_that_leaves_drops_its_request(pooling_rig) -> None:
 
 
 async def test_an_operator_aborts_and_the_ring_refuses(pooling_rig) -> None:
-    async with pooling_rig(EMBED, max_num_queued_reqs=4) as (r, fake):
+    async with pooling_rig(EMBED, max_num_queued_reqs=1) as (r, fake):
         fake.answers.clear()
         asked = {"input": ["a", "b"], "request_id": "mine"}
         asking = asyncio.create_task(r.post("/v1/embeddings", asked))
@@ -178,3 +228,16 @@ async def test_an_operator_aborts_and_the_ring_refuses(pooling_rig) -> None:
         fake.error = RequestError("full", status=429, retry_after_s=2.0)
         async with r.http.post("/v1/embeddings", json={"input": "a"}) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "2")
+
+
+async def test_a_call_counts_as_one_and_its_tokens_until_it_has_results(pooling_rig) -> None:
+    async with pooling_rig(EMBED, max_num_queued_reqs=3, max_num_queued_tokens=5) as (r, fake):
+        fake.answers.clear()
+        open_ones = []
+        for text in ("ab", "abc"):
+            open_ones.append(asyncio.create_task(r.post("/v1/embeddings", {"input": [text]})))
+            await r.until(lambda: len(fake.calls) == len(open_ones))
+        assert (await r.post("/v1/embeddings", {"input": "x"}))[0] == 429
+        fake.answers.set()
+        assert [(await each)[0] for each in open_ones] == [200, 200]
+        assert (await r.post("/v1/embeddings", {"input": ["x"] * 2048}))[0] == 200

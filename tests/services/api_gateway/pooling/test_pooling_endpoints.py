@@ -33,6 +33,13 @@ async def test_embeddings_of_texts_ids_and_lists_of_both(pooling_rig) -> None:
     assert [call.is_single for call in fake.calls] == [True, True, False]
     assert fake.calls[1].inputs == [pack([97, 98, 99])] and (fake.calls[1].user, fake.calls[1].priority) == ("u", -3)
     assert fake.calls[0].params.task is PoolingTask.EMBED
+    assert one["usage"]["prompt_tokens_details"] is None
+
+
+async def test_usage_has_cached_tokens_by_flag(pooling_rig) -> None:
+    async with pooling_rig(EMBED, enable_prompt_tokens_details=True) as (r, _):
+        _, answer = await r.post("/v1/embeddings", {"input": ["abcd", "ef"]})
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2 + 1}
 
 
 async def test_fields_of_an_embedding_reach_the_ring(pooling_rig) -> None:

@@ -67,3 +67,30 @@ def test_a_request_that_fails_is_counted_no_longer() -> None:
     with requests.counted(1), pytest.raises(RequestError) as refusal, requests.counted(1):
         pass
     assert refusal.value.status == 429
+
+
+TOOL = {"type": "function", "name": "search", "description": "x" * 10_000, "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "y" * 200}]}),
+        ("/v1/responses", {"input": "y" * 200, "tools": [TOOL], "tool_choice": "none"}),
+        ("/v1/responses", {"input": "y" * 200, "tools": [TOOL], "tool_choice": "none", "background": True}),
+    ],
+)
+async def test_an_open_answer_keeps_no_text_of_its_prompt(rig, path: str, body: Any) -> None:
+    """The tools of a response are kept once, as its answer repeats them, and not with its prompt."""
+    async with rig(max_model_len=20_000) as r:
+        r.ring.step_s = 0.05
+        async with r.http.post(path, json={"model": "tiny", "stream": True, "ignore_eos": True} | body) as response:
+            assert response.status == 200
+            await response.content.readany()
+            await r.until(lambda: bool(r.gateway.journal.entries))
+            (entry,) = r.gateway.journal.entries.values()
+            request = entry.owner.request
+            assert (request.prompts, entry.owner.num_prompts) == ([], 1)
+            if request.options.responses is not None:
+                assert request.options.responses.repeated.count(b"x" * 10_000) == 1
+                assert b"x" * 10_000 not in request.options.responses.store.input_items

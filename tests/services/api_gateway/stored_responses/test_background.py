@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from blockyard.shared.messages import Cancel
+from blockyard.shared.messages import Cancel, QueueCapacity, Refused
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 BODY: dict[str, Any] = {"model": "tiny", "input": "hi", "background": True}
@@ -145,3 +145,15 @@ async def test_running_responses_are_bounded_and_never_dropped(rig, client) -> N
         for one in made:
             assert (await c.responses.retrieve(one.id)).status in ("queued", "in_progress")
             assert (await c.responses.cancel(one.id)).status == "cancelled"
+
+
+async def test_a_model_that_was_unloaded_while_the_response_was_queued(rig, client) -> None:
+    gone = "The model `sql` does not exist any more: the adapter was unloaded."
+    async with rig() as r, client(r) as c:
+        r.ring.refuse = lambda frame: Refused(frame.request_id, frame.attempt, 404, "model", gone, QueueCapacity(9, 9))
+        found = await polled(c, (await c.responses.create(**BODY)).id)
+        assert found.status == "failed" and found.error is not None
+        assert (found.error.code, found.error.message) == ("model_not_found", gone)
+        with pytest.raises(openai.NotFoundError) as caught:
+            await c.responses.create(model="tiny", input="hi")
+        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")

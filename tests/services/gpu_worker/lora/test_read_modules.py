@@ -85,7 +85,7 @@ WRONG = [
     (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json"),
     (lambda folder: (folder / "adapter_model.safetensors").unlink(), "neither"),
     (cut, "safetensors"),
-    (pickled, "weights_only"),
+    (pickled, "other objects than tensors"),
     (lambda folder: write(folder, r=16), "rank"),
     (lambda folder: write(folder, target_modules=["k_proj"]), "target_modules"),
     (lambda folder: write(folder, target_modules=["q_proj", "k_proj"]), "k_proj"),

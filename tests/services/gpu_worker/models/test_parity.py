@@ -18,7 +18,7 @@ from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Sampling
 
 PROMPT_LENGTHS = (1, 3, 8, 9, 17, 30, 45, 64)
-OUTPUT = 64
+OUTPUT = 40
 
 
 @dataclass

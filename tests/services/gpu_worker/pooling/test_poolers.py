@@ -21,7 +21,13 @@ WIDTH = 6
 def _chunk(parts: Sequence[tuple[PooledSequence, Tensor, list[int]]]) -> PooledChunk:
     ids = np.array([one for _, _, ids in parts for one in ids], np.int64)
     rows = torch.cat([rows for _, rows, _ in parts] + [torch.full((3, WIDTH), float("nan"))])
-    return PooledChunk(rows, [sequence for sequence, _, _ in parts], ids)
+    return PooledChunk.of(rows, [sequence for sequence, _, _ in parts], ids)
+
+
+def _rows(pooler: Pooler, chunk: PooledChunk) -> list[Tensor]:
+    """The rows of each sequence that is complete."""
+    rows, counts = pooler.add(chunk)
+    return list(rows.split([1] * len(rows) if counts is None else counts.tolist()))
 
 
 def _pool(pooler: Pooler, texts: Sequence[Tensor], cuts: Sequence[Sequence[int]], skip: int) -> list[Tensor]:
@@ -36,7 +42,7 @@ def _pool(pooler: Pooler, texts: Sequence[Tensor], cuts: Sequence[Sequence[int]]
                 parts.append((sequence, text[done[slot] : done[slot] + count], [slot] * count))
                 done[slot] += count
         complete = [sequence.slot for sequence, _, _ in parts if sequence.is_complete]
-        found |= dict(zip(complete, pooler.add(_chunk(parts)), strict=True))
+        found |= dict(zip(complete, _rows(pooler, _chunk(parts)), strict=True))
     return [found[slot] for slot in range(len(texts))]
 
 
@@ -82,28 +88,29 @@ def test_tokens_and_steps() -> None:
     text = torch.randn(5, WIDTH)
     sequence = PooledSequence(0, 0, 5, 5)
     chunk = _chunk([(sequence, text, [4, 9, 4, 9, 4])])
-    [rows] = make_poolers([PoolingMode.ALL]).add(chunk)
+    [rows] = _rows(make_poolers([PoolingMode.ALL]), chunk)
     assert torch.equal(rows, text)
-    [steps] = make_poolers([PoolingMode.STEP], 9).add(chunk)
+    [steps] = _rows(make_poolers([PoolingMode.STEP], 9), chunk)
     assert torch.equal(steps, text[[1, 3]])
-    [none] = make_poolers([PoolingMode.STEP], 8).add(chunk)
+    [none] = _rows(make_poolers([PoolingMode.STEP], 8), chunk)
     assert none.shape == (0, WIDTH)
 
 
 @pytest.mark.parametrize("mode", [PoolingMode.MEAN, PoolingMode.MAX, PoolingMode.CLS, PoolingMode.ALL])
 def test_a_preempted_sequence_starts_over(mode: PoolingMode) -> None:
     text, pooler = torch.randn(6, WIDTH), make_poolers([mode])
-    assert pooler.add(_chunk([(PooledSequence(0, 0, 4, 6), text[:4] + 50, [0] * 4)])) == []
+    assert _rows(pooler, _chunk([(PooledSequence(0, 0, 4, 6), text[:4] + 50, [0] * 4)])) == []
     pooler.drop(0)
-    [got] = pooler.add(_chunk([(PooledSequence(0, 0, 6, 6), text, [0] * 6)]))
-    [expected] = make_poolers([mode]).add(_chunk([(PooledSequence(1, 0, 6, 6), text, [0] * 6)]))
+    [got] = _rows(pooler, _chunk([(PooledSequence(0, 0, 6, 6), text, [0] * 6)]))
+    [expected] = _rows(make_poolers([mode]), _chunk([(PooledSequence(1, 0, 6, 6), text, [0] * 6)]))
     assert torch.equal(got, expected)
 
 
 def test_sums_of_many_half_precision_rows() -> None:
     """In float32: half precision would lose the last rows."""
     text = torch.ones(5000, WIDTH, dtype=torch.bfloat16)
-    [row] = make_poolers([PoolingMode.MEAN]).add(PooledChunk(text, [PooledSequence(0, 0, 5000, 5000)], np.zeros(5000)))
+    chunk = PooledChunk.of(text, [PooledSequence(0, 0, 5000, 5000)], np.zeros(5000, np.int64))
+    [row] = _rows(make_poolers([PoolingMode.MEAN]), chunk)
     assert row.dtype == torch.float32
     torch.testing.assert_close(row, torch.ones(1, WIDTH))
 

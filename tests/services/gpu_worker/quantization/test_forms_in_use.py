@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_models import start
 
 from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.layers.moe.expert_weights import separate_experts
 from blockyard.services.gpu_worker.loading.linear_spec import Shard, Split, part
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
@@ -158,3 +159,37 @@ def test_shares_of_ranks(case: Case, split: Split) -> None:
             inputs = inputs[32 * rank : 32 * rank + 32]
         assert isinstance(linear.method, KeptLinear)
         torch.testing.assert_close(linear.method.dequantized(), whole[outputs][:, inputs])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("spreads", [True, False])
+@pytest.mark.parametrize("case", [(name, "mixtral") for name in FORMS], indirect=True)
+def test_experts_of_ranks(case: Case, spreads: bool) -> None:
+    """Some experts whole, or a share of each."""
+    packed, plain = (load_file(folder / "model.safetensors") for folder in (case.made.packed, case.made.plain))
+    config = json.loads((case.made.packed / "config.json").read_text())
+    prefix, num = "model.layers.0.block_sparse_moe.experts", config["num_local_experts"]
+    hidden, inner = plain[f"{prefix}.0.w2.weight"].shape
+    for rank in range(2):
+        table = WeightTable(torch.float32, torch.device("cpu"), shard=Shard(rank, 2))
+        table.spreads_experts = spreads
+        layers = LinearLayers(table, config)
+        weights = separate_experts(layers, prefix, num, hidden, inner, ("w1", "w3", "w2"))
+        own = range(num // 2 * rank, num // 2 * (rank + 1)) if spreads else range(num)
+        for name in packed:
+            if name.startswith(tuple(f"{prefix}.{expert}." for expert in own)):
+                table.put(name, packed[name])
+        table.check_complete()
+        table.finish()
+        assert weights.specs is not None
+        columns = list(range(inner) if spreads else weights.specs[1].matrix.inputs.share(table.shard))
+        assert weights.own == (own if spreads else None)
+        for i, expert in enumerate(own):
+            w1, w2, w3 = (plain[f"{prefix}.{expert}.w{k}.weight"] for k in (1, 2, 3))
+            for method, whole in (
+                (weights.gate_up, torch.cat((w1[columns], w3[columns]))),
+                (weights.down, w2[:, columns]),
+            ):
+                linear = method.linear(i)
+                assert isinstance(linear, KeptLinear)
+                torch.testing.assert_close(linear.dequantized(), whole)

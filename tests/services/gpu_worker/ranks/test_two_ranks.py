@@ -23,11 +23,11 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.execution.cuda import follower_steps
 from blockyard.services.gpu_worker.execution.ranks import follower
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
-from blockyard.services.gpu_worker.parallel.commands import Begin
+from blockyard.services.gpu_worker.parallel.commands import Begin, CopyBlocks
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, RankLostError
+from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, RankLostError
 from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 
 ASKED = requests(18, 24)
@@ -119,9 +119,24 @@ def test_a_lost_follower_ends_the_leader(group: Group, number: signal.Signals, m
     assert group.ended.wait(10)
     assert time.monotonic() - began < most_s
     [error] = group.errors
-    assert isinstance(error, RankLostError) and said in str(error)
+    assert isinstance(error, RankLostError) and said in str(error) and not group.team.failure
     with pytest.raises(ProcessLookupError):
         os.kill(group.pid, 0)
+
+
+def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group) -> None:
+    """The error of a step makes suspects; all ranks end."""
+    group.start()
+    before = group.team.stats()
+    assert [one.rank for one in before] == [0, 1] and before[1].pid == group.pid
+    deadline = time.monotonic() + 5
+    while not group.team.stats()[1].rss_bytes > 2**20:
+        assert time.monotonic() < deadline, "the signs of life say how much memory a rank has"
+        time.sleep(0.05)
+    group.team.send(CopyBlocks(np.array([[10**6], [0]]).tobytes()))
+    assert group.ended.wait(10)
+    [error] = group.errors
+    assert isinstance(error, DeviceError) and "rank 1: " in str(error) and group.team.failure == str(error)
 
 
 def test_what_a_follower_refuses_is_the_leader_s_error(group: Group, folder: Path) -> None:

@@ -21,6 +21,7 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.mock.batch import PlanError
 from blockyard.services.gpu_worker.transfers.mock_memory import MockMemory
+from blockyard.services.kv_transfer.routes import decode_places, encode_places
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults, MockConfig, WorkerConfig
 from blockyard.shared.messages import FinishReason, KVRole, Sampling
@@ -170,8 +171,10 @@ def test_a_link_that_breaks_between_living_workers_costs_no_token(
     source = add_mock(loop, PREFILL, connector, encrypt=False, faults=slow)
     target = add_mock(loop, DECODE, connector, encrypt=False)
     geometry = loop.core.groups[target].geometry
-    proxy = proxy_to(geometry.kv_endpoint.decode())
-    loop.core.groups[target].geometry = msgspec.structs.replace(geometry, kv_endpoint=proxy.endpoint.encode())
+    [place] = decode_places(geometry.kv_endpoint)
+    proxy = proxy_to(place.endpoint)
+    endpoint = encode_places([msgspec.structs.replace(place, endpoint=proxy.endpoint)])
+    loop.core.groups[target].geometry = msgspec.structs.replace(geometry, kv_endpoint=endpoint)
     prompt = [int(token) for token in np.random.default_rng(0).integers(1000, 3000, 300)]
     sampling = Sampling(max_tokens=10, seed=0)
     loop.add("r", prompt, sampling)

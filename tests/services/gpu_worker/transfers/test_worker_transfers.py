@@ -15,6 +15,7 @@ from blockyard.services.gpu_worker.interfaces import StoredLayers
 from blockyard.services.kv_transfer import sender_link, sender_links
 from blockyard.services.kv_transfer.layout import LayerRun, as_text
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.routes import decode_places
 from blockyard.shared.bus.poller import Poller
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import KVAbort, KVLanded, KVReceive, KVRole, KVSendEnded, NamedCount, Stats
@@ -214,7 +215,8 @@ def test_geometry_names_role_layout_memory_and_endpoint(make: Callable[..., KVWo
     told = a.geometry
     assert (told.kv_role, told.kv_generation) == (KVRole.PREFILL, 1)
     assert told.kv_layout == as_text(msgspec.structs.replace(SMALL, scope="m|{}|auto|")), "readable, for the log"
-    assert told.kv_endpoint.startswith(b"ipc://")
+    [place] = decode_places(told.kv_endpoint)
+    assert place.endpoint.startswith("ipc://") and place.generation == 1
     rest = msgspec.structs.replace(told, kv_role=KVRole.BOTH, kv_generation=0, kv_layout="", kv_endpoint=b"")
     assert rest == GEOMETRY
 
@@ -258,7 +260,7 @@ def test_counters_outlive_links_and_memory(workers: tuple[KVWorker, KVWorker], m
     assert a.transfers.count(Stats()) == Stats(transfer_bytes=sent), "nothing was sent since"
     until(lambda: len(a.links.watched) == 3, a, b)  # the idle link is closed
     assert a.transfers.count(Stats()).transfer_bytes == sent
-    b.transfers._endpoint.receiver.drops.count(DropReason.DOUBLED, "for a test")
+    b.transfers._group.own._endpoint.receiver.drops.count(DropReason.DOUBLED, "for a test")
     for worker in workers:
         worker.transfers.close()
         worker.memory.renew()
@@ -321,10 +323,10 @@ def test_a_transfer_is_open_until_its_end_was_answered(workers: tuple[KVWorker, 
     b.receive(1, A, [5, 6])
     a.send(send_to(b.geometry, B, 1, [3], [5], is_last=False))
     until(lambda: b.landed.get(1) == [5], a, b)
-    assert a.transfers._endpoint is not None
-    [target] = a.transfers._endpoint.senders._targets.values()
+    assert a.transfers._group is not None
+    [target] = a.transfers._group.own._endpoint.senders._targets.values()
     target.link.abort(1, "ended between two polls")
-    assert target.link.open_transfers() == {} and a.transfers.open_transfers() == {1: []}
+    assert target.link.open_transfers() == {} and list(a.transfers.open_transfers()) == [1]
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
     assert a.transfers.open_transfers() == {} and not a.is_complete(1)
 
@@ -338,7 +340,7 @@ def test_a_link_is_closed_when_idle_and_when_its_worker_leaves(
     a.send(send_to(b.geometry, B, 1, [3], [5]))
     until(lambda: 1 in a.ended and 1 in b.ended, a, b)
     until(lambda: len(a.links.watched) == 3, a, b)
-    until(lambda: not b.transfers._endpoint.receiver._links, a, b)
+    until(lambda: not b.transfers._group.own._endpoint.receiver._links, a, b)
     monkeypatch.undo()
     b.receive(2, A, [6, 7])
     b.receive(3, 0xC, [8])  # its sender never opens a link
@@ -419,7 +421,7 @@ def test_the_receiver_is_killed(tmp_path: Path, make: Callable[..., KVWorker], c
     with worker_process(bus_at(tmp_path), B, connector) as b:
         b.tell(KVReceive(1, A, 1, blocks))
         a.send(send_to(b.geometry, B, 1, blocks[:-1], blocks[:-1], is_last=False))
-        until(lambda: a.transfers._endpoint.senders._targets[B].link._transfers._open[1].summed != 0, a)
+        until(lambda: a.transfers._group.own._endpoint.senders._targets[B].link._transfers._open[1].summed != 0, a)
         b.process.kill()
         b.process.join(10)
         until(lambda: 1 in a.ended, a)

@@ -10,7 +10,7 @@ import torch
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer, poll_both
 
 from blockyard.services.kv_transfer import sender_link
-from blockyard.services.kv_transfer.layout import LayerRun
+from blockyard.services.kv_transfer.layout import LayerRun, LinkLayouts
 from blockyard.services.kv_transfer.protocol.drops import DropReason
 from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.protocol.outgoing import Sent
@@ -236,7 +236,8 @@ def test_a_link_that_cannot_be_is_refused_in_words(which: str, bus: BusConfig, p
     me = RECEIVER + 1 if which == "receiver" else RECEIVER
     connector = "carrier pigeon" if which == "connector" else "auto"
     config = KVTransferConfig(connector=connector)
-    link = SenderLink(source.sockets, receiver.endpoint, me, SENDER, layout, source.arena, source.copies, config)
+    own = (LinkLayouts(layout), source.arena, source.copies)
+    link = SenderLink(source.sockets, receiver.endpoint, me, SENDER, *own, config)
     poll_both(receiver, link, lambda: bool(link.closed))
     words = {
         "layout": "layers 3 of 2 KV heads of 8 here, 3 of 4 KV heads of 4 there; model '' here, 'other|main' there",

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from blockyard.services.launcher.models import hub, model_files
 from blockyard.shared.config import parsed_flags
@@ -157,7 +159,7 @@ def test_an_invalid_hub_name_is_a_missing_folder(name: str, tmp_path: Path, monk
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"is a file; the folder that holds config\.json is needed"):
+    with pytest.raises(ConfigError, match=r"is a file; the folder that holds it is needed"):
         find("--model", str(tmp_path / "model.safetensors"))
 
 
@@ -226,6 +228,45 @@ def test_one_weight_format_is_fetched(
     files: list[str], load_format: str, ignore: list[str], patterns: tuple[str, ...]
 ) -> None:
     assert hub.weight_patterns(files, load_format, ignore) == patterns
+
+
+def write_adapter(folder: Path, rank: int = 4, **config: object) -> Path:
+    folder.mkdir()
+    known = {"peft_type": "LORA", "r": rank, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(known | config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    a, b = np.ones((rank, 8), np.float32), np.ones((8, rank), np.float32)
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def error_of_adapter(path: Path | str) -> str:
+    with pytest.raises(ConfigError) as error:
+        find("--model", "demo", "--lora-modules", f"fr={path}")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_adapters_of_the_start_are_checked_without_their_weights(tmp_path: Path) -> None:
+    good = write_adapter(tmp_path / "good", 16)
+    assert [source.path for source in find("--model", "demo", "--lora-modules", f"a={good}").adapters] == [str(good)]
+    assert error_of_adapter("/none") == "adapter fr: path /none: no such folder, and not a valid hub name"
+    big = write_adapter(tmp_path / "big", 17)
+    weights = big / "adapter_model.safetensors"
+    assert error_of_adapter(big) == (
+        f"adapter fr: {weights}: rank 17 for model.layers.0.self_attn.q_proj; --max-lora-rank is 16"
+    )
+    size = weights.stat().st_size
+    weights.write_bytes(weights.read_bytes()[:-4])
+    assert error_of_adapter(big) == f"adapter fr: {weights} has {size - 4} bytes, its header says {size}"
+    weights.write_bytes(b"")
+    assert error_of_adapter(big).startswith(f"adapter fr: {weights} is not a safetensors file: ")
+    weights.unlink()
+    assert error_of_adapter(big) == f"adapter fr: {big} has neither adapter_model.safetensors nor adapter_model.bin"
+    dora = write_adapter(tmp_path / "dora", use_dora=True)
+    assert error_of_adapter(dora).startswith(f"adapter fr: {dora}/adapter_config.json: use_dora True is not served")
+    (dora / "adapter_config.json").unlink()
+    assert error_of_adapter(dora) == f"adapter fr: {dora} has no adapter_config.json"
 
 
 def test_a_user_without_home_has_the_hubs_cache_beside_the_others(

@@ -1,14 +1,17 @@
 """Decisions after a child's death, without processes."""
 
+import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rings import deployment
 
 from blockyard.services.launcher.supervision.child import HEALTHY_S, MAX_DELAY_S, BackOff, Child, ending, service_specs
-from blockyard.services.launcher.supervision.supervisor import stop_order
+from blockyard.services.launcher.supervision.supervisor import Supervisor, stop_order
+from blockyard.shared.config.services.scheduler import SchedulerConfig
 
 
 def test_delays_double_up_to_ten_seconds() -> None:
@@ -46,6 +49,19 @@ def test_the_slowest_start_is_first_and_gateways_stop_first(tmp_path: Path) -> N
         ["message_bus"],
     ]
     assert sum(map(len, waves)) == len(ring)
+
+
+def test_a_start_in_a_ring_that_was_ready_is_a_restart(tmp_path: Path) -> None:
+    specs = [spec for spec in service_specs(deployment(tmp_path)) if spec.service == "scheduler"]
+    supervisor = Supervisor(specs, tmp_path, lambda _, settings: ["cp", str(settings), str(tmp_path / "seen")])
+    [child] = supervisor.children
+    seen = []
+    for _ in range(2):
+        assert asyncio.run(child.run_once()) == 0
+        config = msgspec.json.decode((tmp_path / "seen").read_bytes(), type=SchedulerConfig)
+        seen.append(config.process.is_restart)
+        supervisor.settle()
+    assert seen == [False, True]
 
 
 @pytest.mark.parametrize(

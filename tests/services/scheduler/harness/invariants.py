@@ -190,7 +190,7 @@ def check_policy(core: Scheduler, waiting: list[Sequence]) -> None:
         assert first is None or policy.key(first) == min(policy.key(choice) for choice in waiting)
         return
     waits = Counter((c.request.frame.tenant, c.request.frame.user) for c in waiting if not c.request.is_batch_line)
-    everything = [running for group in core.groups.values() for running in group.running]
+    everything = [running for group in core.groups.values() for running in (*group.running, *group.packed_in_flight())]
     all_running = [running for running in everything if not running.sequence.request.is_batch_line]
     runs = Counter((s.sequence.request.frame.tenant, s.sequence.request.frame.user) for s in all_running)
     for tenant in fair.tenants.shares.values():
@@ -223,7 +223,29 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
 
 
 def _amount(sequences: list[Sequence]) -> QueueAmount:
-    return QueueAmount(sum(c.queue_amount.sequences for c in sequences), sum(c.queue_amount.tokens for c in sequences))
+    pools = {c.request.pool.id for c in sequences if c.request.pool is not None}
+    amounts = [c.queue_amount for c in sequences]
+    entries = len(pools) + sum(one.entries for one in amounts)
+    return QueueAmount(sum(one.sequences for one in amounts), sum(one.tokens for one in amounts), entries)
+
+
+def check_texts(core: Scheduler) -> None:
+    """Each text of a request to an encoder that has no result waits or is in one step, and steps keep their budget."""
+    runs = [run for group in core.groups.values() for run in group.packed_in_flight()]
+    for request in core.lifecycle.requests.values():
+        if (texts := request.texts) is None:
+            continue
+        own = [run.texts for run in runs if run.sequence.request is request]
+        assert {*map(id, own)} == {*map(id, texts.in_flight)} and len(own) == len(texts.in_flight)
+        slices = [*texts._waiting, *own]
+        indexes = [index for one in slices for index in one.indexes]
+        assert indexes and len(indexes) == len(set(indexes)), "a text is in two places"
+        assert texts.num_texts == sum(len(one.indexes) for one in texts._waiting)
+        assert texts.num_tokens == sum(len(one.token_ids) // 4 for one in texts._waiting)
+    for group in core.groups.values():
+        for record in group.in_flight if not group.has_kv else ():
+            tokens = sum(len(run.texts.token_ids) // 4 for run in record.packed)
+            assert tokens <= group.max_num_batched_tokens or record.packed_amount.sequences == 1
 
 
 def check_searches(core: Scheduler) -> None:
@@ -289,9 +311,6 @@ def check_group(core: Scheduler, group: WorkerGroup) -> None:
         request = running.sequence.request
         last = request.num_prompt + request.frame.sampling.max_tokens - 1  # the last token is not computed
         assert running.num_scheduled_tokens <= max(running.prefill_end, min(last, group.max_model_len - 1))
-        if not group.has_kv:
-            assert not running.table.blocks
-            continue
         assert (
             running.num_scheduled_tokens
             <= running.table.capacity
@@ -312,7 +331,9 @@ def check(core: Scheduler, turn: int) -> None:
     if groups:
         check_group(core, groups[turn % len(groups)])
     waiting = [c for r in core.lifecycle.requests.values() for c in r.active_sequences if c.ticket]
-    assert len(waiting) == len(core.waiting)
+    texts = [c.request.texts.num_texts - 1 for c in waiting if c.request.texts is not None]
+    assert len(waiting) + sum(texts) == len(core.waiting)
+    check_texts(core)
     partial = core.partial_prefills
     held = {id(choice) for choice in partial.deferred()} if partial is not None else set[int]()
     held |= {id(choice) for waits in core.adapter_waits.deferred.values() for ticket, choice in waits if ticket}
@@ -328,7 +349,7 @@ def check(core: Scheduler, turn: int) -> None:
     amounts, of_lines = _amount([c for c in queued if not c.request.is_batch_line]), _amount(lines)
     assert amounts == core.waiting.usage.amount
     assert of_lines == core.waiting.batch_usage.amount
-    assert all(c.queue_amount == QueueAmount(c.num_beams, c.num_beams * c.num_tokens) for c in queued)
+    assert all(c.queue_amount == c.amount for c in queued)
     assert core.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:
         assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)

@@ -53,7 +53,13 @@ STEP_S = 0.001  # seconds of a step, and of each choice in it
 
 
 class World:
-    def __init__(self, shape: Shape, stops: Callable[[TokenStep], bool] = lambda step: False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        stops: Callable[[TokenStep], bool] = lambda step: False,
+        adapters: AdapterSettings | None = None,
+    ) -> None:
+        """adapters: by default as many as the shape says."""
         self.shape, self.stops = shape, stops
         self.now = 0.0
         self.num_steps = 0  # plans that were answered
@@ -86,7 +92,8 @@ class World:
                 decode_prefill_tokens=shape.decode_prefill_tokens,
                 kv_lease_s=shape.kv_lease_s,
                 load_failure_policy=shape.load_failure_policy,
-                adapters=AdapterSettings(
+                adapters=adapters
+                or AdapterSettings(
                     sources=[AdapterSource(name=f"a{i}", path=f"/{i}") for i in range(shape.num_adapters)]
                 ),
             ),
@@ -251,6 +258,7 @@ class World:
         extra_keys: Sequence[ExtraKey] = (),
         batch_line: bool = False,
         adapter: str = "",
+        kv_transfer_params: bytes = b"",
         **sampling: object,
     ) -> Generate:
         """Every other request carries its block hashes. `prompt` replaces the usual one of this length."""
@@ -276,6 +284,7 @@ class World:
             batch_line=batch_line,
             adapter=adapter,
             adapter_digest=digest,
+            kv_transfer_params=kv_transfer_params,
         )
         self.tell(gateway.incarnation, frame)
         return frame

@@ -63,7 +63,7 @@ def test_the_tenant_with_most_choices_gives_way_though_its_prompts_are_short(rin
     assert refusals(it) == {}
     it.submit("light", 100, tenant="light")
     assert refusals(it) == {"flood 3": 429}
-    assert it.world.core.waiting.usage.amount == (13, 3 * 4 * 3 + 100)
+    assert it.world.core.waiting.usage.amount == (13, 3 * 4 * 3 + 100, 13)
     it.submit("light again", 3, n=4, tenant="light")
     assert reasons(it) == {"displaced": 2}
     it.finish()

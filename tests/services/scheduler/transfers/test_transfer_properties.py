@@ -11,8 +11,8 @@ from ..harness.world import Shape
 from .transfer_program import COUNTED, TRANSFER_SHAPES, WORKERS, TransferProgram
 
 EVENTS = 420  # of one history
-HISTORIES = 2000 if settings.get_current_profile_name() == "long" else 340
-LEAST = 100_000 * HISTORIES // 340  # steps of the scheduler in all histories; the invariants are checked after each
+HISTORIES = 2000 if settings.get_current_profile_name() == "long" else 120
+LEAST = 35_000 * HISTORIES // 120  # steps of the scheduler in all histories; the invariants are checked after each
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in TRANSFER_SHAPES.items()})
 counted: Counter[str] = Counter()

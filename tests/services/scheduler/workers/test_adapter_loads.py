@@ -2,7 +2,12 @@
 
 import pytest
 
-from blockyard.services.gpu_worker.mock.adapters import mock_digest
+from blockyard.services.gpu_worker.mock.adapters import BROKEN, mock_digest
+from blockyard.services.scheduler.from_config import settings_of
+from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.scheduler import SchedulerConfig
+from blockyard.shared.errors import LoadError
 from blockyard.shared.messages import Control, Controlled, ControlVerb, FinishReason, Generate, LoadAdapter, Refused
 
 from ..harness.world import Shape, World
@@ -53,6 +58,36 @@ def test_the_card_is_there_once_the_adapters_of_the_start_are_read() -> None:
     world.settle()
     assert names(world) == ["a0", "a1"]
     assert [card.digest for card in world.core.adapters.cards] == [mock_digest("/0"), mock_digest("/1")]
+
+
+def start_with_broken(*, is_restart: bool) -> World:
+    config = SchedulerConfig(
+        process=ProcessConfig(name="s", bus=BusConfig(registry="ipc:///x", bind="ipc:///x"), is_restart=is_restart),
+        served_model_names=["m"],
+        adapters=AdapterSettings(sources=[AdapterSource(name="a0", path="/0"), AdapterSource(name="bad", path=BROKEN)]),
+    )
+    world = World(Shape(num_adapter_places=1), adapters=settings_of(config).adapters)
+    world.add_worker()
+    world.settle()
+    return world
+
+
+def test_a_broken_adapter_ends_the_start() -> None:
+    with pytest.raises(LoadError, match=f"^adapter bad: {BROKEN} is broken$"):
+        start_with_broken(is_restart=False)
+
+
+def test_a_scheduler_that_starts_again_leaves_a_broken_adapter_out() -> None:
+    world = start_with_broken(is_restart=True)
+    assert names(world) == ["a0"]
+    assert world.core.notes[-1] == f"adapter bad is not served: {BROKEN} is broken"
+
+
+def test_the_phase_tells_that_no_worker_serves_adapters() -> None:
+    world = World(Shape(num_adapter_places=0, num_adapters=1))
+    world.add_worker()
+    world.settle()
+    assert world.core.card is None and world.core.phase == "waiting for a worker with --enable-lora"
 
 
 def test_a_request_whose_adapter_has_no_place_is_passed_over() -> None:
@@ -117,6 +152,48 @@ def test_operators_load_replace_and_unload() -> None:
     world.settle()
     assert answers(world)[4:] == [(200, ""), (200, ""), (404, "lora_name")]
     assert names(world) == ["a0"] and len(world.core.adapters.all) == 1
+
+
+def test_a_load_is_asked_again_of_workers_that_begin_anew() -> None:
+    world = make(adapters=0, workers=2)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    [gateway] = world.gateways.values()
+    world.tell(gateway.incarnation, Control("sleep", ControlVerb.SLEEP, level=1))
+    world.settle()
+    assert answers(world) == [(200, "")], "it sleeps"
+    world.tell(gateway.incarnation, Control("wake", ControlVerb.WAKE_UP))
+    world.settle()
+    assert answers(world)[1:] == [(200, ""), (200, "")] and names(world) == ["b"]
+
+
+def test_a_load_while_no_worker_is_there() -> None:
+    world = make(adapters=0)
+    [gateway] = world.gateways.values()
+    world.tell(gateway.incarnation, Control("sleep", ControlVerb.SLEEP, level=1))
+    world.settle()
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    world.settle()
+    assert len(answers(world)) == 1, "workers that sleep read nothing"
+    world.tell(gateway.incarnation, Control("wake", ControlVerb.WAKE_UP))
+    world.settle()
+    assert len(answers(world)) == 3 and names(world) == ["b"]
+    world.kill(next(iter(world.workers)))
+    command(world, ControlVerb.LOAD_ADAPTER, "c", "/c")
+    world.settle()
+    assert len(answers(world)) == 3, "it waits for a worker"
+    world.add_worker()
+    world.settle()
+    assert answers(world) == [(200, "")] * 4 and names(world) == ["b", "c"]
+
+
+def test_a_load_by_workers_that_serve_no_adapters() -> None:
+    world = make(places=0, adapters=0)
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    world.kill(next(iter(world.workers)))
+    command(world, ControlVerb.LOAD_ADAPTER, "c", "/c")
+    world.add_worker()
+    world.settle()
+    assert answers(world) == [(400, "lora_name"), (400, "lora_path")]
 
 
 def test_an_unload_waits_for_what_runs_and_refuses_what_comes() -> None:

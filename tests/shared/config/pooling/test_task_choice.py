@@ -100,6 +100,10 @@ def test_fields_of_a_worker(tmp_path: Path) -> None:
         (("--override-pooler-config", '{"step_tag_id": 1}'), {}, "only with pooling_type STEP"),
         ((), {"hidden_size": 16}, "hidden states of 8 numbers, config.json means 16"),
         (("--kv-transfer-config", '{"kv_connector": "auto"}'), {}, "no KV blocks are sent"),
+        (("--enable-lora",), {}, "^--enable-lora: LoRA adapters are not built yet with the task embed$"),
+        (("--lora-modules", "a=/a"), {}, "^--lora-modules: LoRA adapters are not built yet with the task embed$"),
+        (("-tp", "2"), {}, "^-tp 2: not built yet with XLMRobertaModel, an encoder runs on one rank$"),
+        (("-tp", "2", "--device", "cuda"), {"architectures": ["LlamaModel"]}, "^-tp 2: not built yet on GPUs"),
     ],
 )
 def test_contradictions_are_one_line(
@@ -107,6 +111,11 @@ def test_contradictions_are_one_line(
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         worker_pooling_fields(values(*flags), checkpoint(with_modules(tmp_path, POOLING), **config))
+
+
+def test_decoders_that_pool_run_on_several_ranks_without_gpus(tmp_path: Path) -> None:
+    model = checkpoint(with_modules(tmp_path, POOLING), architectures=["LlamaModel"])
+    assert worker_pooling_fields(values("-tp", "2", "--device", "cpu"), model)["task"] == "embed"
 
 
 def test_a_pooler_for_a_model_that_generates(tmp_path: Path) -> None:

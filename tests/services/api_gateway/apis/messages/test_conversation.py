@@ -9,7 +9,6 @@ import pytest
 from blockyard.services.api_gateway.apis.hidden_reasoning import HIDDEN, hide_reasoning
 from blockyard.services.api_gateway.apis.messages.conversation import read_conversation
 from blockyard.services.api_gateway.apis.messages.schemas import MessagesRequest
-from blockyard.services.api_gateway.apis.messages.signatures import hidden_thinking
 from blockyard.services.tokenizer_pool.chats.chat_template import Chat, ChatTemplates
 
 TEMPLATE = """\
@@ -103,7 +102,6 @@ def test_thinking_that_was_not_shown_comes_back() -> None:
         [_, answer, _] = conversation([user(text("a")), assistant(block, text("b")), user(text("c"))])
         assert answer["reasoning_content"] == "sécret 😀"
     for foreign in ("EqQBCkYIBxgC", f"{HIDDEN}%%%", f"{HIDDEN}/w==", ""):
-        assert hidden_thinking(foreign) == ""
         [_, answer, _] = conversation(
             [user(text("a")), assistant({"type": "redacted_thinking", "data": foreign}, text("b")), user(text("c"))]
         )

@@ -9,13 +9,17 @@ import torch
 from mxfp4_files import QUANTIZATION, write_mxfp4
 from plan_driver import Driver
 from quantized_checkpoint import Checkpoints, check_logits
+from safetensors.torch import load_file
 from tiny_models import settings, start
 from torch import Tensor
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.layers.linear import LinearLayers
+from blockyard.services.gpu_worker.layers.moe.expert_weights import stacked_experts
 from blockyard.services.gpu_worker.loading import checkpoint, parallel_load
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
 from blockyard.services.gpu_worker.quantization.formats import mxfp4
 from blockyard.shared.errors import ConfigError, LoadError
 from blockyard.shared.messages import Sampling
@@ -83,6 +87,31 @@ def output(folder: Path, **fields: object) -> list[int]:
     stream = driver.add([5, 9, 3], Sampling(max_tokens=8, temperature=0.0, ignore_eos=True))
     driver.run()
     return stream.output
+
+
+@pytest.mark.parametrize("keeps_codes", [False, True])
+def test_ranks_have_some_experts_whole(
+    folders: Checkpoints, monkeypatch: pytest.MonkeyPatch, keeps_codes: bool
+) -> None:
+    monkeypatch.setattr(mxfp4, "KEEPS_CODES", keeps_codes)
+    config = json.loads((folders.packed / "config.json").read_text())
+    stored = load_file(folders.packed / "model.safetensors")
+    prefix, num, hidden = "model.layers.0.mlp.experts", config["num_local_experts"], config["hidden_size"]
+    found: list[list[Tensor]] = []
+    for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
+        table = WeightTable(torch.float32, torch.device("cpu"), shard=shard)
+        table.spreads_experts = True
+        names, sizes = (f"{prefix}.gate_up_proj", f"{prefix}.down_proj"), (num, hidden, config["intermediate_size"])
+        made = stacked_experts(LinearLayers(table, config), *names, *sizes, transposed=True, in_pairs=True, bias=True)
+        for name in (name for name in stored if name.startswith(prefix)):
+            table.put(name, stored[name])
+        table.check_complete()
+        table.finish()
+        found.append(made.tensors())
+    whole, first, second = found
+    assert len(first[0]) == num // 2
+    for one, *halves in zip(whole, first, second, strict=True):
+        assert torch.equal(torch.cat(halves), one)
 
 
 def test_the_same_tokens(folders: Checkpoints) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from blockyard.services.api_gateway.http.turns import TURNS, Turns
+from blockyard.services.api_gateway.turns import TURNS, Turns
 
 
 async def begun_by_iteration(num: int) -> list[int]:

@@ -6,7 +6,13 @@ from typing import Any, Literal
 import msgspec
 
 from blockyard.services.api_gateway.requests.generate_request import StoredTurn
-from blockyard.services.api_gateway.requests.schemas import GenerationFields, ReasoningEffort, TruncationSide, Verbosity
+from blockyard.services.api_gateway.requests.schemas import (
+    GenerationFields,
+    ReasoningEffort,
+    SharedSampling,
+    TruncationSide,
+    Verbosity,
+)
 from blockyard.shared.errors import RequestError, not_built
 from blockyard.shared.ring_client.request_fields.chat_messages import NULL
 from blockyard.shared.ring_client.request_fields.engine_fields import RepetitionDetectionParams
@@ -110,7 +116,7 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mode: msgspec.Raw = NULL
 
 
-class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesRequest(SharedSampling):
     """Answers a conversation of items, which may call tools. The answer is stored unless `store` is false."""
 
     model: str | None = None
@@ -135,24 +141,9 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     # sampling, as in chat completions
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: TruncationSide | None = None
     thinking_token_budget: int | None = None

@@ -1,0 +1,98 @@
+"""The folder of an adapter: its config, the file of its weights, and what the header of that file says."""
+
+from pathlib import Path
+
+import msgspec
+
+from blockyard.shared.errors import AdapterError
+from blockyard.shared.lora.adapter_config import CONFIG_FILE, ParsedConfig, parse_config
+
+SAFETENSORS = "adapter_model.safetensors"
+BIN = "adapter_model.bin"
+A_ENDINGS = (".lora_A.weight", ".lora_A.default.weight")  # of names of matrices [rank, in]
+PREFIX = "base_model.model."  # of PEFT, before the names of modules
+MAX_CONFIG_BYTES = 1 << 20
+LENGTH_BYTES = 8  # of a safetensors file, before its header
+MAX_HEADER_BYTES = 100_000_000  # as the safetensors library has it
+
+
+def check_folder(folder: Path, max_rank: int) -> None:
+    """Checks what can be told without the model and without reading the weights. Raises AdapterError.
+
+    max_rank: of a module. Stacks of experts are left to the worker, which knows how many experts there are.
+    """
+    _, parsed = read_config(folder)
+    path = weights_file(folder)
+    if path.name != SAFETENSORS:
+        return
+    for name, entry in _read_header(path).items():
+        ending = next((one for one in A_ENDINGS if name.endswith(one)), None)
+        if ending is None or not entry.shape:
+            continue
+        rank, module = entry.shape[0], name.removeprefix(PREFIX).removesuffix(ending)
+        if rank > max_rank and rank == parsed.config.rank_of(module):
+            raise AdapterError(f"{path}: rank {rank} for {module}; --max-lora-rank is {max_rank}")
+
+
+class HeaderTensor(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    shape: list[int]
+    data_offsets: tuple[int, int]  # from the end of the header
+
+
+def _read_header(path: Path) -> dict[str, HeaderTensor]:
+    """Returns the tensors of a safetensors file by name. Raises AdapterError, also if the file is cut short."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            header = file.read(min(length, MAX_HEADER_BYTES))
+    except OSError as e:
+        raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
+    try:
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        found = {name: msgspec.json.decode(raw, type=HeaderTensor) for name, raw in fields.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError) as e:
+        raise AdapterError(f"{path} is not a safetensors file: {e}") from e
+    needed = LENGTH_BYTES + length + max((entry.data_offsets[1] for entry in found.values()), default=0)
+    if size != needed:
+        raise AdapterError(f"{path} has {size} bytes, its header says {needed}")
+    return found
+
+
+def read_config(folder: Path) -> tuple[bytes, ParsedConfig]:
+    """Returns the bytes of the config, and what they say. Raises AdapterError with the path of the file."""
+    path = folder / CONFIG_FILE
+    if not folder.is_dir():
+        raise AdapterError(f"{folder} is no folder")
+    if not path.is_file():
+        raise AdapterError(f"{folder} has no {CONFIG_FILE}")
+    content = read_whole(path, MAX_CONFIG_BYTES)
+    try:
+        return content, parse_config(content)
+    except AdapterError as e:
+        raise AdapterError(f"{folder}/{e}") from e
+
+
+def weights_file(folder: Path) -> Path:
+    """Raises AdapterError if there is none."""
+    path = next((folder / name for name in (SAFETENSORS, BIN) if (folder / name).is_file()), None)
+    if path is None:
+        raise AdapterError(f"{folder} has neither {SAFETENSORS} nor {BIN}")
+    return path
+
+
+def read_whole(path: Path, most: int | None = None) -> bytes:
+    """Reads a whole file once: what is checked is what is used, also if the file changes meanwhile."""
+    try:
+        size = path.stat().st_size
+        if most is not None and size > most:
+            raise AdapterError(f"{path} has {size} bytes, more than {most}")
+        content = path.read_bytes()
+    except OSError as e:
+        raise AdapterError(f"{path} cannot be read: {e.strerror or e}") from e
+    if len(content) != size:
+        raise AdapterError(f"{path} had {size} bytes and {len(content)} could be read: it changes")
+    return content
