@@ -65,6 +65,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "services/api_gateway": (
         "requests",
         "apis",
+        "adapter_folders",
         "bodies",
         "responses",
         "metrics",

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from blockyard.services.api_gateway.adapter_folders import AdapterFolders
 from blockyard.services.api_gateway.bodies.body_parser import BodyParser
 from blockyard.services.api_gateway.metrics.scrape import Metrics
 from blockyard.services.api_gateway.request_pipeline import RequestPipeline
@@ -66,7 +67,8 @@ class Gateway:
         self.streams = StreamedResponses(config.keepalive_s, config.client_timeout_s, config.max_unread_mib << 20)
         formats = ModelFormats(config.parser_plugins)
         self.pipeline = RequestPipeline(self.client, formats, config)
-        self.body_parser = BodyParser(config, formats)
+        folders = AdapterFolders(config.lora_dir, self.client.controls, self.client.schedulers, clock)
+        self.body_parser = BodyParser(config, formats, folders)
         self.stall_detector = StallDetector(config.stall_timeout_s / 2)
         self.stored = StoredResponses(config, links, self.pipeline, self.counted)
         self._clock = clock

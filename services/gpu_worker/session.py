@@ -149,6 +149,7 @@ class SchedulerSession:
                 me = self._links.me.incarnation
                 self._links.answer(peer, AdapterLoaded(me, frame.adapter, error="this worker serves no adapters"))
         elif isinstance(frame, LoadAdapter):
+            self._drops = [one for one in self._drops if one != frame.adapter]  # a plan in the queue still places it
             self._runner.adapters.load(frame.adapter, frame.path)
         else:
             self._drops.append(frame.adapter)

@@ -452,4 +452,5 @@ class Scheduler:
             transfer_audit_differences_total=self.audit.num_differences,
             second_token_counts=list(results.second_tokens),
             second_token_us_total=round(1e6 * results.second_token_s),
+            adapter_use=self.lifecycle.adapter_use(),
         )

@@ -2,7 +2,6 @@
 
 import msgspec
 
-from blockyard.shared.config import kv_transfer
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource, LoraConfig
 from blockyard.shared.errors import ConfigError
@@ -61,11 +60,9 @@ def worker_config(values: Values) -> LoraConfig | None:
 
 def _check_workers(values: Values) -> None:
     """Raises ConfigError for workers that serve no adapters."""
-    for flag in ("prefill-workers", "decode-workers", "tensor-parallel-size"):
-        if (number := values.get(flag, int)) > (1 if flag == "tensor-parallel-size" else 0):
+    for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
+        if (number := values.get(flag, int)) > 1:
             raise ConfigError(f"{values.where(flag)} {number}: not built yet with LoRA adapters")
-    if values.is_given(kv_transfer.FLAG):
-        raise ConfigError(f"{values.where(kv_transfer.FLAG)}: not built yet with LoRA adapters")
 
 
 def scheduler_settings(values: Values, sources: list[AdapterSource]) -> AdapterSettings:

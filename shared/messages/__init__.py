@@ -34,6 +34,7 @@ from blockyard.shared.messages.membership import (
     FIRST_MASK_S,
     SECOND_TOKEN_S,
     STEP_TOKENS,
+    AdapterUse,
     Announce,
     Leave,
     LinkLost,

@@ -36,6 +36,7 @@ class Control(Frame, frozen=True):
     adapter: str = ""  # name of the adapter to load or unload
     adapter_path: str = ""  # load: of its folder
     replace: bool = False  # load: the name may be in use; running requests finish with the adapter that they began with
+    first_use: bool = False  # load: a request names it, and no operator; what an operator has unloaded stays unknown
 
 
 class Controlled(Frame, frozen=True):

@@ -49,6 +49,14 @@ class NamedCount(FrameStruct, frozen=True):
     total: int
 
 
+class AdapterUse(FrameStruct, frozen=True):
+    """The LoRA adapters of one scheduler's requests."""
+
+    num_places: int  # adapters that a step may use, of the worker that has the fewest
+    running: list[str]  # names of those with sequences in a batch
+    waiting: list[str]  # of those with sequences that wait
+
+
 class TenantShare(FrameStruct, frozen=True):
     """A tenant's use of one scheduler."""
 
@@ -122,6 +130,7 @@ class Stats(FrameStruct, frozen=True):
     prefill_launch_us_total: int = 0  # time that the worker's host took to launch them, in microseconds
     decode_step_us_total: int = 0  # of the other steps
     decode_launch_us_total: int = 0
+    adapter_use: AdapterUse | None = None  # None: the workers serve no adapters
     ranks: list[RankStats] = []  # of a worker with several ranks: all of them
 
 

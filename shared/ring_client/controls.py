@@ -34,7 +34,8 @@ class ControlClient:
             raise RequestError("No scheduler is ready.", status=503, retry_after_s=1.0)
         for answer in answers:
             if answer.status >= 400:
-                raise RequestError(answer.message, answer.field, answer.status)
+                retry_after_s = 1.0 if answer.status == 429 else None
+                raise RequestError(answer.message, answer.field, answer.status, retry_after_s=retry_after_s)
         return answers
 
     def answered(self, peer: int, frame: Controlled) -> None:

@@ -10,6 +10,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 
+import msgspec
+
+from blockyard.services.api_gateway.adapter_folders import AdapterFolders
 from blockyard.services.api_gateway.bodies.body_frames import (
     FAILED,
     HEAD,
@@ -44,9 +47,11 @@ class _LargeBody:
 class BodyParser:
     """`run` parses large bodies until it is cancelled. The process is started for the first large body."""
 
-    def __init__(self, config: GatewayConfig, formats: ModelFormats, max_cpu_s: float = MAX_CPU_S) -> None:
+    def __init__(
+        self, config: GatewayConfig, formats: ModelFormats, folders: AdapterFolders, max_cpu_s: float = MAX_CPU_S
+    ) -> None:
         """`max_cpu_s` limits the CPU time of one large body."""
-        self._config, self._formats, self._max_cpu_s = config, formats, max_cpu_s
+        self._config, self._formats, self._folders, self._max_cpu_s = config, formats, folders, max_cpu_s
         self._waiting: asyncio.PriorityQueue[_LargeBody] = asyncio.PriorityQueue()
         self._num_bytes = 0  # of waiting bodies
         self._numbers = itertools.count()
@@ -54,7 +59,15 @@ class BodyParser:
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def parse(self, body: bytes, context: ParseContext) -> ParsedBody:
-        """Raises RequestError."""
+        """A model that is not served may be an adapter that is loaded first. Raises RequestError."""
+        try:
+            return await self._parse(body, context)
+        except RequestError as e:
+            if e.code != "model_not_found" or not await self._folders.load_named(body):
+                raise
+        return await self._parse(body, msgspec.structs.replace(context, served=self._folders.served()))
+
+    async def _parse(self, body: bytes, context: ParseContext) -> ParsedBody:
         size = len(body) + context.num_bytes
         if size < LARGE_BYTES:
             return parse_body(body, context, self._config, self._formats)

@@ -1,20 +1,17 @@
 """Endpoints for operators: load and unload LoRA adapters."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
+from blockyard.services.api_gateway.adapter_folders import MAX_NAME_CHARS, find_folder
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.http.uploads import Uploads
 from blockyard.services.api_gateway.requests.schemas import decode
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Control, ControlVerb
 from blockyard.shared.ring_client.controls import ControlClient
-
-MAX_NAME_CHARS = 256
-MAX_PATH_CHARS = 4096
 
 
 class LoadAdapterRequest(msgspec.Struct, frozen=True):
@@ -54,23 +51,6 @@ class AdapterEndpoints:
         name = _checked_name(asked.lora_name)
         await self._controls.ask(Control("", ControlVerb.UNLOAD_ADAPTER, adapter=name))
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
-
-
-def find_folder(path: str, lora_dir: str) -> Path:
-    """Returns a folder below `lora_dir`, wherever links lead. Raises RequestError."""
-    if not lora_dir:
-        raise RequestError("this server loads no adapters by request: --lora-dir names their folder", "lora_path")
-    if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
-        raise RequestError(f"lora_path has 1 to {MAX_PATH_CHARS} characters, got {len(path)}", "lora_path")
-    try:
-        base = Path(lora_dir).expanduser().resolve()
-        folder = (base / Path(path).expanduser()).resolve()
-        is_folder = folder.is_relative_to(base) and folder != base and folder.is_dir()
-    except (OSError, RuntimeError, ValueError) as e:
-        raise RequestError(f"lora_path {path!r} cannot be read: {e}", "lora_path") from e
-    if not is_folder:  # one message: a client does not learn which folders there are elsewhere
-        raise RequestError(f"lora_path {path!r} is no folder below --lora-dir", "lora_path")
-    return folder
 
 
 def _checked_name(name: str) -> str:

@@ -1,11 +1,12 @@
 """The adapters of one worker group: in host memory, in places of the device, and in use.
 
-A sequence that starts takes its adapter's place and gives it back when it leaves the batch. A place without sequences
-keeps its adapter until another one needs it, the least recently used first.
+A sequence that starts takes its adapter's place and gives it back when it leaves the batch. So does a handover to this
+group, from before its blocks are reserved until they have landed. A place without sequences keeps its adapter until
+another one needs it, the least recently used first.
 """
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from blockyard.services.scheduler.plan_pacer import PlanClock
@@ -27,10 +28,10 @@ class HeldAdapter:
 @dataclass(slots=True)
 class AdapterPlace:
     adapter: int | None = None
-    num_sequences: int = 0
+    num_sequences: int = 0  # that run, or are on their way to this group
     last_plan: int = 0  # number of the last plan that may read it, once it has no sequences
     used: int = 0  # turn of its last use
-    is_closing: bool = False  # no sequence starts with it any more: another adapter has waited for long
+    closed_s: float | None = None  # since when no sequence starts with it: another adapter has waited for long
 
 
 @dataclass(slots=True)
@@ -52,8 +53,13 @@ class GroupAdapters:
         self._wanted: deque[int] = deque()  # to load, in order
         self._refused: set[int] = set()  # could not be loaded here
         self._turn = 0
+        self._next: int | None = None  # an adapter that has waited for long: no other one gets a place before it
         self._place_of: dict[int, int] = {}  # by adapter
         self.placed: list[AdapterPlaced] = []  # by the next plan
+
+    @property
+    def num_places(self) -> int:
+        return len(self._places)
 
     @property
     def serves_any(self) -> bool:
@@ -71,6 +77,11 @@ class GroupAdapters:
     def is_placed(self, adapter: int) -> bool:
         return adapter in self._place_of
 
+    def is_loading(self, adapter: int) -> bool:
+        """Whether the worker was asked to read it, and will answer."""
+        held = self._held.get(adapter)
+        return held is not None and not held.is_loaded
+
     def num_sequences(self, adapter: int) -> int:
         place = self._place_of.get(adapter)
         return 0 if place is None else self._places[place].num_sequences
@@ -85,14 +96,18 @@ class GroupAdapters:
     def take_changes(self, wanted: Container[int] = ()) -> HostChanges:
         """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
 
-        wanted: adapters of waiting sequences. One that was loaded for them stays until the first of them has started:
-        otherwise two adapters could displace each other for ever. One that no sequence waits for is read to be checked,
-        and has room of its own: a command need not wait for requests.
+        wanted: adapters of waiting sequences, set aside or not. One that was loaded for them stays until the first of
+        them has started: otherwise two adapters could displace each other for ever. One that no sequence waits for is
+        read to be checked, and has room of its own: a command need not wait for requests.
         """
         changes = HostChanges()
+        if self._next is not None and self._next in self._wanted:
+            self._wanted.remove(self._next)
+            self._wanted.appendleft(self._next)
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
             room = self._num_host + (self._wanted[0] not in wanted)
-            while len(self._held) >= room and (idle := self._least_used_in_host(wanted)) is not None:
+            kept = () if self._wanted[0] == self._next else wanted
+            while len(self._held) >= room and (idle := self._least_used_in_host(kept)) is not None:
                 self._drop(idle)
                 changes.drop.append(idle)
             if len(self._held) >= room:
@@ -130,12 +145,14 @@ class GroupAdapters:
         """Whether a sequence with this adapter may start in the next plan."""
         index = self._place_of.get(adapter)
         if index is not None:
-            return not self._places[index].is_closing
+            return self._places[index].closed_s is None
+        if self._next not in (None, adapter):
+            return False
         held = self._held.get(adapter)
         return held is not None and held.is_loaded and self._free_place() is not None
 
     def start(self, adapter: int) -> int:
-        """A sequence starts in the next plan. Returns its place. The caller has asked `can_start`."""
+        """A sequence starts in the next plan, or is on its way. Returns its place. The caller has asked `can_start`."""
         index, self._turn = self._place_of.get(adapter), self._turn + 1
         if index is None:
             index = self._free_place()
@@ -143,7 +160,10 @@ class GroupAdapters:
             place = self._places[index]
             if place.adapter is not None:
                 del self._place_of[place.adapter]
-            place.adapter, self._place_of[adapter], place.is_closing = adapter, index, False
+            place.adapter, self._place_of[adapter], place.closed_s = adapter, index, None
+            if self._next == adapter:
+                self._next = None
+            self._unplace(index)
             self.placed.append(AdapterPlaced(index, adapter))
         place = self._places[index]
         place.num_sequences += 1
@@ -157,22 +177,31 @@ class GroupAdapters:
         placed, self.placed = self.placed, []
         return placed
 
-    def close_for(self, adapter: int) -> int | None:
-        """An adapter in host memory has waited for long: the least recently used place takes no new sequences.
+    def make_room(self, overdue: Sequence[int], now: float) -> AdapterPlace | None:
+        """Adapters have waited for a place for long, the longest first. The first of them that lacks one here is next.
 
-        Returns that place; None if there is none to close, or the adapter does not wait for a place here.
+        Returns the least recently used place, which takes no new sequences until another adapter has it; None if there
+        is a free place and memory to load the adapter into.
         """
-        held = self._held.get(adapter)
-        if adapter in self._place_of or held is None or not held.is_loaded or self._free_place() is not None:
+        self._next = next((one for one in overdue if one not in self._place_of and not self.is_refused(one)), None)
+        if self._next is None:
+            for place in self._places:
+                place.closed_s = None
             return None
-        closing = next((i for i, one in enumerate(self._places) if one.is_closing), None)
-        if closing is None and self._places:
-            closing = min(range(len(self._places)), key=lambda i: self._places[i].used)
-            self._places[closing].is_closing = True
-        return closing
+        has_memory = self._next in self._held or len(self._held) < self._num_host
+        if (has_memory or self._least_used_in_host(()) is not None) and self._free_place() is not None:
+            return None
+        closed = next((place for place in self._places if place.closed_s is not None), None)
+        if closed is None:
+            closed = min(self._places, key=lambda place: place.used)
+            closed.closed_s = now
+        return closed
+
+    def index(self, place: AdapterPlace) -> int:
+        return self._places.index(place)
 
     def end(self, index: int) -> None:
-        """A sequence leaves the batch. Plans in flight may still read its place."""
+        """A sequence leaves the batch, or is no longer on its way. Plans in flight may still read its place."""
         place = self._places[index]
         place.num_sequences -= 1
         assert place.num_sequences >= 0, f"place {index} has fewer sequences than none"
@@ -197,5 +226,10 @@ class GroupAdapters:
     def _drop(self, adapter: int) -> bool:
         index = self._place_of.pop(adapter, None)
         if index is not None:
-            self._places[index].adapter, self._places[index].is_closing = None, False
+            self._places[index].adapter, self._places[index].closed_s = None, None
+            self._unplace(index)
         return self._held.pop(adapter, None) is not None
+
+    def _unplace(self, index: int) -> None:
+        """The next plan does not give this place to the adapter that it was to have."""
+        self.placed = [one for one in self.placed if one.place != index]

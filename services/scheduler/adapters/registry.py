@@ -40,6 +40,11 @@ class AdapterRegistry:
         self.all[adapter.number] = adapter
         return adapter
 
+    @property
+    def served(self) -> list[int]:
+        """Numbers of the adapters that requests may name."""
+        return [one.number for one in self._served.values()]
+
     def named(self, name: str) -> Adapter | None:
         return self._served.get(name)
 
@@ -65,6 +70,10 @@ class AdapterRegistry:
     def use(self, number: int, request_id: str) -> None:
         """A request is live, which keeps the adapter."""
         self.all[number].requests.add(request_id)
+
+    def is_used(self, number: int) -> bool:
+        adapter = self.all.get(number)
+        return adapter is not None and bool(adapter.requests)
 
     def on_request_ended(self, request_id: str, number: int) -> None:
         adapter = self.all.get(number)

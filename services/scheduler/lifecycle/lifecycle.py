@@ -11,7 +11,7 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.pooled_requests import PooledRequest
 from blockyard.services.scheduler.sequences.requests import Phase, Request, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers
-from blockyard.shared.messages import FinishReason
+from blockyard.shared.messages import AdapterUse, FinishReason
 
 
 class Lifecycle:
@@ -39,6 +39,21 @@ class Lifecycle:
         self.requests[request.id] = request
         if request.adapter is not None:
             self._adapters.use(request.adapter, request.id)
+
+    def adapter_use(self) -> AdapterUse | None:
+        """The adapters of live requests; None if no worker serves any."""
+        places = [group.adapters.num_places for group in self._groups.attached.values() if group.adapters.serves_any]
+        if not places:
+            return None
+        running, waiting = dict[str, None](), dict[str, None]()  # of some bytes and of others there may be one name
+        for adapter in self._adapters.all.values():
+            live = [self.requests[one] for one in adapter.requests]
+            phases = {sequence.phase for request in live for sequence in request.active_sequences}
+            if Phase.RUNNING in phases:
+                running[adapter.name] = None
+            if phases - {Phase.RUNNING}:
+                waiting[adapter.name] = None
+        return AdapterUse(min(places), list(running), list(waiting))
 
     def end(self, sequence: Sequence) -> None:
         """Ends a sequence whose last tokens have been sent. Results in flight are ignored."""

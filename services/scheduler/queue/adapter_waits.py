@@ -1,6 +1,7 @@
 """Waiting sequences whose adapter has no place in a group yet: they are set aside, so that others start before them."""
 
-from blockyard.services.scheduler.adapters.group_adapters import GroupAdapters
+from collections.abc import Callable
+
 from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Sequence
 
@@ -11,6 +12,7 @@ class AdapterWaits:
         # by adapter, each with its ticket: if the sequence has another one, it has left
         self.deferred: dict[int, list[tuple[int, Sequence]]] = {}
         self._since: dict[int, float] = {}  # by adapter
+        self.released: dict[int, float] = {}  # since when those waited that no sequence has started with yet
 
     def defer(self, sequence: Sequence) -> None:
         """Passes over a sequence until its adapter may start."""
@@ -19,6 +21,8 @@ class AdapterWaits:
             self._waiting.requeue(sequence)
         self._waiting.set_aside(sequence)
         self.deferred.setdefault(sequence.request.adapter, []).append((sequence.ticket, sequence))
+        if (since := self.released.pop(sequence.request.adapter, None)) is not None:
+            self._since[sequence.request.adapter] = since  # others were faster
 
     def wanted(self, now: float) -> dict[int, float]:
         """The adapters of sequences that wait, in the order in which they began to, and since when."""
@@ -27,16 +31,21 @@ class AdapterWaits:
         self._since = {adapter: self._since.get(adapter, now) for adapter in self.deferred}
         return self._since
 
-    def release(self, adapters: GroupAdapters) -> None:
-        """Puts sequences back into the order of the queue whose adapter may start in this group."""
-        for adapter in [one for one in self.deferred if adapters.can_start(one)]:
-            self.release_all(adapter)
+    def release(self, can_start: Callable[[int], bool]) -> None:
+        """Puts sequences back into the order of the queue whose adapter may start."""
+        for adapter in [one for one in self.deferred if can_start(one)]:
+            self._release_all(adapter)
+
+    def on_started(self, adapter: int) -> None:
+        """A sequence with this adapter has a place, or no request uses it any more."""
+        self.released.pop(adapter, None)
 
     def sequences(self, adapter: int) -> list[Sequence]:
         return [sequence for ticket, sequence in self.deferred.get(adapter, ()) if sequence.ticket == ticket]
 
-    def release_all(self, adapter: int) -> None:
-        self._since.pop(adapter, None)
+    def _release_all(self, adapter: int) -> None:
+        if (since := self._since.pop(adapter, None)) is not None:
+            self.released[adapter] = since
         for ticket, sequence in self.deferred.pop(adapter, ()):
             if sequence.ticket == ticket:
                 self._waiting.requeue(sequence)

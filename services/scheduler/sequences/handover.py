@@ -15,6 +15,7 @@ class Handover:
     target_blocks: list[int]  # reserved, one for each position
     hashes: list[bytes]  # of the target blocks
     cached: list[int]  # blocks of the sequence that the target has already
+    adapter_place: int | None = None  # on the target: its adapter stays there until the blocks have landed
     transfer: int = 0  # its number; 0: the workers know nothing of it yet
     ticket: bytes = b""  # random: the sender shows it to the receiver on a link without encryption
     num_sent: int = 0  # positions

@@ -69,7 +69,13 @@ class Handovers:
         ]
 
     def reserve(self, sequence: Sequence, source: WorkerGroup, target: WorkerGroup) -> bool:
-        """Reserves blocks in the target for a sequence that is about to be routed to the source."""
+        """Reserves blocks and an adapter's place in the target for a sequence that is about to be routed to the source.
+
+        Returns False if the target has no room.
+        """
+        adapter = sequence.request.adapter
+        if adapter is not None and not target.adapters.can_start(adapter):
+            return False
         missing, cached = target.kv_cache.missing_blocks(sequence, sequence.num_tokens)
         pool = target.kv_cache.blocks
         pool.share(cached)
@@ -86,6 +92,7 @@ class Handovers:
             blocks,
             list(missing.values()),
             cached,
+            None if adapter is None else target.adapters.start(adapter),
         )
         sequence.handover = handover
         self._live[handover] = sequence
@@ -280,6 +287,9 @@ class Handovers:
         del self._live[handover]
         self._by_transfer.pop(handover.transfer, None)
         self.num_inbound[handover.target] -= handover.num_sequences
+        target = self._groups.attached.get(handover.target)
+        if handover.adapter_place is not None and target is not None:
+            target.adapters.end(handover.adapter_place)
         if sequence.phase is Phase.ARRIVING:
             self._waiting.unpark(sequence)
             self.num_arriving -= 1

@@ -61,6 +61,7 @@ class AdapterLoads:
         self._max_wait_s, self._leaves_out_broken = settings.max_wait_s, settings.leaves_out_broken
         self._loads: list[OpenLoad] = []
         self._unloads: list[tuple[int, Control, Adapter]] = []
+        self._unloaded: set[str] = set()  # names that operators have unloaded: requests do not load them again
         self._is_dirty = False
         for source in settings.sources:
             adapter = self._registry.add(source.name, source.path, source.parent or names[0], created)
@@ -84,8 +85,13 @@ class AdapterLoads:
     # workers
 
     def on_attached(self, worker: int) -> None:
-        """A worker begins without adapters, and has forgotten what it was asked to read."""
-        self._is_dirty = True
+        """A worker begins without adapters, and has forgotten what it was asked to read.
+
+        It reads those that are served, as far as its host memory has room.
+        """
+        self._is_dirty, group = True, self._groups[worker]
+        for adapter in self._registry.served[: group.geometry.num_host_adapters]:
+            group.adapters.want(adapter)
         for load in self._loads:
             load.awaits.discard(worker)
             if not load.has_been_read and not load.awaits:
@@ -112,11 +118,16 @@ class AdapterLoads:
         if group is None or adapter is None:
             return
         self._is_dirty, error = True, frame.error
-        if not error and adapter.digest and adapter.digest != frame.digest:
-            error = f"{adapter.path} has other bytes on this worker than on another one"
-        if not error:
+        differs = not error and adapter.digest not in (b"", frame.digest)
+        if not error and not differs:
             adapter.digest = frame.digest
-        group.adapters.on_loaded(frame.adapter, is_usable=not error)
+        group.adapters.on_loaded(frame.adapter, is_usable=not error and not differs)
+        if differs:  # the name is served elsewhere
+            self._outbox.send(worker, DropAdapter(self._scheduler, frame.adapter))
+            log.warning(
+                "adapter %s is not served by worker %x: %s has other bytes there than on another worker",
+                *(adapter.name, worker, adapter.path),
+            )
         for note in frame.notes:
             log.warning("adapter %s: %s", adapter.name, note)
         if error:
@@ -125,7 +136,7 @@ class AdapterLoads:
             if load.adapter is adapter and worker in load.awaits:
                 load.awaits.discard(worker)
                 load.error = load.error or error
-                load.has_been_read = load.has_been_read or not error
+                load.has_been_read = load.has_been_read or not (error or differs)
         self._settle_loads()
 
     def step(self, now: float) -> None:
@@ -133,25 +144,31 @@ class AdapterLoads:
         if self._registry.has_unused:
             for retired in self._registry.take_unused():
                 self._drop(retired)
-        if not self._is_dirty and not self._waits.deferred:
+        wants = any(group.adapters.has_work for group in self._groups.values())  # sequences go elsewhere meanwhile
+        if not self._is_dirty and not wants and not self._waits.deferred:
             return
         self._is_dirty = False
         wanted = self._waits.wanted(now)
         for adapter in [one for one in wanted if self._groups and self._is_refused_everywhere(one)]:
             self._fail_all(adapter)
+        for adapter in [one for one in self._waits.released if not self._registry.is_used(one)]:
+            self._waits.on_started(adapter)
+        kept = {*wanted, *self._waits.released}  # where they are loaded, until a sequence has started
+        overdue = [one for one, since in wanted.items() if now - since >= self._max_wait_s]
+        overdue.sort(key=wanted.__getitem__)
         for worker, group in self._groups.items():
-            for adapter, since in wanted.items():
+            for adapter in wanted:
                 group.adapters.want(adapter)
-                if now - since >= self._max_wait_s:
-                    self._make_room(group, adapter, preempts=now - since >= 2 * self._max_wait_s)
+            if wanted:
+                self._make_room(group, overdue, now)
             if group.adapters.has_work:
-                self._change_host_memory(worker, group, wanted)
-                self._is_dirty = self._is_dirty or group.adapters.has_work  # there is no room yet
+                self._change_host_memory(worker, group, kept)
 
-    def _make_room(self, group: WorkerGroup, adapter: int, *, preempts: bool) -> None:
-        """An adapter has waited for a place for too long: another one takes no new sequences, and later has none."""
-        place = group.adapters.close_for(adapter)
-        if place is not None and preempts:
+    def _make_room(self, group: WorkerGroup, overdue: list[int], now: float) -> None:
+        """Adapters have waited for a place for long: another one takes no new sequences, and after as long has none."""
+        closed = group.adapters.make_room(overdue, now)
+        if closed is not None and closed.closed_s is not None and now - closed.closed_s >= self._max_wait_s:
+            place = group.adapters.index(closed)
             for running in [one for one in group.running if one.adapter_place == place]:
                 self._lifecycle.preempt(group, running)
 
@@ -184,7 +201,10 @@ class AdapterLoads:
 
     def _load(self, gateway: int, frame: Control) -> None:
         name, served = frame.adapter, self._registry.named(frame.adapter)
-        if served is not None and served.path == frame.adapter_path and not frame.replace:
+        serves_none = bool(self._groups) and not self._serve_any()
+        if frame.first_use and (serves_none or name in self._unloaded):
+            self._answer(gateway, frame.request_id, 404, f"the model {name!r} does not exist")
+        elif served is not None and served.path == frame.adapter_path and not frame.replace:
             self._answer(gateway, frame.request_id, 400, f"{name!r} is loaded already")
         elif served is not None and not frame.replace:
             self._answer(gateway, frame.request_id, 400, f"{name!r} is in use; load_inplace replaces it")
@@ -194,9 +214,10 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, 409, f"{name!r} is being loaded")
         elif len(self._loads) >= MAX_OPEN_LOADS:
             self._answer(gateway, frame.request_id, 429, f"{len(self._loads)} adapters are being loaded")
-        elif self._groups and not self._serve_any():
+        elif serves_none:
             self._answer(gateway, frame.request_id, 400, NOT_SERVED)
         else:  # it waits for a worker if there is none, or if they sleep
+            self._unloaded.discard(name)
             adapter = self._registry.add(name, frame.adapter_path, self._names[0], self._created)
             load = OpenLoad(adapter, set(), gateway, frame.request_id)
             self._loads.append(load)
@@ -212,6 +233,7 @@ class AdapterLoads:
             self._answer(gateway, frame.request_id, 404, f"{frame.adapter!r} is not loaded")
             return
         self._registry.retire(served)
+        self._unloaded.add(served.name)
         self._model_limits.update_adapters()
         self._unloads.append((gateway, frame, served))
         self._is_dirty = True
@@ -258,6 +280,7 @@ class AdapterLoads:
                 self._answer(gateway, frame.request_id, 200, "")
 
     def _answer(self, gateway: int, request_id: str, status: int, message: str, field: str = "lora_name") -> None:
-        cards, field = self._registry.cards, field if status >= 400 else ""
+        cards = self._registry.cards if status != 429 else None  # a flood of commands is refused in few bytes
+        field = field if status >= 400 else ""
         answer = Controlled(request_id, status, message, 0, False, field=field, adapters=cards)
         self._outbox.answer(gateway, answer)

@@ -11,6 +11,7 @@ from blockyard.services.scheduler.sequences.requests import Key, Phase, Sequence
 from blockyard.services.scheduler.transfers.handovers import Handovers
 
 RUNNING_TOKENS = 128  # the cost of a running sequence, in prompt tokens: it will decode for a while
+ADAPTER_TOKENS = 1024  # the cost of a place for an adapter, in prompt tokens: another one may have to leave it
 
 _by_key = attrgetter("key")
 
@@ -18,6 +19,11 @@ _by_key = attrgetter("key")
 def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
     """The cost of a group for a sequence. `num_tokens` are to be computed for it there, and `backlog` before it."""
     return (num_tokens + backlog + RUNNING_TOKENS * num_running, num_running)
+
+
+def place_cost(group: WorkerGroup, adapter: int | None) -> int:
+    """What a sequence costs more in a group whose adapter has no place there, in prompt tokens."""
+    return 0 if adapter is None or group.adapters.is_placed(adapter) else ADAPTER_TOKENS
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,9 @@ A prompt of which a decoding group lacks few tokens stays there. A longer one go
 cost. While transfers to a decoding group fail, it may also compute whole prompts, if that costs less than another pair.
 With many groups only some are compared for each sequence: the next few of each role in turn, and the groups where
 the last sequence that began alike was sent.
+
+A sequence with an adapter goes to a pair of groups that both hold it. If no group of one role does, it waits while one
+is loading the adapter; if none is, it runs in one group, and the groups of the other role are to load the adapter.
 """
 
 from collections import OrderedDict
@@ -15,7 +18,13 @@ from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
-from blockyard.services.scheduler.workers.group_queue import RUNNING_TOKENS, GroupQueue, cost, sibling_groups
+from blockyard.services.scheduler.workers.group_queue import (
+    RUNNING_TOKENS,
+    GroupQueue,
+    cost,
+    place_cost,
+    sibling_groups,
+)
 from blockyard.shared.messages import KVRole
 
 NUM_COMPARED = 8  # groups of a role
@@ -30,7 +39,11 @@ class RoleGroups:
     groups: list[WorkerGroup] = field(default_factory=list)
     _next: int = 0
 
-    def some(self) -> list[WorkerGroup]:
+    def some(self, adapter: int | None) -> list[WorkerGroup]:
+        """With an adapter: of those that hold it, first those in which it has a place."""
+        if adapter is not None:
+            holders = [group for group in self.groups if group.adapters.can_start(adapter)]
+            return sorted(holders, key=lambda group: not group.adapters.is_placed(adapter))[:NUM_COMPARED]
         num = len(self.groups)
         if num <= NUM_COMPARED:
             return self.groups.copy()
@@ -46,6 +59,15 @@ class Placement:
     num_tokens: int  # to compute there
     num_blocks: int  # to take there
     price: int
+
+
+def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup]:
+    """Those for sequences of so many tokens; all of them if there is none."""
+    return [group for group in groups if group.max_model_len >= num_tokens] or groups
+
+
+def _holds(role: RoleGroups, adapter: int) -> bool:
+    return any(group.adapters.can_start(adapter) for group in role.groups)
 
 
 def is_pair(source: WorkerGroup, target: WorkerGroup) -> bool:
@@ -78,31 +100,36 @@ class RoleRouter:
         self._prefill = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.DECODE])
         self._decode = RoleGroups([group for group in every if group.geometry.kv_role is not KVRole.PREFILL])
 
+    def can_place(self, adapter: int) -> bool:
+        """Whether `place` may be asked for sequences with an adapter: a group holds it, and it is no use to wait."""
+        without = [role for role in (self._prefill, self._decode) if not _holds(role, adapter)]
+        loads = (group.adapters.is_loading(adapter) for role in without for group in role.groups)
+        return not without or (len(without) == 1 and not any(loads))
+
     def place(self, sequence: Sequence) -> Placement | None:
-        """The group that a waiting sequence goes to, with a handover if it is to decode elsewhere; None: no room."""
+        """The group that a waiting sequence goes to, with a handover if it is to decode elsewhere; None: no room.
+
+        If it has an adapter, `can_place` was asked.
+        """
         if sequence.handover is not None:
             self._handovers.drop(sequence)
         known = sequence.num_tokens
         request = sequence.request
-        if (adapter := request.adapter) is not None:  # it stays where its adapter is: the other group may lack it
-            holders = [group for group in self._by_worker.values() if group.adapters.can_start(adapter)]
-            return self._cheapest(holders, sequence)
         most = request.num_prompt + request.frame.sampling.max_tokens  # tokens, if its groups are long enough
         first, decode, prefill = self._candidates(sequence)
+        if request.adapter is not None and not (decode and prefill):
+            for group in self._prefill.groups if decode else self._decode.groups:
+                group.adapters.want(request.adapter)
+            return self._remember(first, self._cheapest(_long_enough(decode or prefill, most), sequence))
         longest = max(group.max_model_len for group in [*decode, *prefill])
         need = min(most, longest)
         decode = [group for group in decode if group.max_model_len >= need]
         at_decode = [(group, self._missing(group, sequence)) for group in decode]
-        if siblings := [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]:
-            beside = [
-                one for group in siblings if (one := self._placement(group, sequence, is_sibling=True)) is not None
-            ]
-            if beside:
-                return min(beside, key=lambda placement: placement.price)
+        if (beside := self._place_beside(sequence)) is not None:
+            return beside
         asked = request.transfer_params
         if asked is not None and asked.do_remote_decode:  # another request will go on with its blocks
-            fits = [group for group in prefill if group.max_model_len >= need] or prefill
-            return self._remember(first, self._cheapest(fits, sequence))
+            return self._remember(first, self._cheapest(_long_enough(prefill, need), sequence))
         near = [group for group, num in at_decode if num <= max(self._most_there, group.kv_cache.block_size)]
         if near:
             return self._remember(first, self._cheapest(near, sequence))
@@ -125,6 +152,14 @@ class RoleRouter:
             return placement
         return self._place_pair(first, sequence, pairs, missing, alone)
 
+    def _place_beside(self, sequence: Sequence) -> Placement | None:
+        """The cheapest group where other sequences of the request run; None if there is none that has room."""
+        siblings = [self._by_worker[worker] for worker in sibling_groups(sequence) if worker in self._by_worker]
+        if (adapter := sequence.request.adapter) is not None:
+            siblings = [group for group in siblings if group.adapters.can_start(adapter)]
+        found = (self._placement(group, sequence, is_sibling=True) for group in siblings)
+        return min((one for one in found if one is not None), key=lambda one: one.price, default=None)
+
     def _place_pair(
         self,
         first: bytes | None,
@@ -138,7 +173,7 @@ class RoleRouter:
             source: self._placement(source, sequence) for source in dict.fromkeys(source for source, _ in pairs)
         }
         prices = {
-            target: self._target_price(target, sequence.num_tokens, missing[target])
+            target: self._target_price(target, sequence, missing[target])
             for target in dict.fromkeys(target for _, target in pairs)
         }
         offers: list[tuple[int, int, Placement, WorkerGroup]] = []
@@ -156,14 +191,17 @@ class RoleRouter:
         return None
 
     def _candidates(self, sequence: Sequence) -> tuple[bytes | None, list[WorkerGroup], list[WorkerGroup]]:
-        """Its first block's hash, and groups to decode and to compute it."""
-        decode, prefill = self._decode.some(), self._prefill.some()
+        """Its first block's hash, and groups to decode and to compute it. They hold its adapter."""
+        adapter = sequence.request.adapter
+        decode, prefill = self._decode.some(adapter), self._prefill.some(adapter)
         first = (decode or prefill)[0].kv_cache.first_hash(sequence)
         known = dict(self._recent.get(first, {})) if first is not None else {}
         if (asked := sequence.request.transfer_params) is not None and asked.source is not None:
             known[asked.source] = None
         for worker in known:
             group = self._by_worker.get(worker)
+            if group is not None and adapter is not None and not group.adapters.can_start(adapter):
+                continue
             if group is not None and group.geometry.kv_role is not KVRole.PREFILL and group not in decode:
                 decode.append(group)
             if group is not None and group.geometry.kv_role is not KVRole.DECODE and group not in prefill:
@@ -205,18 +243,21 @@ class RoleRouter:
         num_blocks = group.kv_cache.num_blocks_to_take(sequence.num_tokens, found, alone)
         if not pool.admits(num_blocks + queue.num_blocks, found.blocks, alone=not queue.num_sequences):
             return None
-        return Placement(queue, num_tokens, num_blocks, cost(num_tokens, backlog, self._num_sequences(queue))[0])
+        extra = place_cost(group, sequence.request.adapter)
+        price, _ = cost(num_tokens, backlog + extra, self._num_sequences(queue))
+        return Placement(queue, num_tokens, num_blocks, price)
 
-    def _target_price(self, group: WorkerGroup, num_tokens: int, num_missing: int) -> int | None:
+    def _target_price(self, group: WorkerGroup, sequence: Sequence, num_missing: int) -> int | None:
         """The cost of a group that decodes what another one computes; None if it has no room."""
         queue = self._queue_of(group)
         num_sequences = self._num_sequences(queue)
         if num_sequences >= group.max_num_seqs:
             return None
-        num_blocks = group.kv_cache.num_blocks_to_receive(num_tokens, num_missing)
+        num_blocks = group.kv_cache.num_blocks_to_receive(sequence.num_tokens, num_missing)
         if not group.kv_cache.blocks.admits(num_blocks + queue.num_blocks, [], alone=not num_sequences):
             return None
-        return num_missing // TRANSFER_SHARE + queue.backlog + RUNNING_TOKENS * num_sequences
+        extra = place_cost(group, sequence.request.adapter)
+        return num_missing // TRANSFER_SHARE + queue.backlog + extra + RUNNING_TOKENS * num_sequences
 
     def _num_sequences(self, queue: GroupQueue) -> int:
         """Sequences that run, wait for the next plan, or are on their way."""

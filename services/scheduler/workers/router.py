@@ -4,10 +4,10 @@ With one group, sequences are taken straight from the waiting queue. With severa
 `route`: the next sequence goes to the queue of a group, as long as a group has room, and starts with that group's next
 plan. Group queues are short, about one step of tokens, so that other sequences can still go where there is room first.
 A sequence may wait longer for a group that computes a prefix which they share. One with an adapter goes to groups that
-hold it; if none does, it is set aside until one does.
+hold it; if none does, it is set aside until one does. If these have no room, others pass it by in other groups alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from blockyard.services.scheduler.admission.request_handler import Acceptance
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -17,11 +17,16 @@ from blockyard.services.scheduler.queue.waiting_queue import WaitingQueue
 from blockyard.services.scheduler.sequences.requests import Sequence
 from blockyard.services.scheduler.transfers.failures import LinkBackoff
 from blockyard.services.scheduler.transfers.handovers import Handovers
-from blockyard.services.scheduler.workers.group_queue import GroupQueue, RoutedSequence, cost, sibling_groups
+from blockyard.services.scheduler.workers.group_queue import (
+    GroupQueue,
+    RoutedSequence,
+    cost,
+    place_cost,
+    sibling_groups,
+)
 from blockyard.services.scheduler.workers.role_router import RoleRouter
 
 TOO_LONG = 1 << 40  # the cost of a group in which the sequence reaches the length limit
-ADAPTER_TOKENS = 1024  # the cost of a place for an adapter, in prompt tokens: another one may have to leave it
 MAX_PLANS_WAITED = 4  # in a group queue, before a sequence may go to another group
 
 _NOTHING = PrefixMatch()
@@ -58,6 +63,10 @@ class Router:
         self.is_needed = self.is_needed or self.routes
         return had_roles
 
+    def can_start_in(self, group: WorkerGroup) -> Callable[[int], bool]:
+        """Tells of an adapter whether its sequences may go on, if they wait for nothing but a place in this group."""
+        return self.roles.can_place if self.roles.is_active else group.adapters.can_start
+
     def requeue_all(self) -> None:
         """Empties all group queues into the waiting queue, which groups take sequences from until the next `route`."""
         self._is_bypassed = True
@@ -88,8 +97,9 @@ class Router:
         queues = [queue for group in self._groups.values() if not (queue := self._queue_of(group)).is_full]
         while queues and (sequence := self._next()) is not None:
             best = self._best(queues, sequence)
-            if best is None and sequence.request.adapter is not None:
-                self._adapter_waits.defer(sequence)  # the others need not wait for room where its adapter is
+            if best is None and (adapter := sequence.request.adapter) is not None:
+                self._adapter_waits.defer(sequence)
+                queues = [queue for queue in queues if not queue.group.adapters.can_start(adapter)]
                 continue
             if best is None:
                 break
@@ -142,13 +152,18 @@ class Router:
         """The next waiting sequence, if it may be scheduled now. Those are passed over whose adapter no group has."""
         sequence = self._waiting.peek()
         while sequence is not None and (adapter := sequence.request.adapter) is not None:
-            if any(group.adapters.can_start(adapter) for group in self._groups.values()):
+            if self._may_start(adapter):
                 break
             self._adapter_waits.defer(sequence)
             sequence = self._waiting.peek()
         if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
         return sequence
+
+    def _may_start(self, adapter: int) -> bool:
+        if self.roles.is_active and not self._is_bypassed:
+            return self.roles.can_place(adapter)
+        return any(group.adapters.can_start(adapter) for group in self._groups.values())
 
     def _queue_of(self, group: WorkerGroup) -> GroupQueue:
         """Its counts are up to date. Of many groups only some are compared in a round, and only these are counted."""
@@ -182,8 +197,7 @@ class Router:
             elif queue.is_busy:
                 continue
             extra = TOO_LONG if known >= queue.group.max_model_len else 0
-            if adapter is not None and not queue.group.adapters.is_placed(adapter):
-                extra += ADAPTER_TOKENS
+            extra += place_cost(queue.group, adapter)
             price = cost(num_tokens, backlog + extra, len(queue.group.running) + len(queue.entries))
             if lowest is not None and price >= lowest:
                 continue

@@ -58,7 +58,7 @@ LORA = (
         "lora-dir",
         FlagKind.TEXT,
         None,
-        "Folder below which /v1/load_lora_adapter finds adapters; unset: it loads none.",
+        "Folder below which operators, and the first request that names one, find adapters; unset: none are loaded.",
         to=("gateway.lora_dir",),
     ),
     Flag("lora-target-modules", FlagKind.LIST, [], "Last names of the modules that adapters may change; unset: all."),

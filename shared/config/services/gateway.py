@@ -103,5 +103,5 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     scale_out: bool = False  # serves requests that are rendered, and token ids in and out
     tokenizer_info: bool = False  # serves /tokenizer_info
     server_info: str = "{}"  # JSON object: the flags, without secrets
-    lora_dir: str = ""  # below which operators load adapters; empty: they load none
+    lora_dir: str = ""  # below which operators and first requests load adapters; empty: none are
     batch: BatchConfig | None = None  # set: this gateway does not listen

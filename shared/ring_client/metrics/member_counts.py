@@ -15,6 +15,7 @@ from blockyard.shared.messages import (
     FIRST_MASK_S,
     SECOND_TOKEN_S,
     STEP_TOKENS,
+    AdapterUse,
     KVRole,
     Member,
     Role,
@@ -166,6 +167,7 @@ class SchedulerTotals:
     prefix_hits: int
     step_tokens: BucketCounts
     second_tokens: BucketCounts
+    adapter_uses: list[AdapterUse]  # of those whose workers serve adapters
 
 
 def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
@@ -191,6 +193,7 @@ def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:
         total("prefix_hits_total"),
         histogram(STEP_TOKENS, STEP_SIZES, float(total("step_tokens_total"))),
         histogram(SECOND_TOKEN_S, SECOND_TOKENS, total("second_token_us_total") / 1e6),
+        [one.adapter_use for one in stats if one.adapter_use is not None],
     )
 
 

@@ -4,6 +4,7 @@ Names, labels and buckets are vLLM's if it has the family.
 """
 
 import enum
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -55,6 +56,19 @@ def _by_status(meters: Meters) -> list[MetricSample]:
 def _waiting_by_reason(totals: SchedulerTotals) -> list[MetricSample]:
     counts = {"capacity": totals.waiting - totals.arriving, "deferred": totals.arriving}
     return [MetricSample(count, (("reason", reason),)) for reason, count in counts.items()]
+
+
+def _adapter_uses(totals: SchedulerTotals) -> list[MetricSample]:
+    """As vLLM's, the value is the time and the labels say the rest."""
+    found = {
+        (
+            ("max_lora", str(one.num_places)),
+            ("waiting_lora_adapters", ",".join(one.waiting)),
+            ("running_lora_adapters", ",".join(one.running)),
+        )
+        for one in totals.adapter_uses
+    }
+    return [MetricSample(time.time(), labels) for labels in sorted(found)]
 
 
 OF_CLIENT: tuple[Family[Meters], ...] = (
@@ -137,6 +151,12 @@ OF_SCHEDULERS: tuple[Family[SchedulerTotals], ...] = (
         MetricKind.GAUGE,
         lambda s: s.blocks_used / s.blocks_total if s.blocks_total else 0.0,
         former="gpu_cache_usage_perc",
+    ),
+    Family(
+        "lora_requests_info",
+        "LoRA adapters of requests that run and that wait; the value is the time, in seconds since the epoch.",
+        MetricKind.GAUGE,
+        _adapter_uses,
     ),
     Family("num_preemptions", "Preemptions.", MetricKind.COUNTER, lambda s: s.preemptions),
     Family(

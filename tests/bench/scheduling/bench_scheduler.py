@@ -35,8 +35,10 @@ from serving.bench_prefix import prefix_rows
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits
 from blockyard.services.scheduler.core import Scheduler, SchedulerSettings
 from blockyard.shared.block_hashes import block_hashes, root_hash
+from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
 from blockyard.shared.messages import (
     NO_TOKEN,
+    AdapterLoaded,
     Attached,
     ChoiceState,
     FinishReason,
@@ -44,6 +46,7 @@ from blockyard.shared.messages import (
     Generate,
     Geometry,
     KVRole,
+    LoadAdapter,
     Member,
     Role,
     Sampling,
@@ -56,6 +59,7 @@ from blockyard.shared.messages import (
 )
 
 ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4  # further workers have the next numbers
+DIGEST = bytes(16)  # of every adapter
 
 
 class Bench:
@@ -73,6 +77,8 @@ class Bench:
         churn: int = 0,
         roles: bool = False,
         logprobs: int | None = None,
+        *,
+        adapters: int = 0,
     ) -> None:
         """With `roles` the groups only decode, and one more group, which is idle, would compute longer prompts.
 
@@ -80,11 +86,19 @@ class Bench:
 
         With `host` every block of the device is cached, and is saved to host memory before it is used again.
 
+        With `adapters` each request names one of so many, in turn, and a worker has a place for each.
+
         With `churn` choices have 1 to 2 times so many tokens, and whenever one ends another comes.
         """
         batch = BatchLimits(running, 16 * running, depth)
         settings = SchedulerSettings(
-            names=["m"], root="", batch=batch, max_queue_len=10**6, max_queue_tokens=10**9, policy=policy
+            names=["m"],
+            root="",
+            batch=batch,
+            max_queue_len=10**6,
+            max_queue_tokens=10**9,
+            policy=policy,
+            adapters=AdapterSettings(sources=[AdapterSource(name=f"a{i}", path=f"/{i}") for i in range(adapters)]),
         )
         self.core = Scheduler(ME, settings, 0)
         self.plans: list[tuple[int, StepPlan]] = []  # with the worker that it is for
@@ -93,7 +107,12 @@ class Bench:
         num_blocks = running * (16 + max_tokens) // 16 + running + 2 * running
         held = list(range(host * num_blocks))
         names = b"".join(block.to_bytes(16, "little") for block in held)
-        geometry = Geometry(num_blocks, 16, 10**6, 32000, [2], running, 16 * running, num_host_blocks=len(held) // 2)
+        geometry = Geometry(
+            *(num_blocks, 16, 10**6, 32000, [2], running, 16 * running),
+            num_host_blocks=len(held) // 2,
+            num_adapter_places=adapters,
+            num_host_adapters=adapters,
+        )
         kinds = [KVRole.DECODE if roles else KVRole.BOTH] * num_groups + [KVRole.PREFILL] * roles
         for worker, role in enumerate(kinds, WORKER):
             self.core.on_member(Member("w", Role.GPU_WORKER, worker, "", ready=True), 0.0)
@@ -103,6 +122,10 @@ class Bench:
         self.max_tokens, self.churn, self.num_come, self.logprobs = max_tokens, churn, 0, logprobs
         top = logprobs or 0
         self.scores = TokenLogprobs(7, -0.5, 1, [7] * top, [-0.5] * top)
+        self.adapters = adapters
+        while asked := [frame for frame in self._turn() if isinstance(frame, LoadAdapter)]:
+            for frame in asked:
+                self.core.on_message(WORKER, AdapterLoaded(WORKER, frame.adapter, DIGEST), 0.0)
         self.said: dict[tuple[int, int], tuple[int, int]] = {}  # tokens of a worker's slot, and how many it will say
         for _ in range(running * num_groups + waiting):
             self._come()
@@ -141,6 +164,8 @@ class Bench:
             priority=i // 50,
             tenant=f"key-{i % 8}",
             user=f"user-{i % 32}",
+            adapter=f"a{i % self.adapters}" if self.adapters else "",
+            adapter_digest=DIGEST if self.adapters else b"",
         )
         self.core.on_message(GATEWAY, frame, 0.0)
 
@@ -192,6 +217,16 @@ def _spread(seconds: list[float]) -> str:
     return (
         f"p50 {statistics.median(ordered):.3f}, p99 {ordered[int(0.99 * len(ordered))]:.3f}, max {ordered[-1]:.3f} ms"
     )
+
+
+def adapter_ratio(running: int, steps: int, adapters: int, **more: Any) -> str:
+    """Steps in which each sequence has one of so many adapters, in turn with steps of another scheduler without."""
+    benches = [Bench(running, 1, steps + 200, adapters=number, **more) for number in (0, adapters)]
+    with collector_off():
+        rows = [[bench.cycle()[1] for bench in benches] for _ in range(steps + 50)][50:]
+    assert all(sum(map(len, (g.running for g in bench.core.groups.values()))) == running for bench in benches)
+    without, having = (statistics.median(row[i] for row in rows) for i in (0, 1))
+    return f"CPU p50 {1000 * having:.3f} ms, {having / without:.2f} times that without"
 
 
 class Lookups:
@@ -258,6 +293,9 @@ def schedule_rows(running: list[int], steps: int) -> list[Row]:
     rows.append(("the same, each of 8 groups with 256 running", measure(256, 1, steps, 8), bars[256]))
     text = measure(256, 1, steps, churn=200)
     rows.append(("the same, 256 running, one ends and another comes in nearly every step", text, bars[256]))
+    for more, what in (({}, ""), ({"churn": 200}, ", one ends and another comes in nearly every step")):
+        text = adapter_ratio(256, steps, 64, **more)
+        rows.append((f"the same, 256 running with 64 adapters{what}", text, "1.1 times"))
     rows.append(("the same, what blocks hold is saved to host memory", measure(256, 1, steps, host=True), bars[256]))
     for policy in ("priority", "fair"):
         text = measure(256, 1, steps, policy=policy, waiting=500)

@@ -4,37 +4,31 @@ import asyncio
 import json
 import os
 import signal
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
+from demo_adapters import demo_adapter
 from rig import Server, completion, serve, stream
-from safetensors.torch import save_file
+from ring_state import left_over, scheduler_stats, wait_for
 
-WIDTH, INNER, LAYERS = 256, 688, 6  # of the demo model
+PROMPT = "\n    # one of the numbers that are asked for\n    return " * 2  # some blocks long
 NUM_TOKENS = 80
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-loras", "2", "--max-cpu-loras", "3")
+ROLES = ("--prefill-workers", "1", "--decode-workers", "1", "--decode-prefill-tokens", "0")
+WORKERS = ["gpu_worker prefill 0", "gpu_worker decode 0"]
 MODELS = ("demo", "one", "two", "three")
-
-
-def write(folder: Path, seed: int, rank: int) -> None:
-    """A random adapter of two modules of each layer."""
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    for layer in range(LAYERS):
-        for name in ("q_proj", "o_proj"):
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, WIDTH, generator=generator) * 0.1
-            tensors[f"{prefix}.lora_B.weight"] = torch.randn(WIDTH, rank, generator=generator) * 0.1
-    save_file(tensors, folder / "adapter_model.safetensors")
+ASKED = [*MODELS, *MODELS]
 
 
 async def ask(server: Server, models: list[str], kills: list[tuple[float, str]]) -> list[str]:
     """Texts of one stream for each of `models`. kills: when, and which service."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(50)) as session:
-        bodies = [completion(NUM_TOKENS, model=model, prompt=f"def number_{i}():") for i, model in enumerate(models)]
+        prompts = [f"def number_{i}():" + PROMPT for i in range(len(models))]
+        asked = zip(models, prompts, strict=True)
+        bodies = [completion(NUM_TOKENS, model=model, prompt=prompt) for model, prompt in asked]
         tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
         for delay_s, name in kills:
             await asyncio.sleep(delay_s)
@@ -58,27 +52,73 @@ async def post(server: Server, path: str, body: dict[str, object]) -> tuple[int,
         return answer.status, await answer.text()
 
 
-@pytest.mark.timeout(180)
-def test_adapters_are_served_while_services_are_killed(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(MODELS[1:]):
-        write(tmp_path / name, seed, 4 + seed)
-    modules = [f"one={tmp_path / 'one'}", json.dumps({"name": "two", "path": str(tmp_path / "two")})]
-    flags = ("--device", "cpu", "--dtype", "float32", "--max-loras", "2", "--lora-dir", str(tmp_path))
-    with serve("demo", *flags, "--lora-modules", *modules, log=tmp_path / "log") as server:
-        loaded: dict[str, object] = {"lora_name": "three", "lora_path": "three"}
-        assert asyncio.run(post(server, "/v1/load_lora_adapter", loaded))[0] == 200
-        models = [*MODELS, *MODELS]
-        quiet = asyncio.run(ask(server, models, []))
-        same = [asyncio.run(post(server, "/v1/completions", completion(9, model=model))) for model in MODELS]
-        assert len({json.loads(text)["choices"][0]["text"] for _, text in same}) == 4, "each adapter has an effect"
-        assert asyncio.run(ask(server, models, [(0.3, "gpu_worker"), (1.0, "scheduler")])) == quiet
-        assert asyncio.run(post(server, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
-        status, text = asyncio.run(post(server, "/v1/completions", completion(3, model="three")))
-        assert status == 404 and "model_not_found" in text
+        demo_adapter(folder / name, seed, 4 + seed)
+    return folder
 
-        reader = next(number for number, title in server.family().items() if title == "adapters")
-        os.kill(reader, signal.SIGSTOP)  # so that it ends while it reads
-        texts, (status, text) = asyncio.run(ask_while_loading(server, models[:3], loaded, reader))
-        assert texts == quiet[:3] and status == 200, text
-        again = asyncio.run(post(server, "/v1/completions", completion(9, model="three")))[1]
-        assert json.loads(again)["choices"][0]["text"] == json.loads(same[3][1])["choices"][0]["text"]
+
+@pytest.fixture(scope="module")
+def unified(folder: Path) -> Iterator[Server]:
+    """One worker with three adapters. Two are of the start, and an operator loads the third."""
+    modules = [f"one={folder / 'one'}", json.dumps({"name": "two", "path": str(folder / "two")})]
+    with serve("demo", *FLAGS, "--lora-dir", str(folder), "--lora-modules", *modules, log=folder / "log") as server:
+        loaded = {"lora_name": "three", "lora_path": "three"}
+        assert asyncio.run(post(server, "/v1/load_lora_adapter", loaded))[0] == 200
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quiet(unified: Server) -> list[str]:
+    """The texts of `ASKED` without kills."""
+    return asyncio.run(ask(unified, ASKED, []))
+
+
+@pytest.mark.timeout(180)
+def test_adapters_are_served_while_services_are_killed(unified: Server, quiet: list[str]) -> None:
+    same = [asyncio.run(post(unified, "/v1/completions", completion(9, model=model))) for model in MODELS]
+    assert len({json.loads(text)["choices"][0]["text"] for _, text in same}) == 4, "each adapter has an effect"
+    assert asyncio.run(ask(unified, ASKED, [(0.3, "gpu_worker"), (1.0, "scheduler")])) == quiet
+
+
+@pytest.mark.timeout(180)
+def test_prefill_and_decode_workers_hand_over_sequences_with_adapters(
+    folder: Path, quiet: list[str], tmp_path: Path
+) -> None:
+    modules = [f"{name}={folder / name}" for name in MODELS[1:]]
+    with serve("demo", *FLAGS, *ROLES, "--lora-modules", *modules, log=tmp_path / "log") as server:
+        for kills in ([], [(0.3, WORKERS[1])], [(0.3, WORKERS[0])]):
+            asyncio.run(wait_for(server, WORKERS))
+            assert asyncio.run(ask(server, ASKED, kills)) == quiet
+        assert asyncio.run(left_over(server)) == {}
+        assert asyncio.run(scheduler_stats(server))["transfers_landed_total"] > len(ASKED) // 2
+
+
+@pytest.mark.timeout(180)
+def test_the_list_of_adapters_survives_the_scheduler_and_the_workers(unified: Server, quiet: list[str]) -> None:
+    """The gateway alone is left. The adapter that an operator loaded is in no flag."""
+    killed = ["scheduler", "gpu_worker", "message_bus", "tokenizer_pool 0", "detokenizer 0"]
+    asyncio.run(ask(unified, ASKED[:4], [(0.3 if name == killed[0] else 0.0, name) for name in killed]))
+    with urllib.request.urlopen(f"{unified.url}/v1/models", timeout=20) as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == [*MODELS]
+    assert asyncio.run(ask(unified, ASKED, [])) == quiet
+
+
+@pytest.mark.timeout(180)
+def test_an_adapter_that_is_unloaded_is_unknown(unified: Server) -> None:
+    assert asyncio.run(post(unified, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
+    status, text = asyncio.run(post(unified, "/v1/completions", completion(3, model="three")))
+    assert status == 404 and "model_not_found" in text
+
+
+@pytest.mark.timeout(180)
+def test_a_reader_that_is_killed_delays_its_adapter_alone(unified: Server, quiet: list[str]) -> None:
+    """Runs after the test above, which unloads the third adapter."""
+    reader = next(number for number, title in unified.family().items() if title == "adapters")
+    os.kill(reader, signal.SIGSTOP)  # so that it ends while it reads
+    loaded: dict[str, object] = {"lora_name": "three", "lora_path": "three"}
+    texts, (status, text) = asyncio.run(ask_while_loading(unified, ASKED[:3], loaded, reader))
+    assert texts == quiet[:3] and status == 200, text
+    assert asyncio.run(ask(unified, ASKED[:4], [])) == quiet[:4]

@@ -3,6 +3,8 @@
 import pytest
 
 from blockyard.shared.config import adapters, parsed_flags
+from blockyard.shared.config.flags.features import LORA
+from blockyard.shared.config.flags.flag import Flag
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.lora import AdapterSource, LoraConfig
 from blockyard.shared.errors import ConfigError
@@ -78,16 +80,63 @@ def test_wrong_modules(modules: list[str], text: str) -> None:
         adapters.sources(values("--lora-modules", *modules))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--prefill-workers", "1", "--decode-workers", "1"],
-        ["--tensor-parallel-size", "2"],
-        ["--kv-transfer-config", '{"kv_connector": "x", "kv_role": "kv_both"}'],
-    ],
-    ids=lambda flags: flags[0],
-)
-def test_workers_that_serve_no_adapters_are_refused(flags: list[str]) -> None:
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_workers_that_serve_no_adapters_are_refused(flag: str) -> None:
+    flags = (flag, "2")
     with pytest.raises(ConfigError, match=f"{flags[0]}.*: not built yet with LoRA adapters"):
         adapters.worker_config(values("--enable-lora", *flags))
     assert adapters.worker_config(values(*flags)) is None
+
+
+def test_prefill_and_decode_workers_serve_adapters() -> None:
+    flags = ("--prefill-workers", "1", "--decode-workers", "1", "--kv-transfer-config", '{"kv_connector": "shm"}')
+    assert adapters.worker_config(values("--enable-lora", *flags)) == LoraConfig()
+
+
+# arguments that give each flag, besides --enable-lora, a value other than its default
+GIVEN = {
+    "enable-lora": [],
+    "enable-lora-bias": ["--enable-lora-bias"],
+    "lora-modules": ["--lora-modules", "a=/a"],
+    "max-loras": ["--max-loras", "3"],
+    "max-lora-rank": ["--max-lora-rank", "8"],
+    "lora-dtype": ["--lora-dtype", "float16"],
+    "lora-extra-vocab-size": ["--lora-extra-vocab-size", "8"],
+    "max-cpu-loras": ["--max-cpu-loras", "7"],
+    "qlora-adapter-name-or-path": ["--qlora-adapter-name-or-path", "org/q"],
+    "lora-target-modules": ["--lora-target-modules", "q_proj"],
+    "lora-max-wait": ["--lora-max-wait", "0.5"],
+}
+REFUSED = {
+    "long-lora-scaling-factors": ["--long-lora-scaling-factors", "4.0"],
+    "enable-prompt-adapter": ["--enable-prompt-adapter"],
+    "max-prompt-adapters": ["--max-prompt-adapters", "2"],
+    "max-prompt-adapter-token": ["--max-prompt-adapter-token", "8"],
+}
+
+
+def settings(*args: str) -> tuple[object, ...]:
+    """What the services get."""
+    given = values(*args)
+    scheduler = adapters.scheduler_settings(given, adapters.sources(given))
+    return adapters.worker_config(given), scheduler, given.maybe("lora-dir", str)
+
+
+@pytest.mark.parametrize("flag", LORA, ids=lambda flag: flag.name)
+def test_each_flag_has_an_effect_or_is_refused_by_name(flag: Flag) -> None:
+    if flag.refused:
+        with pytest.raises(ConfigError, match=f"--{flag.name}.*: not built yet: "):
+            values("--enable-lora", *REFUSED[flag.name])
+    elif flag.mapped:
+        assert any(f"--{flag.name}" in note for note in values("--enable-lora", f"--{flag.name}").notes())
+    elif flag.name == "lora-dir":
+        assert flag.to == ("gateway.lora_dir",)
+    else:
+        without = () if flag.name == "enable-lora" else ("--enable-lora",)
+        assert settings("--enable-lora", *GIVEN[flag.name]) != settings(*without)
+
+
+def test_an_adapter_of_qlora_is_served_under_its_text() -> None:
+    given = values("--qlora-adapter-name-or-path", "org/q")
+    assert adapters.sources(given) == [AdapterSource(name="org/q", path="org/q")]
+    assert adapters.worker_config(given) == LoraConfig()

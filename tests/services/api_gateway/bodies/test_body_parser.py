@@ -14,16 +14,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from fake_links import FakeLinks
 from fake_ring import CARD
 
+from blockyard.services.api_gateway.adapter_folders import AdapterFolders
 from blockyard.services.api_gateway.bodies.body_frames import framed
 from blockyard.services.api_gateway.bodies.body_parser import LARGE_BYTES, MAX_CPU_S, MODULE, BodyParser
 from blockyard.services.api_gateway.bodies.parse_body import ParseContext
 from blockyard.shared.config.services.gateway import GatewayConfig, ParserPlugins
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.errors import RequestError
+from blockyard.shared.messages import Member, Role
+from blockyard.shared.ring_client.controls import ControlClient
 from blockyard.shared.ring_client.request_fields.output_format import ModelFormats
-from blockyard.shared.ring_client.schedulers import Served
+from blockyard.shared.ring_client.schedulers import Schedulers, Served
 
 PROCESS = ProcessConfig(name="gateway", bus=BusConfig(registry="ipc:///unused", bind="ipc:///unused"))
 CONTEXT = ParseContext("chat", "id", Served([CARD], []))
@@ -105,7 +109,9 @@ def test_the_process_ends_with_its_stream() -> None:
 
 @asynccontextmanager
 async def body_parser(max_cpu_s: float = MAX_CPU_S, **fields: Any) -> AsyncIterator[BodyParser]:
-    parser = BodyParser(GatewayConfig(process=PROCESS, **fields), ModelFormats(ParserPlugins()), max_cpu_s)
+    config, formats = GatewayConfig(process=PROCESS, **fields), ModelFormats(ParserPlugins())
+    controls = ControlClient(FakeLinks(Member("gateway", Role.API_GATEWAY, 1, "")))
+    parser = BodyParser(config, formats, AdapterFolders("", controls, Schedulers([])), max_cpu_s)
     running = asyncio.create_task(parser.run())
     yield parser
     running.cancel()

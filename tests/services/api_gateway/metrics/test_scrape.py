@@ -1,6 +1,7 @@
 """/metrics over real HTTP: names, labels and buckets, several gateways, members that are silent or gone."""
 
 import asyncio
+import time
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blockyard.shared.config.services.gateway import MetricsNames
 from blockyard.shared.messages import (
+    AdapterUse,
     Generate,
     KVRole,
     Member,
@@ -253,6 +255,18 @@ async def test_step_times_of_workers(rig) -> None:
             assert one["blockyard:worker_step_seconds_count", labels] == count
             assert one["blockyard:worker_step_seconds_sum", labels] == step_s
             assert one["blockyard:worker_launch_seconds_sum", labels] == launch_s
+
+
+async def test_adapters_have_vllms_labels(rig) -> None:
+    name = "vllm:lora_requests_info"
+    async with rig() as r:
+        assert not [key for key in await scrape(r) if key[0] == name], "without adapters"
+        use = AdapterUse(4, ["sql", "team/x"], ["law"])
+        r.ring.members[SCHEDULER] = scheduler(adapter_use=use)
+        [(labels, value)] = [(labels, value) for (one, labels), value in (await scrape(r)).items() if one == name]
+    own = {("max_lora", "4"), ("running_lora_adapters", "sql,team/x"), ("waiting_lora_adapters", "law")}
+    assert labels == ONE | own
+    assert abs(value - time.time()) < 60
 
 
 async def test_masks_of_workers(rig) -> None:

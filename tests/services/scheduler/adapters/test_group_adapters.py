@@ -70,14 +70,37 @@ def test_the_least_recently_used_place_is_closed_for_an_adapter_that_waits() -> 
     first, second = adapters.start(1), adapters.start(2)
     clock.on_sent(1)
     adapters.start(1)
-    assert adapters.close_for(3) == second
+    closed = adapters.make_room([3], 5.0)
+    assert closed is not None and (adapters.index(closed), closed.closed_s) == (second, 5.0)
     assert not adapters.can_start(2) and adapters.can_start(1)
-    assert adapters.close_for(3) == second, "one place at a time"
+    assert adapters.make_room([3, 4], 6.0) is closed and closed.closed_s == 5.0, "one place at a time"
     adapters.end(second)
     clock.on_completed(1)
-    assert adapters.close_for(3) is None, "the place is free"
+    assert adapters.make_room([3], 7.0) is None, "the place is free"
     assert adapters.can_start(3) and adapters.start(3) == second and first != second
     assert adapters.can_start(3), "it is closed no more"
+
+
+def test_an_adapter_that_has_waited_for_long_has_the_next_place_and_memory() -> None:
+    adapters, clock = group(places=1, host=1)
+    load(adapters, 1)
+    place = adapters.start(1)
+    adapters.want(2)
+    adapters.want(3)
+    assert not adapters.take_changes(wanted={2, 3}).load, "the only adapter in host memory is in use"
+    assert adapters.make_room([3, 2], 1.0) is not None, "so a place is closed for one that is not even read"
+    clock.on_sent(1)
+    adapters.end(place)
+    clock.on_completed(1)
+    changes = adapters.take_changes(wanted={2, 3})
+    assert (changes.drop, changes.load) == ([1], [3])
+    adapters.on_loaded(3, is_usable=True)
+    adapters.want(1)
+    assert not adapters.can_start(1) and adapters.can_start(3)
+    adapters.start(3)
+    assert adapters.make_room([1], 2.0) is not None
+    assert adapters.make_room([], 2.0) is None
+    assert adapters.can_start(3), "nothing waits for its place any more"
 
 
 def test_an_adapter_that_is_forgotten_leaves_its_place() -> None:

@@ -5,6 +5,8 @@ from collections import Counter
 import pytest
 
 from blockyard.services.gpu_worker.mock.batch import Pattern
+from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
+from blockyard.services.scheduler.batch.pipeline_turns import PipelineTurns
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
@@ -13,7 +15,7 @@ from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.queue.policy import BatchLinesLast
 from blockyard.services.scheduler.sequences.handover import Handover
-from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
+from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import NOT_LANDED
 from blockyard.shared.messages import FinishReason
 
@@ -105,10 +107,11 @@ def check_handovers(core: Scheduler) -> None:
         assert handover.source != handover.target
 
 
-def check_adapters(group: WorkerGroup) -> None:
-    """Each place counts its sequences, and no adapter is in two."""
+def check_adapters(core: Scheduler, group: WorkerGroup) -> None:
+    """Each place counts its sequences and those on their way to it, and no adapter is in two."""
     places = group.adapters._places
-    used = Counter(running.adapter_place for running in group.running if running.adapter_place is not None)
+    inbound = [h.adapter_place for h in live_handovers(core) if h.target == group.worker]
+    used = Counter(place for place in [*(one.adapter_place for one in group.running), *inbound] if place is not None)
     assert [place.num_sequences for place in places] == [used[i] for i in range(len(places))]
     assert {one.adapter: i for i, one in enumerate(places) if one.adapter is not None} == group.adapters._place_of
     assert len(group.adapters._held) <= group.geometry.num_host_adapters + 1  # one that is checked
@@ -217,7 +220,7 @@ def check_router(core: Scheduler, set_aside: list[Sequence]) -> None:
     ready = first is not None and core.acceptance.can_accept(first.request) and not first.awaits_results()
     if core.router.roles.is_active or core.ledger.transfers:
         return  # a group waits for sequences that are routed to it, or for blocks
-    if core.quarantine.probations and core.adapter_waits.deferred:
+    if any(one.request.adapter is not None for one in core.quarantine.probations.values()):
         return  # a group waits for the adapter of a sequence that it has to run alone
     assert core.controls.paused or not (idle and ready), "a group idles"
 
@@ -260,14 +263,30 @@ def check_searches(core: Scheduler) -> None:
 
 
 def check_decode_batch(group: WorkerGroup) -> None:
-    """A running sequence is in the decode batch or outside, and the rows of the batch agree with its sequences."""
-    decode_batch = group.decode_batch
+    """A running sequence is in a decode batch or outside, and the rows of a batch agree with its sequences."""
+    batches = [group.decode_batch] if group.turns is None else [turn.batch for turn in group.turns._turns]
+    inside = [running for batch in batches for running in check_one_batch(group, batch)]
+    outside = group.decode_batch.outside
+    assert {*map(id, inside), *map(id, outside)} == {*map(id, group.running)}
+    assert len(inside) + len(outside) == len(group.running)
+    assert [s.key for s in outside] == sorted(s.key for s in outside)
+    if group.turns is not None:
+        check_turns(group, group.turns)
+
+
+def check_turns(group: WorkerGroup, turns: PipelineTurns) -> None:
+    """A sequence has one turn at most, and each plan in flight is of another one."""
+    assert turns._turn_of.keys() <= set(group.running)
+    for turn in turns._turns:
+        assert turn.members.keys() == {running for running, of in turns._turn_of.items() if of is turn}
+        assert turn.load == sum(turn.members.values())
+    assert sorted(turn.plan for turn in turns._turns if turn.plan) == [record.number for record in group.in_flight]
+
+
+def check_one_batch(group: WorkerGroup, decode_batch: DecodeBatch) -> list[RunningSequence]:
     rows = [outbox_rows.snapshot() for outbox_rows in decode_batch._rows_by_outbox.values()]
     inside = [running for one in rows for running in one.sequences]
     assert len(inside) == len(decode_batch)
-    assert {*map(id, inside), *map(id, decode_batch.outside)} == {*map(id, group.running)}
-    assert len(inside) + len(decode_batch.outside) == len(group.running)
-    assert [s.key for s in decode_batch.outside] == sorted(s.key for s in decode_batch.outside)
     assert not any(map(decode_batch.has, decode_batch.outside))
     for text_outbox, outbox_rows in decode_batch._rows_by_outbox.items():
         now = outbox_rows.snapshot()
@@ -294,6 +313,7 @@ def check_decode_batch(group: WorkerGroup) -> None:
         )
         assert due_step - progress <= size
         assert running in decode_batch._due_steps[due_step]
+    return inside
 
 
 def check_group(core: Scheduler, group: WorkerGroup) -> None:
@@ -305,7 +325,7 @@ def check_group(core: Scheduler, group: WorkerGroup) -> None:
     used = [running.slot for running in group.running]
     assert sorted(group.slots.free_ids() + pending + used) == list(range(group.slots.num_ids)), "a slot is lost"
     check_blocks(core, group)
-    check_adapters(group)
+    check_adapters(core, group)
     check_decode_batch(group)
     for running in group.running:
         request = running.sequence.request

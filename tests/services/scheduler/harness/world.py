@@ -152,6 +152,8 @@ class World:
             pooling=card_of(s.pooling, s.max_model_len),
             num_adapter_places=s.num_adapter_places,
             num_host_adapters=max(s.num_host_adapters, s.num_adapter_places),
+            num_stages=1 if s.pooling or s.num_adapters else s.num_stages,  # stages serve neither
+            balanced_context=s.balanced_context if s.num_stages > 1 else 0,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         waits = (s.late_masks or s.host_waits) and s.pooling != "encoder"  # nothing of it is sampled
@@ -435,6 +437,7 @@ class World:
             check_group(self.core, group)
             assert group.kv_cache.blocks.num_free == group.kv_cache.blocks.num_ids
             assert group.slots.num_free == group.slots.num_ids
+            assert not any(place.num_sequences for place in group.adapters._places), "a place is never free again"
         for worker in self.workers.values():
             self.check_names(worker)
         for text_outbox in self.core.streams.text_outboxes.values():

@@ -1,5 +1,6 @@
 """Adapters in a whole scheduler: at the start, by operators' commands, while requests run, and after losses."""
 
+import msgspec
 import pytest
 
 from blockyard.services.gpu_worker.mock.adapters import BROKEN, mock_digest
@@ -8,7 +9,19 @@ from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.errors import LoadError
-from blockyard.shared.messages import Control, Controlled, ControlVerb, FinishReason, Generate, LoadAdapter, Refused
+from blockyard.shared.messages import (
+    AdapterUse,
+    Cancel,
+    Control,
+    Controlled,
+    ControlVerb,
+    DropAdapter,
+    FinishReason,
+    Generate,
+    LoadAdapter,
+    Refused,
+    StepPlan,
+)
 
 from ..harness.world import Shape, World
 
@@ -32,9 +45,9 @@ def names(world: World) -> list[str]:
     return [card.name for card in world.core.card.adapters]
 
 
-def command(world: World, verb: ControlVerb, name: str, path: str = "", replace: bool = False) -> None:
+def command(world: World, verb: ControlVerb, name: str, path: str = "", **more: bool) -> None:
     [gateway] = world.gateways.values()
-    world.tell(gateway.incarnation, Control(name, verb, adapter=name, adapter_path=path, replace=replace))
+    world.tell(gateway.incarnation, Control(name, verb, adapter=name, adapter_path=path, **more))
 
 
 def answers(world: World) -> list[tuple[int, str]]:
@@ -280,3 +293,102 @@ def test_a_request_goes_where_its_adapter_is() -> None:
     assert [len(group.running) for group in holders] == [2], "the other group would need a place for it"
     world.settle()
     world.check_outputs()
+
+
+def test_ten_thousand_loads_at_once_are_loaded_or_refused() -> None:
+    world = make(adapters=0)
+    [gateway] = world.gateways.values()
+    for number in range(10_000):
+        load = Control(str(number), ControlVerb.LOAD_ADAPTER, adapter=f"b{number}", adapter_path=f"/{number}")
+        world.core.on_message(gateway.incarnation, load, world.now)
+    world.turn()
+    world.settle()
+    statuses = [one.status for one in gateway.controlled]
+    assert len(statuses) == 10_000 and set(statuses) == {200, 429}
+    assert len(names(world)) == statuses.count(200) == 64
+    assert {(one.field, one.adapters) for one in gateway.controlled if one.status == 429} == {("lora_name", None)}
+    command(world, ControlVerb.LOAD_ADAPTER, "b9999", "/b")
+    world.settle()
+    assert gateway.controlled[-1].status == 200
+
+
+def test_a_request_loads_no_adapter_that_an_operator_has_unloaded() -> None:
+    world = make(adapters=1)
+    command(world, ControlVerb.UNLOAD_ADAPTER, "a0")
+    world.settle()
+    command(world, ControlVerb.LOAD_ADAPTER, "a0", "/0", first_use=True)
+    assert answers(world) == [(200, ""), (404, "lora_name")]
+    command(world, ControlVerb.LOAD_ADAPTER, "a0", "/0")
+    world.settle()
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b", first_use=True)
+    world.settle()
+    assert names(world) == ["a0", "b"]
+    without = make(places=0, host=0, adapters=0)
+    command(without, ControlVerb.LOAD_ADAPTER, "b", "/b", first_use=True)
+    command(without, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    assert answers(without) == [(404, "lora_name"), (400, "lora_name")]
+
+
+def test_a_worker_with_other_bytes_does_not_serve_the_name(caplog: pytest.LogCaptureFixture) -> None:
+    world = make(adapters=0, workers=2)
+    first, second = world.workers.values()
+    command(world, ControlVerb.LOAD_ADAPTER, "b", "/b")
+    world.work(first)
+    [load] = second.inbox
+    second.inbox[0] = msgspec.structs.replace(load, path="/other")
+    world.settle()
+    assert answers(world) == [(200, "")] and names(world) == ["b"]
+    assert "b is not served by worker" in caplog.text and "other bytes" in caplog.text
+    assert [outgoing.to for outgoing in world.sent if isinstance(outgoing.frame, DropAdapter)] == [second.incarnation]
+    for number in range(4):
+        submit(world, str(number), "b")
+    world.settle()
+    world.check_outputs()
+    plans = [outgoing.to for outgoing in world.sent if isinstance(outgoing.frame, StepPlan)]
+    assert set(plans) == {first.incarnation}
+
+
+def test_a_place_that_was_closed_opens_again_once_nothing_waits_for_it() -> None:
+    world = make(places=2, host=3, adapters=3, max_num_seqs=6)
+    [worker], [group] = world.workers.values(), world.core.groups.values()
+    submit(world, "1", "a0", 50)
+    world.work(worker)
+    submit(world, "2", "a1", 50)
+    world.work(worker)
+    frame = submit(world, "3", "a2", 8)
+    for _ in range(3):
+        world.work(worker)
+    world.now += 2.1
+    world.turn()
+    assert [place.closed_s for place in group.adapters._places] == [world.now, None]
+    [gateway] = world.gateways.values()
+    gateway.journals["3"].cancelled = True
+    world.tell(gateway.incarnation, Cancel(frame.request_id, 0))
+    submit(world, "4", "a0", 8)
+    for _ in range(4):
+        world.work(worker)
+    assert "4" in {running.sequence.request.id for running in group.running}
+    world.settle()
+    world.check_outputs()
+
+
+def test_a_worker_that_joins_reads_what_is_served() -> None:
+    world = make(host=2, adapters=2)
+    worker = world.add_worker()
+    world.settle()
+    assert sorted(worker.mock.adapters.held.values()) == ["/0", "/1"]
+
+
+def test_gateways_are_told_which_adapters_run_and_wait() -> None:
+    world = make(places=1, host=2, adapters=2)
+    assert world.core.stats().adapter_use == AdapterUse(1, [], [])
+    [worker] = world.workers.values()
+    submit(world, "1", "a0")
+    world.work(worker)
+    submit(world, "2", "a1")
+    submit(world, "3", "")
+    world.work(worker)
+    assert world.core.stats().adapter_use == AdapterUse(1, ["a0"], ["a1"])
+    world.settle()
+    assert world.core.stats().adapter_use == AdapterUse(1, [], [])
+    assert make(places=0, host=0, adapters=0).core.stats().adapter_use is None

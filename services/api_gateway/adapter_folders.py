@@ -1,0 +1,121 @@
+"""Folders of LoRA adapters below `--lora-dir`: operators load them, and so does the first request that names one."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from blockyard.shared.errors import RequestError
+from blockyard.shared.lora.adapter_config import CONFIG_FILE
+from blockyard.shared.messages import Control, ControlVerb
+from blockyard.shared.ring_client.controls import ControlClient
+from blockyard.shared.ring_client.schedulers import Schedulers, Served
+
+MAX_PATH_CHARS = 4096
+MAX_NAME_CHARS = 256
+REFUSED_S = 5.0  # a folder that could not be loaded is read again after so long
+PENDING = 409  # another gateway has asked for the same adapter
+LOADING_S = 60.0  # how long that is waited for
+POLL_S = 0.05
+
+
+class _ModelField(msgspec.Struct):
+    model: str | None = None
+
+
+class AdapterFolders:
+    """Loads a folder once for all requests that wait for it. Used by one event loop."""
+
+    def __init__(
+        self,
+        lora_dir: str,
+        controls: ControlClient,
+        schedulers: Schedulers,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """lora_dir: empty: no folder is found."""
+        self._lora_dir, self._controls, self._schedulers, self._clock = lora_dir, controls, schedulers, clock
+        self._loading: dict[str, asyncio.Task[bool]] = {}  # by name
+        self._refused: dict[str, tuple[float, RequestError]] = {}  # by name: until when, and why
+
+    def served(self) -> Served:
+        """The models and adapters that requests may name now."""
+        return self._schedulers.served()
+
+    async def load_named(self, body: bytes) -> bool:
+        """Loads the adapter that a request names as its model. Returns whether it is served now; False: unknown.
+
+        Raises RequestError if the folder of that name cannot be served.
+        """
+        try:
+            name = msgspec.json.decode(body, type=_ModelField).model or ""
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        folder = self._find(name)
+        if folder is None:
+            return False
+        until, refusal = self._refused.get(name, (0.0, None))
+        if refusal is not None and self._clock() < until:
+            raise refusal
+        task = self._loading.get(name)
+        if task is None:
+            task = self._loading[name] = asyncio.create_task(self._load(name, folder))
+            task.add_done_callback(lambda _: self._loading.pop(name, None))
+        return await asyncio.shield(task)  # a client that disconnects does not end it for others
+
+    def _find(self, name: str) -> Path | None:
+        """The folder of an adapter, if a name is its path below the folder of all, in the one way to write it."""
+        path = PurePosixPath(name)
+        if not self._lora_dir or len(name) > MAX_NAME_CHARS or path.is_absolute() or str(path) != name:
+            return None
+        try:
+            folder = find_folder(name, self._lora_dir)
+            return folder if ".." not in path.parts and (folder / CONFIG_FILE).is_file() else None
+        except (RequestError, OSError):  # unknown names are answered as such
+            return None
+
+    async def _load(self, name: str, folder: Path) -> bool:
+        command = Control("", ControlVerb.LOAD_ADAPTER, adapter=name, adapter_path=str(folder), first_use=True)
+        until = self._clock() + LOADING_S
+        while True:
+            try:
+                await self._controls.ask(command)
+            except RequestError as e:
+                if self._is_served(name):  # another gateway was faster
+                    return True
+                if e.status == PENDING and self._clock() < until:
+                    await asyncio.sleep(POLL_S)
+                    continue
+                if e.status == 404:
+                    return False
+                refusal = RequestError(str(e), "model", e.status, retry_after_s=e.retry_after_s)
+                if e.retry_after_s is None:
+                    self._refused[name] = self._clock() + REFUSED_S, refusal
+                raise refusal from e
+            self._refused.pop(name, None)
+            return self._is_served(name)
+
+    def _is_served(self, name: str) -> bool:
+        with contextlib.suppress(RequestError):
+            return self._schedulers.card(name).adapter is not None
+        return False
+
+
+def find_folder(path: str, lora_dir: str) -> Path:
+    """Returns a folder below `lora_dir`, wherever links lead. Raises RequestError."""
+    if not lora_dir:
+        raise RequestError("this server loads no adapters by request: --lora-dir names their folder", "lora_path")
+    if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
+        raise RequestError(f"lora_path has 1 to {MAX_PATH_CHARS} characters, got {len(path)}", "lora_path")
+    try:
+        base = Path(lora_dir).expanduser().resolve()
+        folder = (base / Path(path).expanduser()).resolve()
+        is_folder = folder.is_relative_to(base) and folder != base and folder.is_dir()
+    except (OSError, RuntimeError, ValueError) as e:
+        raise RequestError(f"lora_path {path!r} cannot be read: {e}", "lora_path") from e
+    if not is_folder:  # one message: a client does not learn which folders there are elsewhere
+        raise RequestError(f"lora_path {path!r} is no folder below --lora-dir", "lora_path")
+    return folder
