@@ -368,6 +368,10 @@ class Scheduler:
         self._build_plans(now)
         if self.adapters.all:
             self.adapter_loads.step(now)
+            if self.adapter_waits.deferred or self.adapter_waits.released:  # places may have been opened or emptied
+                self.worker_groups.mark_all_dirty()
+                self._route()
+                self._build_plans(now)
         if self.controls.open:
             self.controls.answer_done(now)
         return self._take_frames(now)

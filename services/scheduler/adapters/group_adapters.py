@@ -93,12 +93,14 @@ class GroupAdapters:
         if adapter not in self._held and adapter not in self._wanted and not self.is_refused(adapter):
             self._wanted.append(adapter)
 
-    def take_changes(self, wanted: Container[int] = ()) -> HostChanges:
+    def take_changes(self, wanted: Container[int] = (), ready: Container[int] = ()) -> HostChanges:
         """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
 
         wanted: adapters of waiting sequences, set aside or not. One that was loaded for them stays until the first of
         them has started: otherwise two adapters could displace each other for ever. One that no sequence waits for is
         read to be checked, and has room of its own: a command need not wait for requests.
+        ready: those whose sequences wait for no adapter, but for KV blocks. They stay even for an adapter that has
+        waited for long.
         """
         changes = HostChanges()
         if self._next is not None and self._next in self._wanted:
@@ -106,7 +108,7 @@ class GroupAdapters:
             self._wanted.appendleft(self._next)
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
             room = self._num_host + (self._wanted[0] not in wanted)
-            kept = () if self._wanted[0] == self._next else wanted
+            kept = ready if self._wanted[0] == self._next else wanted
             while len(self._held) >= room and (idle := self._least_used_in_host(kept)) is not None:
                 self._drop(idle)
                 changes.drop.append(idle)
@@ -146,8 +148,9 @@ class GroupAdapters:
         index = self._place_of.get(adapter)
         if index is not None:
             return self._places[index].closed_s is None
-        if self._next not in (None, adapter):
-            return False
+        first = None if self._next is None or self._next == adapter else self._held.get(self._next)
+        if first is not None and first.is_loaded:
+            return False  # while that one is not even read, others may use the place
         held = self._held.get(adapter)
         return held is not None and held.is_loaded and self._free_place() is not None
 

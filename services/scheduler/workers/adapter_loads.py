@@ -173,7 +173,7 @@ class AdapterLoads:
                 self._lifecycle.preempt(group, running)
 
     def _change_host_memory(self, worker: int, group: WorkerGroup, wanted: Container[int]) -> None:
-        changes = group.adapters.take_changes(wanted)
+        changes = group.adapters.take_changes(wanted, self._waits.released)
         for number in changes.drop:
             self._outbox.send(worker, DropAdapter(self._scheduler, number))
         for number in changes.load:
