@@ -301,11 +301,12 @@ def _texts(request: GenerateRequest, prompts: list[Tokenized]) -> list[str]:
 
 def _log(generation: HttpGeneration) -> None:
     """Logs ids and numbers only. Prompts, stop strings and bad words are the user's text and stay out of logs."""
-    request, sampling = generation.request, generation.entries[0].request.sampling
+    request, frame = generation.request, generation.entries[0].request
+    sampling = frame.sampling
     values = [(name, getattr(sampling, name), getattr(DEFAULT_SAMPLING, name)) for name in LOGGED]
     fields = {name: value for name, value, default in values if name == "temperature" or value != default}
     log.info(
-        "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s",
+        "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s%s",
         request.options.answer_id,
         len(generation.entries),
         "+".join(str(entry.num_prompt_tokens) for entry in generation.entries[:MAX_LOGGED]),
@@ -313,4 +314,5 @@ def _log(generation: HttpGeneration) -> None:
         request.choices.returned,
         sampling.max_tokens,
         "".join(f", {name}={value}" for name, value in fields.items()),
+        f", tenant={frame.tenant}" if frame.tenant else "",
     )
