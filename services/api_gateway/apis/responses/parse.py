@@ -89,9 +89,9 @@ def _parse(
         chat_template=request.chat_template,
         add_special_tokens=request.add_special_tokens,
     )
-    fields, drops_turns = generation_fields(request), request.truncation == "auto"
-    if drops_turns:
-        prompt = msgspec.structs.replace(prompt, max_tokens=_room(asked, card.max_model_len))
+    fields, room = generation_fields(request), 0
+    if request.truncation == "auto":
+        room = _room(asked, card.max_model_len)
     grammar, options = _grammar(request, fields, card), _options(request, card, config, tools, name, turn)
     output, thinks = read_output_form(tools.use, formats), not says_no_thinking(kwargs)
     options = replace(
@@ -100,7 +100,7 @@ def _parse(
         custom_tools=tuple(one.tool.name for one in tools.offered if one.tool.kind == "custom"),
     )
     parsed = conversation_request(fields, options, card, prompt, asked, tools.use, output, formats, grammar, thinks)
-    return replace(parsed, prompt_field="input", drops_turns=drops_turns, ignored=tuple(tools.ignored))
+    return replace(parsed, prompt_field="input", shortened_tokens=room, ignored=tuple(tools.ignored))
 
 
 def _template_fields(request: ResponsesRequest) -> dict[str, Any]:
