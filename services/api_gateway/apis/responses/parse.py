@@ -38,7 +38,6 @@ from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, read_output_form
 from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar, json_grammar, read_grammar
 
@@ -195,7 +194,7 @@ def _repeated(request: ResponsesRequest, card: ModelCard, tools: ResponseTools, 
     """JSON fields without the braces around them."""
     defaults, text, reasoning = card.settings.defaults, request.text, request.reasoning
     shown_format = (text.format if text is not None else None) or TextFormat(type="text")
-    summary = None if reasoning is None else read_raw(reasoning.summary, "reasoning.summary")
+    summary = None if reasoning is None else reasoning.summary
     fields = RepeatedFields(
         request.instructions,
         request.metadata or {},
