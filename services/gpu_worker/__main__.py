@@ -41,7 +41,7 @@ Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRun
 
 
 def serve(config: WorkerConfig) -> None:
-    if config.gpu is not None and config.tensor_parallel_size == 1:
+    if config.gpu is not None and config.num_ranks == 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu)
     if config.kernel_cache is not None:
         os.environ["TRITON_CACHE_DIR"] = str(Path(config.kernel_cache).absolute() / "triton")
@@ -89,7 +89,7 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
 
     Raises ConfigError if there are fewer GPUs.
     """
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     if size == 1 or config.worker_cls == "mock":
         return None
 
@@ -104,7 +104,7 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
         visible, first = os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu or 0
         num = len(list(gpu.parent.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
         if first + size > num:
-            raise ConfigError(f"--tensor-parallel-size {size}: each rank needs its own GPU, and there are {num} here")
+            raise ConfigError(f"{config.describe_ranks()}: each rank needs its own GPU, and there are {num} here")
         environments = {rank: {"CUDA_VISIBLE_DEVICES": own_gpu(visible, first + rank)} for rank in range(size)}
     team = LeaderTeam(config, Path(sys.argv[1]).absolute().parent, end)
     team.start(environments)

@@ -35,14 +35,17 @@ from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, length_that_fits, plan_host
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build, find_family, is_of_transformers
+from blockyard.services.gpu_worker.models.stage_model import StageModel
 from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
-from blockyard.services.gpu_worker.parallel.team import RankTeam, SendCommand
+from blockyard.services.gpu_worker.parallel.stages import Stage
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
+from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
 from blockyard.services.gpu_worker.structured_output.matcher_processes import MatcherProcesses
 from blockyard.services.gpu_worker.warm_up import first_step
@@ -75,7 +78,7 @@ class LoadedModel:
     store: BlockStore | None  # host memory for KV blocks
     geometry: Geometry
     config: WorkerConfig  # settled for this model
-    ranks: RankGroup | None  # None: one rank
+    ranks: RankGroups | None  # None: one rank
     adapters: WorkerAdapters | None  # None: it serves none
 
 
@@ -102,12 +105,14 @@ def start(
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
         if team is not None:
-            raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model without KV runs on one rank")
+            raise ConfigError(f"{config.describe_ranks()}: a model without KV runs on one rank")
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
     if team is not None and config.lora is not None:
-        raise ConfigError(f"--tensor-parallel-size {team.shard.size}: a model with adapters runs on one rank")
+        raise ConfigError(f"{config.describe_ranks()}: a model with adapters runs on one rank")
+    if not generates and config.pipeline_parallel_size > 1:
+        raise ConfigError(f"{config.describe_ranks()}: a model that pools runs in one stage")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
@@ -137,7 +142,7 @@ def readers(first: Child | None) -> MakeReader:
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
     """Returns the settings of a rank: ranks share cores and memory of the machine as workers do."""
-    return msgspec.structs.replace(config, replicas=config.replicas * config.tensor_parallel_size)
+    return msgspec.structs.replace(config, replicas=config.replicas * config.num_ranks)
 
 
 def read_settings(config: WorkerConfig, report: StartReport) -> dict[str, Any]:
@@ -159,15 +164,24 @@ def load(
     generates: bool = True,
 ) -> LoadedModel:
     """Loads this rank's weights and reserves KV memory. All ranks have as many blocks as the one with the fewest."""
-    folder, shard = Path(config.model_path), WHOLE if team is None else team.shard
+    folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
     kv_dtype = kv_scales.pick_kv_dtype(config.kv_cache_dtype, dtype, backend.has_8_bit_kv)
-    share = check(build, settings, dtype, config, backend, shard)
-    ranks = None if team is None else team.connect(backend.connect_ranks)
+    whole, stage = declare(build, settings, dtype, config, shard), None
+    if team is not None:
+        stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
+    share = check(build, settings, whole, config, backend, stage)
+    ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
     table = WeightTable(dtype, backend.device, share, shard)
-    table.link, table.ranks, table.spreads_experts = backend.link, ranks, config.expert_parallel
+    table.link, table.spreads_experts = backend.link, config.expert_parallel
+    table.ranks = None if ranks is None else ranks.tensor
     table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    if stage is not None:
+        table.stage, table.whole = stage, whole.table
     model = build(settings, table)
-    if config.expert_parallel and not (ranks is not None and model.experts()):
+    if stage is not None and ranks is not None:
+        model = make_stage_model(model, stage, ranks)
+        report.note(describe_stage(stage))
+    if config.expert_parallel and not (table.ranks is not None and model.experts()):
         what = "there is one rank" if ranks is None else "this model has none"
         report.note(f"--enable-expert-parallel spreads no experts: {what}")
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
@@ -175,13 +189,16 @@ def load(
     reader = None if config.lora is None else make_reader(adapter_limits(config.lora, dtype))  # starts meanwhile
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
-    with torch.inference_mode(), slot, page_cache.read_ahead(config):
-        loaded = checkpoint.load(model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
+    with torch.inference_mode(), page_cache.read_ahead(config):
+        with slot:  # ranks wait for each other behind it
+            loaded = checkpoint.load(
+                model.table, folder, config.load_format, config.ignore_patterns, config.seed, progress
+            )
         report.note(str(loaded), *model.table.describe_unused())
         kv_block_bytes = block_bytes(model.shape, config.block_size, kv_dtype)
         config = backend.fit_num_seqs(config, kv_block_bytes)
         if ranks is not None:
-            config = msgspec.structs.replace(config, max_num_seqs=ranks.least(config.max_num_seqs))
+            config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
         adapters = make_adapters(model, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
@@ -199,16 +216,17 @@ def load(
             plan = backend.plan_memory(model, need, kv_dtype, config, moving_bytes)
         report.note(*plan.notes, *host_plan.notes)
         if ranks is not None:
-            plan, host_plan = (with_least(one, ranks, report) for one in (plan, host_plan))
+            plan, host_plan = (with_least(one, ranks.everyone, report) for one in (plan, host_plan))
         report.phase("reserving KV memory")
         pool = KVPool(model.shape, plan.num_blocks, config.block_size, kv_dtype, backend.device, config.batch_invariant)
-        report.note(*kv_scales.set_pool_scales(pool, scales, config))
+        first_layer = 0 if stage is None else stage.layers.start
+        report.note(*kv_scales.set_pool_scales(pool, scales, config, first_layer))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     return LoadedModel(model, pool, store, geometry, config, ranks, adapters)
 
 
-def alone(ranks: RankGroup | None) -> AbstractContextManager[None]:
+def alone(ranks: RankGroups | None) -> AbstractContextManager[None]:
     """Trial steps of each rank by itself."""
     return nullcontext() if ranks is None else ranks.alone()
 
@@ -358,6 +376,8 @@ def geometry_of(
         window=window_of(model.shape.windows, max_model_len),
         num_adapter_places=0 if config.lora is None else config.lora.max_loras,
         num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
+        num_stages=config.pipeline_parallel_size,
+        balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
     )
 
 
@@ -373,33 +393,49 @@ def prepare(model: Model, config: WorkerConfig, max_model_len: int, backend: Bac
     report.note(*describe_experts(model.table), *backend.offload_notes(config))
 
 
-def check(
+def declare(
     build: Build,
     settings: dict[str, Any],
     dtype: torch.dtype,
     config: WorkerConfig,
-    backend: Backend,
-    shard: Shard = WHOLE,
+    shard: Shard,
+    stage: Stage | None = None,
+) -> Model:
+    """Builds a rank's model without memory. stage: None for all layers."""
+    table = WeightTable(dtype, torch.device("meta"), shard=shard)
+    table.spreads_experts, table.stage = config.expert_parallel, stage
+    model = build(settings, table)
+    kv_scales.place_scales(table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
+    return model
+
+
+def check(
+    build: Build, settings: dict[str, Any], whole: Model, config: WorkerConfig, backend: Backend, stage: Stage | None
 ) -> HostShare:
     """Checks tensor names, shapes and memory before weights are allocated. Returns the share of the layers' weights
-    that stays in host memory."""
-    declared = WeightTable(dtype, torch.device("meta"), shard=shard)
-    declared.spreads_experts = config.expert_parallel
-    model = build(settings, declared)
-    own_products = getattr(model, "own_products", None)  # of a class of transformers
+    that stays in host memory.
+
+    whole: the declared model with all layers. stage: of this rank; None: there is one.
+    """
+    own_products = getattr(whole, "own_products", None)  # of a class of transformers
     if config.batch_invariant and own_products:
         raise ConfigError(
             "--batch-invariant: this model is not, because it runs by its class in transformers, whose "
             f"{', '.join(own_products)} multiply matrices in ways that depend on the number of rows"
         )
-    kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
-    backend.check_shape(model.shape)
-    max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    folder = Path(config.model_path)
-    checkpoint_check.check_tensors(model.table, folder, config.load_format, config.ignore_patterns)
-    share = backend.host_share(partial(build, settings), dtype, config)
-    free, host_bytes = backend.free_bytes(config), share.bytes_of(model.table)
-    checkpoint_check.check_memory(model.table, host_bytes, model.shape.head_dim, max_model_len, backend.link, free)
+    backend.check_shape(whole.shape)
+    max_model_len = pick_length(config.max_model_len, whole.shape.max_positions)
+    folder, dtype = Path(config.model_path), whole.table.dtype
+    checkpoint_check.check_tensors(whole.table, folder, config.load_format, config.ignore_patterns)
+    own = whole if stage is None else declare(build, settings, dtype, config, whole.table.shard, stage)
+
+    def place_in(table: WeightTable) -> Model:
+        table.stage = stage
+        return build(settings, table)
+
+    share = backend.host_share(place_in, dtype, config)
+    free, host_bytes = backend.free_bytes(config), share.bytes_of(own.table)
+    checkpoint_check.check_memory(own.table, host_bytes, own.shape.head_dim, max_model_len, backend.link, free)
     return share
 
 

@@ -46,14 +46,19 @@ class Runner:
         self.geometry, self.model, self.pool = geometry, model, pool
         self.adapters, self.send = adapters, send
         self.batch = Batch(geometry, pool, store, matchers)
+        self._depends: Callable[[StepPlan], bool] | None = None
         self._loop: DeviceLoop | None = None  # None: asleep, or not on its device yet
         self._start_steps, self._logprobs_mode = start_steps, logprobs_mode
         self._offloaded: OffloadedWeights | None = None
         self._has_kv = True
         self._done: list[CompletedPlan] = []  # completed but not collected
 
-    def use(self, steps: DeviceSteps, step_s: float = 0.0) -> None:
-        """Runs steps on `steps` from now on. Call it before the first plan. step_s: time of a decode step."""
+    def use(self, steps: DeviceSteps, step_s: float = 0.0, depends: Callable[[StepPlan], bool] | None = None) -> None:
+        """Runs steps on `steps` from now on. Call it before the first plan. step_s: time of a decode step.
+
+        depends: whether a plan may be applied only once no step is in flight; None: each may.
+        """
+        self._depends = depends
         self.geometry = msgspec.structs.replace(self.geometry, step_s=step_s)
         self._loop = DeviceLoop(steps, self.batch, self.geometry, self._logprobs_mode)
         self.reset(0)
@@ -132,6 +137,8 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> Sequence[StoredLayers]:
         """Applies a plan and starts its step. A slot that cannot run or sample fails without the others."""
+        if self._depends is not None and self._depends(plan):
+            self._wait_for_steps()
         self.sample_rows()
         if plan.adapters and self.adapters is not None:
             self.adapters.place(plan.adapters)

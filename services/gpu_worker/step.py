@@ -94,4 +94,5 @@ class Step:
     attend: Attend
     logits_indices: LogitsIndices | None = None  # the rows that `Model.forward` returns; None: all tokens
     vectors: InputVectors | None = None  # None: the input of every token is its id
+    hidden: Tensor | None = None  # [tokens, hidden], what the pipeline stage before this one has computed
     token_types: Tensor | None = None  # [tokens] int64, of encoders: which text of a pair; None: the first

@@ -12,14 +12,15 @@ _DEVICE = re.compile(r"nvidia\d+")
 
 def check(workers: Sequence[WorkerConfig], environ: Mapping[str, str], devices: Path = Path("/dev")) -> None:
     """Raises ConfigError if there are fewer GPUs than ranks of all replicas that need one."""
-    needed = sum(config.tensor_parallel_size for config in workers if config.gpu is not None)
+    needed = sum(config.num_ranks for config in workers if config.gpu is not None)
     if not needed:
         return
     num = count(environ, devices)
     if num < needed and needed > len(workers):
+        most = max(workers, key=lambda one: one.num_ranks)
         raise ConfigError(
-            f"--tensor-parallel-size {max(config.tensor_parallel_size for config in workers)}: the ranks of all "
-            f"workers need {needed} GPUs, and there {'is 1' if num == 1 else f'are {num}'} here"
+            f"{most.describe_ranks()}: the ranks of all workers need {needed} GPUs, and there "
+            f"{'is 1' if num == 1 else f'are {num}'} here"
         )
     if num < needed:
         raise ConfigError(

@@ -60,9 +60,9 @@ def worker_config(values: Values) -> LoraConfig | None:
 
 def _check_workers(values: Values) -> None:
     """Raises ConfigError for workers that serve no adapters."""
-    flag = "tensor-parallel-size"
-    if (number := values.get(flag, int)) > 1:
-        raise ConfigError(f"{values.where(flag)} {number}: not built yet with LoRA adapters")
+    for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
+        if (number := values.get(flag, int)) > 1:
+            raise ConfigError(f"{values.where(flag)} {number}: not built yet with LoRA adapters")
 
 
 def scheduler_settings(values: Values, sources: list[AdapterSource]) -> AdapterSettings:

@@ -1,5 +1,6 @@
 """The host memory for KV blocks, by --swap-space and --preemption-mode."""
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -39,7 +40,8 @@ def check(workers: Iterable[tuple[Values, int]], there_is: int | None = None) ->
     workers: the flags of each kind of worker, and how many there are of it. there_is: bytes, by default this machine's.
     """
     there_is = total_memory() if there_is is None else there_is
-    ranks = [(values, number * values.get("tensor-parallel-size", int)) for values, number in workers]
+    sizes = "tensor-parallel-size", "pipeline-parallel-size"
+    ranks = [(values, number * math.prod(values.get(size, int) for size in sizes)) for values, number in workers]
     taken = [(swap_space(values) * number, number, values) for values, number in ranks]
     if sum(size for size, _, _ in taken) * GIB <= there_is:
         return

@@ -235,7 +235,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
     values = of_role.values
     worker_fields.check_kv_cache(values)
     worker_fields.check_ranks(values, model.config)
-    fields = _fields(values, "worker")
+    fields, pooling = _fields(values, "worker"), worker_pooling_fields(values, model)
     overrides = config_overrides(values) if values["worker-cls"] == "mock" else quantized_overrides(values, model)
     fields["mock"]["vocab_size"] = fields["mock"]["vocab_size"] or model.config.get("vocab_size", 0)
     fields["mock"]["max_model_len"] = model_length(model.config) or MOCK_LENGTH
@@ -260,7 +260,8 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.logprobs_fields(values),
             **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
-            **worker_pooling_fields(values, model),
+            **pooling,
+            **worker_fields.stage_fields(values, model.config, pooling.get("task", "generate")),
         },
     )
 
@@ -274,9 +275,9 @@ def workers(
     has_gpu = worker_fields.kv_on_gpu(to_start[0].values)
     if num == 1:
         config = worker(to_start[0], model, process(to_start[0].name))
-        return [msgspec.structs.replace(config, gpu=0 if has_gpu and config.tensor_parallel_size > 1 else None)]
+        return [msgspec.structs.replace(config, gpu=0 if has_gpu and config.num_ranks > 1 else None)]
     made = [worker(each, model, process(f"{each.name} {i}")) for each in to_start for i in range(each.num_workers)]
-    firsts = accumulate((config.tensor_parallel_size for config in made), initial=0)
+    firsts = accumulate((config.num_ranks for config in made), initial=0)
     return [
         msgspec.structs.replace(config, replicas=num, gpu=first if has_gpu else None)
         for config, first in zip(made, firsts, strict=False)

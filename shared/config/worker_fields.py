@@ -10,14 +10,18 @@ from typing import Any
 
 import msgspec
 
+from blockyard.shared.architectures import find_architecture
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.services.worker import USUAL_SEQS, LogprobsMode, capture_sizes
+from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
 from blockyard.shared.quantization import has_fp8_kv
 
 FP8 = "fp8"
 FLAG = "compilation-config"
 QUERY_HEADS = ("num_attention_heads", "n_head")  # in config.json
+NUM_LAYERS = ("num_hidden_layers", "n_layer")
+PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size")
 LEVELS = range(4)
 MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
 NUM_SEQS = ("max-num-seqs", "max-num-active-seqs")
@@ -162,8 +166,9 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
     backend = values.where("distributed-executor-backend")
     if values["distributed-executor-backend"] == "external_launcher":
         raise ConfigError(f"{backend} external_launcher is for blockyard.LLM in a script under torchrun; use mp")
-    if size > 1 and values["distributed-executor-backend"] == "uni":
-        raise ConfigError(f"{backend} uni is for one rank; {values.where('tensor-parallel-size')} {size} needs mp")
+    for flag in PARALLEL if values["distributed-executor-backend"] == "uni" else ():
+        if (number := values.get(flag, int)) > 1:
+            raise ConfigError(f"{backend} uni is for one rank; {values.where(flag)} {number} needs mp")
     if size == 1 or values["worker-cls"] == "mock":
         return
     where = f"{values.where('tensor-parallel-size')} {size}"
@@ -175,6 +180,32 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
             f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
             "--quantization-param-path"
         )
+
+
+def stage_fields(values: Values, config: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Returns WorkerConfig's field for the layers of pipeline stages. Raises ConfigError for stages that cannot be.
+
+    config: of config.json. task: of the model.
+    """
+    size, given = values.get("pipeline-parallel-size", int), values.maybe("pipeline-layers", list)
+    where = f"{values.where('pipeline-parallel-size')} {size}"
+    if size > 1 and values["worker-cls"] != "mock":
+        text = text_part(config)
+        num = next((text[name] for name in NUM_LAYERS if isinstance(text.get(name), int)), None)
+        if num is not None and size > num:
+            raise ConfigError(f"{where} is more than the {num} layers of the model")
+        names = config.get("architectures")
+        is_known = not isinstance(names, list) or find_architecture(names) is not None
+        if values["model-impl"] == "transformers" or not is_known:
+            raise ConfigError(f"{where}: not built for models that run by their class in transformers")
+        if task != "generate":
+            raise ConfigError(f"{where}: not built for models that pool (--task {task})")
+    if given is None:
+        return {}
+    layers, asked = list(map(int, given)), f"{values.where('pipeline-layers')} {','.join(map(str, given))}"
+    if len(layers) != size or min(layers) < 1:
+        raise ConfigError(f"{asked}: a number of layers is needed for each of {size} pipeline stages, at least 1")
+    return {"pipeline_layers": layers}
 
 
 def kv_dtype(values: Values, quantization: Mapping[str, Any]) -> str:

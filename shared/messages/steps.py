@@ -40,6 +40,10 @@ class Geometry(FrameStruct, frozen=True):
     pooling: PoolingCard | None = None  # None: the model generates text. Without KV, `num_blocks` is 0.
     num_adapter_places: int = 0  # adapters on the device at a time; 0: the worker serves none
     num_host_adapters: int = 0  # in its host memory
+    num_stages: int = 1  # pipeline stages: so many plans can be computed at a time, of other sequences each
+    # with stages: tokens before a token of a prompt of which attention costs as much as the token's matrix products; 0:
+    # unknown, or no layer attends to all
+    balanced_context: int = 0
 
     @property
     def vector_size(self) -> int:

@@ -1,5 +1,6 @@
 """Builds the attention metadata of a step on the CPU from block tables and lengths."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -57,16 +58,29 @@ class MetadataBuilder(Protocol):
     ) -> Attend: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredGroups:
+    """The gathered K and V of the last step of a decode batch."""
+
+    owners: Ints
+    groups: list[GatheredKV | None]  # one for each group of decodes
+
+    def is_of(self, owners: Ints) -> bool:
+        """Whether a step has sequences of this batch."""
+        return bool(np.isin(owners, self.owners).any())
+
+
 class CpuMetadataBuilder:
     """Builds the attention of each step. Keeps the gathered K and V of decodes for the next step."""
 
-    def __init__(self, pool: KVPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: KVPool, num_batches: int = 1) -> None:
+        """num_batches: decode batches that run in turn."""
+        self._pool, self._num_batches = pool, num_batches
         dtype = pool.dtype if pool.scales is None else torch.float32  # an 8-bit KV cache exists only on GPUs
         self._zero = torch.zeros((), dtype=dtype, device=pool.device)
         self._minus_inf = torch.full((), float("-inf"), dtype=dtype, device=pool.device)
         self._kinds = tuple(dict.fromkeys(map(LayerKind.of, pool.shape.attention)))
-        self._gathered: dict[LayerKind, list[GatheredKV | None]] = {}  # one for each group of decodes
+        self._gathered: dict[LayerKind, list[GatheredGroups]] = {}  # of each batch, the last one first
 
     def clear(self) -> None:
         """Drops the gathered K and V, because owner numbers may be reused."""
@@ -110,13 +124,20 @@ class CpuMetadataBuilder:
     def _full_decodes(self, kind: LayerKind, tables: Ints, lengths: Ints, owners: Ints) -> list[Decodes]:
         """Builds the decodes of layers without a window."""
         groups = length_groups(lengths)
-        before, self._gathered[kind] = self._gathered.get(kind, []), []
+        kept = self._gathered.setdefault(kind, [])
+        own = next((one for one in kept if one.is_of(owners)), None) if self._num_batches > 1 else None
+        if own is None and len(kept) == self._num_batches:
+            own = kept[-1]
+        if own is not None:
+            kept.remove(own)
+        before, now = [] if own is None else own.groups, list[GatheredKV | None]()
+        kept.insert(0, GatheredGroups(owners, now))
         decodes = []
         for i, (start, end) in enumerate(groups):
             part = slice(start, end)
             gathered = before[i] if i < len(before) else None
             decodes.append(self._group(kind, start, tables[part], lengths[part], owners[part], gathered, len(groups)))
-            self._gathered[kind].append(decodes[-1].gathered)
+            now.append(decodes[-1].gathered)
         return decodes
 
     def _group(

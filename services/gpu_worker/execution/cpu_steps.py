@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from blockyard.kernels.slots.slot_references import slot_outcomes
 from blockyard.kernels.slots.slot_state import Field, SlotOutcome, SlotState
-from blockyard.services.gpu_worker.arrays import Ints
+from blockyard.services.gpu_worker.arrays import Bools, Ints
 from blockyard.services.gpu_worker.attention.cpu_attention import EXTRA_TOKENS
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, MetadataBuilder, length_order
 from blockyard.services.gpu_worker.batch import Batch
@@ -27,6 +28,16 @@ MOST_SAMPLED = 256  # rows at once: each needs several rows of the vocabulary in
 NO_INTS: Ints = np.zeros(0, np.int64)
 DONE = CompletedEvent()
 NOTHING = LaunchedStep((NO_INTS, NO_INTS, NO_INTS), DONE)
+
+
+class PreparedStep(NamedTuple):
+    """A step whose inputs are known and that is not computed."""
+
+    request: StepRequest
+    inputs: Step
+    lengths: Ints  # of the sequences, with the step's tokens
+    longest: int
+    at_end: Bools  # rows that compute all their tokens, so that they sample
 
 
 class CpuSteps:
@@ -75,17 +86,26 @@ class CpuSteps:
             slots[:] = slots[order]
 
     def launch(self, step: StepRequest) -> LaunchedStep:
+        prepared = self.prepare(step)
+        return NOTHING if prepared is None else self.compute(prepared)
+
+    def prepare(self, step: StepRequest) -> PreparedStep | None:
+        """Reads what a step needs of the slots. None: it computes nothing."""
         slots, counts, table = step.rows.slots, step.rows.counts, self._batch.slots
         index, values = self.slots.take()
         if len(index):
             self.slots.state.arena.numpy()[index] = values
         if not len(slots):
-            return NOTHING
+            return None
         lengths = table.num_computed[slots] + counts
         longest = int(lengths.max())
-        hidden = self._forward(step, lengths, longest)
+        inputs = self._inputs(step, lengths, longest)
+        return PreparedStep(step, inputs, lengths, longest, lengths == table.num_tokens[slots])
+
+    def compute(self, prepared: PreparedStep) -> LaunchedStep:
+        step, inputs, lengths, longest, at_end = prepared
+        slots, hidden = step.rows.slots, self._model.forward(inputs)
         prompts = self._prompt_logprobs.compute_rows(step.scored, hidden, 0, 0) if step.scored else ()
-        at_end = lengths == table.num_tokens[slots]
         if step.rows.has_prefill or len(slots) > MOST_SAMPLED or not at_end.all():
             return self._sample_some(step, hidden, lengths, np.flatnonzero(at_end), prompts)
         logits = self._model.logits(hidden)
@@ -99,8 +119,8 @@ class CpuSteps:
         outcomes, computed = self._outcomes(rows, drawn, lengths)
         return LaunchedStep((outcomes, drawn.token_ids, computed), DONE, (), read, host_logits, prompts)
 
-    def _forward(self, step: StepRequest, lengths: Ints, longest: int) -> Tensor:
-        """The hidden rows of the new tokens. lengths: of the sequences, with these; `longest` of them."""
+    def _inputs(self, step: StepRequest, lengths: Ints, longest: int) -> Step:
+        """The new tokens. lengths: of the sequences, with these; `longest` of them."""
         table, size = self._batch.slots, self._batch.slots.block_size
         slots, counts = step.rows.slots, step.rows.counts
         rows, positions = slots, lengths - counts
@@ -116,7 +136,7 @@ class CpuSteps:
         places = torch.from_numpy(table.adapter_places[rows]) if table.are_adapted(slots) else None
         self._model.adapter_rows.begin(places)
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
-        return self._model.forward(Step(token_ids, torch.from_numpy(positions), attend))
+        return Step(token_ids, torch.from_numpy(positions), attend)
 
     def _sample_some(
         self, step: StepRequest, hidden: Tensor, lengths: Ints, places: Ints, prompts: Sequence[ScoredRows]

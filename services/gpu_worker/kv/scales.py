@@ -61,39 +61,45 @@ def are_in_checkpoint(config: WorkerConfig) -> bool:
 
 
 def place_scales(table: WeightTable, num_layers: int, is_wanted: bool) -> Tensor:
-    """[layers, 2] float32, of K and V, which loading the checkpoint fills; 1 where it has none."""
-    scales = torch.ones((num_layers, 2), dtype=torch.float32, device=table.device)
-    for layer in range(num_layers):
+    """[layers, 2] float32, of K and V, which loading the checkpoint fills; 1 where it has none.
+
+    num_layers: of the model; a pipeline stage places its own.
+    """
+    layers = range(num_layers) if table.stage is None else table.stage.layers
+    scales = torch.ones((len(layers), 2), dtype=torch.float32, device=table.device)
+    for place, layer in enumerate(layers):
         for name in _UNUSED_NAMES:
             table.ignore(f"model.layers.{layer}.{name}")
-        for names, target in ((_K_NAMES, scales[layer, 0]), (_V_NAMES, scales[layer, 1])):
+        for names, target in ((_K_NAMES, scales[place, 0]), (_V_NAMES, scales[place, 1])):
             for name in names:
                 if not is_wanted:
                     table.ignore(f"model.layers.{layer}.{name}")
                 elif name.endswith("kv_scale"):
-                    table.place_scalar(f"model.layers.{layer}.{name}", scales[layer])
+                    table.place_scalar(f"model.layers.{layer}.{name}", scales[place])
                 else:
                     table.place_scalar(f"model.layers.{layer}.{name}", target)
     return scales
 
 
-def read_scales(file: Path, scales: Tensor) -> None:
-    """Reads a file into [layers, 2]; K and V of a layer share a scale. Raises LoadError."""
+def read_scales(file: Path, scales: Tensor, first_layer: int, num_layers: int) -> None:
+    """Reads a file into [layers, 2]; K and V of a layer share a scale. num_layers: of the model, whose `first_layer` is
+    the first here. Raises LoadError."""
     try:
         ranks = msgspec.json.decode(file.read_bytes(), type=_File, strict=False).kv_cache.scaling_factor
     except (OSError, msgspec.MsgspecError) as e:
         raise LoadError(f"--quantization-param-path {file}: not a file of KV scales: {e}") from e
     found = ranks.get(0, {})
-    if sorted(found) != list(range(len(scales))):
+    if sorted(found) != list(range(num_layers)):
         raise LoadError(
-            f"--quantization-param-path {file}: rank 0 has scales of {len(found)} layers, the model has {len(scales)}"
+            f"--quantization-param-path {file}: rank 0 has scales of {len(found)} layers, the model has {num_layers}"
         )
-    values = torch.tensor([found[layer] for layer in range(len(scales))], dtype=torch.float32)
+    values = torch.tensor([found[first_layer + layer] for layer in range(len(scales))], dtype=torch.float32)
     scales.copy_(values[:, None].expand(-1, 2))
 
 
-def set_pool_scales(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[str]:
-    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. Returns notes. Raises LoadError."""
+def set_pool_scales(pool: KVPool, scales: Tensor, config: WorkerConfig, first_layer: int = 0) -> list[str]:
+    """Sets the scales of a pool in 8 bits. scales: of the checkpoint. first_layer: of a pipeline stage. Returns notes.
+    Raises LoadError."""
     if pool.scales is None:
         return []
     kind = str(pool.dtype).removeprefix("torch.")
@@ -101,7 +107,7 @@ def set_pool_scales(pool: KVPool, scales: Tensor, config: WorkerConfig) -> list[
         pool.measure_next_prefill()
         return [f"KV scales: {kind}, from the first prompt of more than one token"]
     if config.kv_scales_path is not None:
-        read_scales(Path(config.kv_scales_path), scales)
+        read_scales(Path(config.kv_scales_path), scales, first_layer, len(pool.shape.windows))
     pool.set_scales(scales)
     _check(scales)
     source = config.kv_scales_path or "the checkpoint"

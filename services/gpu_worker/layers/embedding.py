@@ -38,7 +38,9 @@ class TokenEmbedding:
         hidden size; None: both are the same. norm: of the embeddings, before the first layer; None: they have none."""
         self.name, self.has_tied_head = name, False
         self._adapted: AdaptedEmbedding | None = None
-        self.weight = layers.plain(part(name, vocab_size), width, split=Split.OUTPUTS)
+        self._place = partial(_place_embedding, name, vocab_size, width)
+        stage = layers.table.stage
+        self.weight = self._place(layers) if stage is None or stage.is_first else _absent(width)
         self.vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
         self._ranks, self._own = layers.table.ranks, Rows(vocab_size, vocab_size).share(layers.table.shard)
 
@@ -72,8 +74,16 @@ class TokenEmbedding:
         return ranks.sum(found.masked_fill_(is_elsewhere[:, None], 0))
 
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
-        """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it."""
+        """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it.
+
+        Of the pipeline stages, the last has an output layer. If tied, it has the embeddings, too.
+        """
+        stage = layers.table.stage
+        if stage is not None and not stage.is_last and not (tied and stage.is_first):
+            return dense_linear(_absent(self.weight.shape[1]), name=name)
         if tied:
+            if stage is not None and not stage.is_first:
+                self.weight = self._place(layers)
             linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS)
             self.has_tied_head = True
 
@@ -87,6 +97,15 @@ class TokenEmbedding:
         if layers.table.ranks is not None:
             linear.wrap(partial(_JoinedProduct, layers.table.ranks, self.vocab_size))
         return linear
+
+
+def _place_embedding(name: str, vocab_size: int, width: int, layers: LinearLayers) -> Tensor:
+    return layers.plain(part(name, vocab_size), width, split=Split.OUTPUTS)
+
+
+def _absent(width: int) -> Tensor:
+    """Stands for a table that another pipeline stage has."""
+    return torch.empty(1, width, device="meta")
 
 
 class _JoinedProduct:
@@ -105,7 +124,9 @@ class LearnedPositions:
 
     def __init__(self, table: WeightTable, name: str, positions: int, width: int, offset: int = 0) -> None:
         """offset: rows of the checkpoint before position 0."""
-        self.weight, self._offset = table.matrix(f"{name}.weight", positions + offset, width), offset
+        is_here = table.stage is None or table.stage.is_first
+        self.weight = table.matrix(f"{name}.weight", positions + offset, width) if is_here else _absent(width)
+        self._offset = offset
 
     def prepare(self, max_model_len: int) -> None:
         self.weight = self.weight[self._offset : self._offset + max_model_len]

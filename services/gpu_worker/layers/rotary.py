@@ -100,6 +100,10 @@ class LayerRotations:
         self._layers = layers
         self._kinds = list({id(rotary): rotary for rotary in layers if rotary is not None}.values())
 
+    def of_layers(self, layers: range) -> "LayerRotations":
+        """Returns the rotations of these layers alone."""
+        return LayerRotations(self._layers[layers.start : layers.stop])
+
     def prepare(self, max_model_len: int, device: torch.device, dtype: torch.dtype) -> list[str]:
         return [line for rotary in self._kinds for line in rotary.prepare(max_model_len, device, dtype)]
 

@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +87,13 @@ def _elapsed(table: WeightTable, start: float) -> float:
 def fill_dummy(table: WeightTable, seed: int, progress: Progress, skewed: bool = False) -> None:
     """Seeded small random values; norm weights and factors are 1, and routers choose evenly unless `skewed`.
 
+    The values of a name do not depend on which others there are: pipeline stages make parts of one model.
     What a quantization format stores fills itself. Other integers stay as the model has made them.
     """
-    generator = torch.Generator(table.device).manual_seed(seed)
+    generator = torch.Generator(table.device)
     has_large_embedding = dummy_routers.wants_large_embedding(table.places)
     for i, (name, place) in enumerate(table.places.items()):
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if place.fill is not None:
             place.fill(place.target, generator)
         elif not place.target.is_floating_point():

@@ -16,6 +16,7 @@ from blockyard.services.gpu_worker.loading.tensor_groups import Convert, StoredT
 from blockyard.services.gpu_worker.loading.tensor_headers import TensorHeaders
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard
+from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.shared.errors import LoadError
 
 Write = Callable[[Tensor, Tensor], None]  # takes the target and what the checkpoint has
@@ -91,6 +92,8 @@ class WeightTable:
         self.ranks: RankGroup | None = (
             None  # that add their partial sums; None: one rank, or the model is only declared
         )
+        self.stage: Stage | None = None  # None: the model has all layers
+        self.whole: WeightTable | None = None  # of the declared model with all layers, if there are stages
         self.spreads_experts = False  # a rank has some experts whole, and not a share of each
         self.headers = TensorHeaders()  # of the checkpoint, if it is quantized
         self.link: HostLink = SameMemory()  # of `device`, to host memory
@@ -357,6 +360,8 @@ class WeightTable:
             if name.startswith((prefix, f"model.{prefix}")):
                 names.add(name)
                 return False
+        if self.whole is not None and self.whole.wants(name):
+            return False  # of another stage
         raise LoadError(f"the checkpoint has a weight that the model does not: {name}")
 
     def put(self, name: str, value: Tensor) -> None:

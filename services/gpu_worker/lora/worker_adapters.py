@@ -18,7 +18,9 @@ from blockyard.shared.messages import AdapterPlaced
 
 log = logging.getLogger(__name__)
 
-PIECES_S = 0.001  # of each poll; one piece may take longer
+PIECES_S = 0.001  # of each poll, or more behind a long step; one piece may take longer
+PIECES_SHARE = 0.05  # of the time since the last poll ...
+MOST_PIECES_S = 0.01  # ... up to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class WorkerAdapters:
         self._asked: dict[int, tuple[int, str]] = {}  # adapters and their folders, by job
         self._jobs = itertools.count(1)
         self._arranged: deque[_Arranged] = deque()
+        self._polled_s = 0.0
         weakref.finalize(self, reader.close)
 
     @property
@@ -84,11 +87,13 @@ class WorkerAdapters:
                 done.append(LoadedAdapter(adapter, error=read))
             else:
                 self._arranged.append(_Arranged(adapter, path, read.notes, self._pieces(read)))
-        end_s = time.monotonic() + PIECES_S
+        now_s = time.monotonic()
+        end_s = now_s + max(PIECES_S, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
         while self._arranged and time.monotonic() < end_s:
             if (loaded := self._advance(self._arranged[0])) is not None:
                 self._arranged.popleft()
                 done.append(loaded)
+        self._polled_s = time.monotonic()
         return done
 
     def place(self, placed: Sequence[AdapterPlaced]) -> None:

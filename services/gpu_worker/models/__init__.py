@@ -4,8 +4,9 @@
 `WeightTable`, and `engine` loads the checkpoint into them.
 
 - `interface.Model` and `interface.ModelShape`: the only view that the rest of the worker has of a family.
-- `decoder.Decoder`: runs the parts of a decoder that a family passes: embeddings, layers, norm, head, rotations. Behind
-  the attention of the last layer it keeps only the rows that need logits.
+- `decoder.Decoder`: makes the layers, by a function that a family passes, and runs them with its other parts:
+  embeddings, norm, head, rotations. Behind the attention of the last layer it keeps only the rows that need logits.
+- `stage_model`: a decoder with the layers of one pipeline stage. No family knows of stages.
 - `layer_types`: the kind of each layer, where layers differ in their windows or rotations.
 - `llama_style`: dense families with Llama's names of weights. Its `llama.build_llama` builds a decoder of them, and
   `LlamaVariant` says how a family differs. `gemma`, `layer_norm`: other dense families. `moe`: mixtures of experts.

@@ -26,12 +26,17 @@ class ModelShape:
     attention: tuple[AttentionShape, ...]  # one for each layer
     has_kv: bool = True  # False: each token attends to all others, so that nothing is kept of earlier steps
     num_outputs: int | None = None  # of `logits`; None: `vocab_size`
+    all_windows: tuple[int | None, ...] | None = None  # `windows` of all layers; None: they are in `attention`
 
     def share(self, shard: Shard) -> "ModelShape":
         """Returns the sizes of a rank. Raises ConfigError for more ranks than query heads."""
         if shard.size == 1:
             return self
         return replace(self, attention=tuple(layer.share(shard) for layer in self.attention))
+
+    def of_layers(self, layers: range) -> "ModelShape":
+        """Returns the sizes of a pipeline stage with these layers."""
+        return replace(self, attention=self.attention[layers.start : layers.stop], all_windows=self.windows)
 
     @property
     def num_layers(self) -> int:
@@ -69,7 +74,9 @@ class ModelShape:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer: the number of last keys that a token attends to; None: all."""
+        """Sliding window of each layer of the model: the number of last keys that a token attends to; None: all."""
+        if self.all_windows is not None:
+            return self.all_windows
         return tuple(layer.rules.window for layer in self.attention)
 
 

@@ -1,11 +1,13 @@
 """What a rank of several has of a model, and how ranks exchange what they have computed.
 
-- `shares`: which heads, rows or inputs a rank has. Pure functions.
+- `shares`: which heads, rows or inputs a rank has. `stages`: which layers a pipeline stage has. Pure functions.
+- `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs. `RankGroups`: those of a rank.
+- `StageLink`: carries the rows of a step from a stage to the next.
 - `loading_slots`: bounds the ranks of a host that load at a time.
-- `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs.
 
-Each rank computes a share of every layer. Partial sums are added by `layers.fused_ops.SummedOps`, and the leader gets
-the logits of all ranks. With one rank nothing of this is in the path of a step: `WeightTable.ranks` is None.
+Each rank computes a share of every layer of its stage. Partial sums are added by `layers.fused_ops.SummedOps`, and the
+leader gets the logits of all ranks of the last stage. With one rank nothing of this is in the path of a step:
+`WeightTable.ranks` is None.
 
 Imports no other package of the worker. The processes of ranks are in `ranks/`.
 """

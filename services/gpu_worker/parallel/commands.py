@@ -9,6 +9,7 @@ import select
 import socket
 import struct
 import threading
+from enum import Enum
 from typing import Generic, TypeVar
 
 import msgspec
@@ -23,6 +24,14 @@ from blockyard.shared.messages.base import Frame
 _LENGTH = struct.Struct("<I")
 
 
+class Followers(Enum):
+    """Those that a command is for."""
+
+    ALL = "all"
+    EARLIER_STAGES = "earlier stages"
+    LAST_STAGE = "last stage"  # the leader's
+
+
 class RankSetup(Frame, frozen=True):
     """The first frame: what a rank is."""
 
@@ -35,9 +44,11 @@ class RankSetup(Frame, frozen=True):
 class Begin(Frame, frozen=True):
     """Load the model. Again after deep sleep."""
 
+    stage_layers: list[int]  # number of layers of each pipeline stage; empty: there is one
+
 
 class AttentionCall(Frame, frozen=True):
-    """The arguments of `CpuMetadataBuilder.attention`, int64: of the forward pass that follows."""
+    """The arguments of `CpuMetadataBuilder.attention`, int64."""
 
     blocks: bytes
     offsets: bytes
@@ -51,6 +62,7 @@ class AttentionCall(Frame, frozen=True):
 class ForwardPass(Frame, frozen=True):
     """Compute the layers."""
 
+    attention: AttentionCall
     token_ids: bytes  # int64
     positions: bytes
 
@@ -220,7 +232,6 @@ class RankFailed(Frame, frozen=True):
 Command = (
     RankSetup
     | Begin
-    | AttentionCall
     | ForwardPass
     | DeviceForward
     | ScatterWords

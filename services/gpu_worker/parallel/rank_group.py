@@ -42,15 +42,21 @@ class RankGroup:
     """One rank's end of its group. All methods are collective, and raise RankLostError if another rank is gone."""
 
     def __init__(
-        self, shard: Shard, collectives: Collectives, device: torch.device, *, sums_in_order: bool = True
+        self,
+        shard: Shard,
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        sums_in_order: bool = True,
+        host_waits: bool = True,
     ) -> None:
         """sums_in_order: parts are added in the order of ranks, so that the sum of a row does not depend on the number
-        of rows. Otherwise the transport adds them as is quickest."""
+        of rows. Otherwise the transport adds them as is quickest. host_waits: in `wait`; otherwise a stream does."""
         self.shard, self.device = shard, device
         self.rank, self.size = shard
         self.is_leader = shard.rank == LEADER
         self._group, self._sums_in_order = collectives, sums_in_order
-        self._is_alone = False
+        self._is_alone, self.host_waits = False, host_waits
         self._from_leader = _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
 
@@ -68,7 +74,7 @@ class RankGroup:
         if self._is_alone:
             return part
         if not self._sums_in_order:
-            self._do(self._group.allreduce([part]))
+            self.wait(self._group.allreduce([part]))
             return part
         parts = self.collect(part)
         total = parts[0].float() if part.dtype.itemsize < 4 else parts[0]  # rounded once
@@ -80,7 +86,7 @@ class RankGroup:
         """Returns all ranks' parts, of equal shape and dtype, in the order of ranks."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._do(self._group.allgather([[_bytes(one) for one in parts]], [_bytes(part)]))
+        self.wait(self._group.allgather([[_bytes(one) for one in parts]], [_bytes(part)]))
         return parts
 
     def join_columns(self, part: Tensor, widths: Sequence[int]) -> Tensor:
@@ -92,18 +98,31 @@ class RankGroup:
             return part.new_zeros(len(part), sum(widths))
         part = part.contiguous()
         if not self.is_leader:
-            self._do(self._group.send([_bytes(part)], LEADER, 0))
+            self.wait(self._group.send([_bytes(part)], LEADER, 0))
             return part
         parts = [part, *(part.new_empty((len(part), width)) for width in widths[1:])]
         for work in [self._group.recv([_bytes(one)], rank, 0) for rank, one in enumerate(parts) if rank != LEADER]:
-            self._do(work)
+            self.wait(work)
         return torch.cat(parts, 1)
 
     def copy_from_leader(self, tensor: Tensor) -> None:
         """Writes what the leader has there to `tensor`, which is contiguous, on the other ranks."""
         if self._is_alone:
             return
-        self._do(self._group.broadcast([_bytes(tensor)], self._from_leader))
+        self.wait(self._group.broadcast([_bytes(tensor)], self._from_leader))
+
+    def send(self, tensor: Tensor, to: int) -> PendingCollective:
+        """Sends a contiguous tensor to another rank, which calls `receive`. It must not change before the end."""
+        return self._group.send([_bytes(tensor)], to, 0)
+
+    def receive(self, tensor: Tensor, of: int) -> None:
+        """Writes what another rank has sent to a contiguous tensor."""
+        if not self._is_alone:
+            self.wait(self._group.recv([_bytes(tensor)], of, 0))
+
+    @property
+    def is_alone(self) -> bool:
+        return self._is_alone
 
     def least(self, value: int) -> int:
         """Returns the smallest value of all ranks."""
@@ -113,7 +132,8 @@ class RankGroup:
         """Returns the largest value of all ranks, element by element."""
         return torch.stack(self.collect(values)).amax(0)
 
-    def _do(self, work: PendingCollective) -> None:
+    def wait(self, work: PendingCollective) -> None:
+        """Waits for the end of a collective: on a GPU its stream does."""
         try:
             work.wait()
         except RuntimeError as e:
@@ -137,7 +157,7 @@ def connect_gpus(shard: Shard, folder: Path, device: torch.device) -> RankGroup:
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
     collectives = _dist.ProcessGroupNCCL(_store(shard, folder), shard.rank, shard.size, options)
-    return RankGroup(shard, collectives, device, sums_in_order=False)
+    return RankGroup(shard, collectives, device, sums_in_order=False, host_waits=False)
 
 
 def _store(shard: Shard, folder: Path) -> object:

@@ -1,27 +1,57 @@
 """What the start of a worker with several ranks knows of them: an interface for the leader and for followers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from blockyard.services.gpu_worker.parallel.commands import Followers
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.stage_link import StageLink
+from blockyard.services.gpu_worker.parallel.stages import RankPosition
 from blockyard.shared.messages.base import Frame
-
-Connect = Callable[[Shard, Path], RankGroup]
 
 
 class SendCommand(Protocol):
-    """Sends a frame of `commands` to all followers. Raises RankLostError if one is gone."""
+    """Sends a frame of `commands` to followers. Raises RankLostError if one is gone."""
 
-    def __call__(self, frame: Frame) -> None: ...
+    def __call__(self, frame: Frame, to: Followers = Followers.ALL) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The groups of ranks that one of them is in."""
+
+    place: RankPosition
+    everyone: RankGroup  # all ranks of the worker
+    tensor: RankGroup | None  # of the same stage, which share its layers; None: there is one
+
+    @property
+    def stage_link(self) -> StageLink | None:
+        """None: there is one stage."""
+        return None if self.place.num_stages == 1 else StageLink(self.everyone, self.place)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Trial steps of this rank: see `RankGroup.alone`."""
+        with self.everyone.alone():
+            if self.tensor is None or self.tensor is self.everyone:
+                yield
+                return
+            with self.tensor.alone():
+                yield
+
+
+Connect = Callable[[RankPosition, Path], RankGroups]
 
 
 class RankTeam(Protocol):
     """All ranks of a worker, as one of them sees them."""
 
     @property
-    def shard(self) -> Shard: ...
+    def place(self) -> RankPosition: ...
 
     @property
     def folder(self) -> Path:
@@ -31,5 +61,20 @@ class RankTeam(Protocol):
     def send(self) -> SendCommand | None:
         """None: this rank is a follower."""
 
-    def connect(self, connect: Connect) -> RankGroup:
-        """Returns the group. The leader calls it once the settings are checked: followers load from then on."""
+    def divide(self, decide: Callable[[], list[int]]) -> list[int]:
+        """Returns the number of layers of each stage: what the leader decides, and tells with `connect`."""
+
+    def connect(self, connect: Connect) -> RankGroups:
+        """Returns the groups. The leader calls it once the settings are checked: followers load from then on."""
+
+
+def connect_groups(make: Callable[[Shard, Path], RankGroup], place: RankPosition, folder: Path) -> RankGroups:
+    """Waits for the other ranks. make: makes one group. folder: private to them. Raises RankLostError."""
+    everyone = make(Shard(place.rank, place.num_ranks), folder)
+    if place.num_stages == 1:
+        return RankGroups(place, everyone, everyone)
+    if place.shard.size == 1:
+        return RankGroups(place, everyone, None)
+    own = folder / f"stage-{place.stage}"
+    own.mkdir(exist_ok=True)
+    return RankGroups(place, everyone, make(place.shard, own))

@@ -11,8 +11,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockyard.services.gpu_worker.parallel.commands import Answer, Begin, FramePipe, RankFailed, RankSetup, Sign
-from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.commands import (
+    Answer,
+    Begin,
+    Followers,
+    FramePipe,
+    RankFailed,
+    RankSetup,
+    Sign,
+)
+from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, LoadError, RankLostError
@@ -21,8 +29,7 @@ from blockyard.shared.messages.base import Frame
 from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:
-    from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-    from blockyard.services.gpu_worker.parallel.team import Connect
+    from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
 
 MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
 END_S = 2.0  # that a killed process may take to be gone
@@ -38,7 +45,7 @@ class LeaderTeam:
 
     def __init__(self, config: WorkerConfig, folder: Path, on_end: OnEnd) -> None:
         """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process."""
-        self.shard = Shard(0, config.tensor_parallel_size)
+        self.place = place_of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
         self._config, self._on_end = config, on_end
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
         self.failure = ""  # why the device of a follower has failed
@@ -46,11 +53,12 @@ class LeaderTeam:
         self._commands: dict[int, FramePipe[Answer]] = {}
         self._signs: dict[int, FramePipe[Sign]] = {}
         self._watch: RankSigns | None = None
-        self._group: RankGroup | None = None
+        self._groups: RankGroups | None = None
+        self._stage_layers: list[int] = []  # empty: there is one stage
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         """Starts the other ranks. environments: by rank, variables that differ from this process's."""
-        for rank in range(1, self.shard.size):
+        for rank in range(1, self.place.num_ranks):
             self._start(rank, environments.get(rank, {}))
         self._watch = RankSigns(self._signs, self._lost)
         self._watch.start()
@@ -72,17 +80,24 @@ class LeaderTeam:
         self._signs[rank] = FramePipe(pairs[1][0], Sign)
         self._commands[rank].send(RankSetup(self._config, rank, str(self.folder), os.getpid()))
 
-    def connect(self, connect: "Connect") -> "RankGroup":
-        """Implements `RankTeam`. Followers start to load, again if they have before."""
-        self.send(Begin())
-        if self._group is None:
-            self._group = connect(self.shard, self.folder)
-        return self._group
+    def divide(self, decide: Callable[[], list[int]]) -> list[int]:
+        """Implements `RankTeam`."""
+        self._stage_layers = decide()
+        return self._stage_layers
 
-    def send(self, frame: Frame) -> None:
+    def connect(self, connect: "Connect") -> "RankGroups":
+        """Implements `RankTeam`. Followers start to load, again if they have before."""
+        self.send(Begin(self._stage_layers))
+        if self._groups is None:
+            self._groups = connect(self.place, self.folder)
+        return self._groups
+
+    def send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
         """Implements `SendCommand`."""
         data = b""
         for rank, pipe in self._commands.items():
+            if to is not Followers.ALL and (rank < self.place.shard.size) != (to is Followers.LAST_STAGE):
+                continue
             data = data or pipe.encode(frame)
             try:
                 pipe.send_encoded(data)
@@ -145,7 +160,7 @@ class LeaderTeam:
                 process.wait(0.2)
         code = process.returncode
         detail = what if code is None else f"{what} with code {code}"
-        error: BlockyardError = RankLostError(f"rank {rank} of {self.shard.size} {detail}; all ranks end")
+        error: BlockyardError = RankLostError(f"rank {rank} of {self.place.num_ranks} {detail}; all ranks end")
         if failed is not None:
             error = FAILURES.get(failed.exit_code, RankLostError)(f"rank {rank}: {failed.detail}")
         if failed is not None and failed.is_of_device:

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from setproctitle import setproctitle
@@ -24,9 +25,8 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Sign,
     TransferCommand,
 )
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.team import Connect
+from blockyard.services.gpu_worker.parallel.stages import place_of
+from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
 from blockyard.services.gpu_worker.ranks.signs import RankSigns
 from blockyard.services.gpu_worker.transfers.follower_transfers import FollowerTransfers
 from blockyard.shared.errors import BlockyardError, RankLostError
@@ -44,15 +44,21 @@ class FollowerTeam:
     send = None
 
     def __init__(self, setup: RankSetup) -> None:
-        self.shard = Shard(setup.rank, setup.config.tensor_parallel_size)
+        config = setup.config
+        self.place = place_of(setup.rank, config.tensor_parallel_size, config.pipeline_parallel_size)
+        self.stage_layers: list[int] = []  # as the leader has said; empty: there is one stage
         self.folder = Path(setup.folder)
-        self._group: RankGroup | None = None
+        self._groups: RankGroups | None = None
 
-    def connect(self, connect: Connect) -> RankGroup:
+    def divide(self, decide: Callable[[], list[int]]) -> list[int]:
         """Implements `RankTeam`."""
-        if self._group is None:
-            self._group = connect(self.shard, self.folder)
-        return self._group
+        return self.stage_layers
+
+    def connect(self, connect: Connect) -> RankGroups:
+        """Implements `RankTeam`."""
+        if self._groups is None:
+            self._groups = connect(self.place, self.folder)
+        return self._groups
 
 
 def main() -> None:
@@ -102,6 +108,7 @@ def follow(commands: FramePipe[Command], setup: RankSetup, watch: RankSigns) -> 
             return
         if isinstance(command, Begin):
             follower = None  # its memory first
+            team.stage_layers = command.stage_layers
             follower = engine.follow(setup.config, team)
             watch.serve()
         else:

@@ -12,7 +12,8 @@ from blockyard.services.gpu_worker.compilation.compile_processes import CompileP
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, FollowerNeeds, FollowerSteps
-from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata
+from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata, LeaderModel
+from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -117,8 +118,15 @@ class CpuBackend:
 
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         edits = config.run_ahead_penalties
-        metadata = None if runner.send is None else LeaderMetadata(runner.pool, runner.send)
-        runner.use(CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits, metadata))
+        metadata = None
+        if runner.send is not None:
+            metadata = LeaderMetadata(runner.pool, runner.send, runner.geometry.num_stages)
+        steps = CpuSteps(runner.model, runner.pool, runner.batch, runner.geometry, edits, metadata)
+        if isinstance(runner.model, LeaderModel) and (num_stages := runner.geometry.num_stages) > 1:
+            pipelined = PipelinedCpuSteps(steps, runner.model, num_stages)
+            runner.use(pipelined, depends=pipelined.depends)
+        else:
+            runner.use(steps)
         report.phase("first step")
         first_step(runner)
         report.phase("ready", 1.0)

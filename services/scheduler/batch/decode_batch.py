@@ -105,10 +105,11 @@ class OutboxRows:
 
 
 class DecodeBatch:
-    """The decode batch of one worker group. `advance_all` is called for each plan that has decodes."""
+    """A decode batch of a worker group. `advance_all` is called for each plan that has its decodes."""
 
-    def __init__(self, block_size: int) -> None:
-        self.outside: list[RunningSequence] = []  # the group's other running sequences, by key
+    def __init__(self, block_size: int, outside: list[RunningSequence]) -> None:
+        """outside: the running sequences of the group that are in no decode batch, by key."""
+        self.outside = outside
         self._progress = SharedProgress()
         self._block_size = block_size
         self._rows_by_outbox: dict[DetokenizerOutbox, OutboxRows] = {}

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 from blockyard.services.scheduler.adapters.group_adapters import GroupAdapters
 from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
+from blockyard.services.scheduler.batch.pipeline_turns import PipelineTurns
 from blockyard.services.scheduler.batch.plan_builder import PackedRun, PlanRecord
 from blockyard.services.scheduler.kv_cache.id_pool import IdPool
 from blockyard.services.scheduler.kv_cache.kv_cache_manager import CacheStats, KVCacheManager
@@ -55,6 +56,8 @@ class WorkerGroup:
         self.geometry = geometry
         late = limits.late and limits.depth is None
         self.depth = MAX_PLANS_AHEAD if late else limits.depth_for(geometry.step_s)
+        if geometry.num_stages > 1 and limits.depth != 0:
+            self.depth, late = geometry.num_stages - 1, False  # each stage has a plan
         self.pacer = PlanPacer(geometry.step_s, None if late else self.depth)
         self.has_kv = geometry.pooling is None or geometry.pooling.has_kv  # else a step takes whole texts
         self.max_num_seqs = min(limits.max_num_seqs, geometry.max_num_seqs)
@@ -74,12 +77,21 @@ class WorkerGroup:
         self.last_fair_plan = 0  # the last plan with a prefill that excluded others
         self._running: list[RunningSequence] = []
         self.running: ReadOnly[RunningSequence] = self._running  # by key; the last one is preempted first
-        self.decode_batch = DecodeBatch(geometry.block_size)  # running sequences that decode a token in every plan
+        outside = list[RunningSequence]()
+        self._decode_batch = DecodeBatch(geometry.block_size, outside)
+        self.turns: PipelineTurns | None = None  # None: there is one stage
+        if geometry.num_stages > 1:
+            self.turns = PipelineTurns([DecodeBatch(geometry.block_size, outside) for _ in range(geometry.num_stages)])
         self._slots_to_end: list[int] = []  # the next plan ends them
         self._restarts: list[RunningSequence] = []
         self.restarts: ReadOnly[RunningSequence] = self._restarts  # their last token is not what the worker sampled
         self._in_flight: deque[PlanRecord] = deque()
         self.in_flight: ReadOnly[PlanRecord] = self._in_flight
+
+    @property
+    def decode_batch(self) -> DecodeBatch:
+        """Running sequences that decode a token in every plan, or in every plan of the current turn."""
+        return self._decode_batch if self.turns is None else self.turns.batch
 
     @property
     def num_running(self) -> int:
@@ -127,14 +139,17 @@ class WorkerGroup:
         """Takes a sequence out of the decode batch. Its results of plans in flight are handled one by one, too."""
         for record in self.in_flight:
             record.detach(running.slot)
-        if self.decode_batch.has(running):
-            self.decode_batch.leave(running)
+        batch = self.decode_batch if self.turns is None else self.turns.batch_of(running)
+        if batch is not None and batch.has(running):
+            batch.leave(running)
 
     def free(self, running: RunningSequence) -> None:
         """Stops a sequence: the next plan ends its slot, and its blocks are pending until plans in flight are done."""
         self._running.remove(running)
         self.detach_from_batch(running)
         self.decode_batch.outside.remove(running)
+        if self.turns is not None:
+            self.turns.remove(running)
         self._slots_to_end.append(running.slot)
         self.slots.release([running.slot])
         if running.adapter_place is not None:
@@ -158,6 +173,8 @@ class WorkerGroup:
         """A plan is sent. Returns the slots that it ends."""
         self.plan_clock.on_sent(record.number)
         self._in_flight.append(record)
+        if self.turns is not None:
+            self.turns.on_sent(record.number)
         ends, self._slots_to_end = self._slots_to_end, []
         return ends
 
@@ -167,6 +184,8 @@ class WorkerGroup:
             return None
         record = self._in_flight.popleft()
         self.plan_clock.on_completed(number)
+        if self.turns is not None:
+            self.turns.on_answered(number)
         if self.kv_cache.blocks.has_pending:
             self.kv_cache.blocks.free_pending()
         if self.slots.num_pending:

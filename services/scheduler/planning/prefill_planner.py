@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.admission.request_handler import Acceptance
+from blockyard.services.scheduler.batch.pipeline_turns import even_chunk, tokens_of_cost
 from blockyard.services.scheduler.batch.plan_builder import PlanBuilder
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.kv_cache.prefix_cache import PrefixMatch
@@ -164,13 +165,17 @@ class PrefillPlanner:
     def _schedule_chunk(self, group: WorkerGroup, builder: PlanBuilder, running: RunningSequence, most: int) -> None:
         """Schedules the next tokens of a prompt, as far as there are free blocks for them."""
         kv_cache, scheduled = group.kv_cache, running.num_scheduled_tokens
-        num_tokens = min(running.prefill_end - scheduled, most)
+        num_tokens, balanced = min(running.prefill_end - scheduled, most), group.geometry.balanced_context
+        if balanced and not self._whole_prompts:
+            num_tokens = min(num_tokens, even_chunk(most, scheduled, balanced))
         if scheduled + num_tokens > running.table.capacity:
             blocks = kv_cache.extend(running, scheduled + num_tokens)
             if blocks:
                 builder.blocks.append(SlotBlocks(running.slot, blocks))
             num_tokens = min(num_tokens, running.table.capacity - scheduled)
         builder.schedule(running, num_tokens)
+        if balanced:
+            builder.reserve(min(tokens_of_cost(num_tokens, scheduled, balanced) - num_tokens, builder.token_budget))
         for block_hash, block in kv_cache.blocks_filled_by_plan(running).items():
             builder.new_hashes.setdefault(block_hash, block)
         if running.sequence.handover is not None:

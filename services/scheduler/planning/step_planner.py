@@ -40,6 +40,15 @@ class StepPlanner:
         """The next plan of a group, or None if nothing can run in it now."""
         if not group.has_kv:
             return self._encoders.plan(group, now)
+        if group.turns is None:
+            return self._plan(group, now)
+        for turn in group.turns.free():
+            group.turns.begin(turn)
+            if (plan := self._plan(group, now)) is not None:
+                return plan
+        return None
+
+    def _plan(self, group: WorkerGroup, now: float) -> StepPlan | None:
         if group.kv_cache.hash_queue:
             group.kv_cache.hash_full_blocks()
         sequence = None  # the next waiting one, where the policy may favour it
@@ -57,7 +66,7 @@ class StepPlanner:
         if has_decodes and group.decode_batch.num_sequences:
             builder.add_decode_batch(*group.decode_batch.advance_all(builder.record.number))
         if not builder.runs:
-            return self.plan(group, now) if preempted else None
+            return self._plan(group, now) if preempted else None
         if restarts:
             builder.starts.extend(restarts[running] for running in group.end_restarted())
         return self._send(group, builder)
@@ -86,7 +95,7 @@ class StepPlanner:
 
         Sequences of the decode batch are in the plan once `advance_all` is called.
         """
-        batch = group.decode_batch
+        batch, turns = group.decode_batch, group.turns
         fits = len(group.running) <= builder.token_budget
         if not fits:
             batch.clear()  # then the oldest sequences run
@@ -101,6 +110,8 @@ class StepPlanner:
                 if num_scheduled < running.table.capacity or self._append_block(group, builder, running):
                     unfinished.append(running)
             elif num_scheduled < running.max_scheduled_tokens and builder.token_budget:
+                if turns is not None and not turns.may_decode(running):
+                    continue
                 if num_scheduled == running.table.capacity and not self._append_block(group, builder, running):
                     continue
                 if fits and running.has_sampled and batch.accepts(running):

@@ -120,9 +120,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_parallel_loading: int | None = None  # ranks of the host that load weights at a time; None: all
     expert_parallel: bool = False  # a rank has some experts whole, and not a share of each
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
+    pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
+    pipeline_layers: list[int] = []  # number of layers of each stage; empty: by cost and KV memory
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the worker, each with its own device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def describe_ranks(self) -> str:
+        """Returns the flags that give the worker several ranks."""
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        return ", ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items() if size > 1)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        parallel = "tensor_parallel_size", "pipeline_parallel_size"
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", *parallel):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -33,7 +33,10 @@ def blockyard(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ("args", "line"),
     [
         (["serve", "--prot", "1"], "blockyard serve: error: --prot: no such flag; did you mean --port?"),
-        (["serve", "-pp", "2"], "blockyard serve: error: -pp 2: not built yet: pipeline parallelism; use 1"),
+        (
+            ["serve", "-spec-draft-tp", "2"],
+            "blockyard serve: error: -spec-draft-tp 2: not built yet: speculative decoding",
+        ),
         (
             ["serve", "/no/such"],
             "blockyard serve: error: model /no/such: no such folder, and not a valid hub name",

@@ -58,7 +58,7 @@ def test_forms_of_values_that_scripts_pass() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "flag"),
     [
-        ("pipeline_parallel_size", 4, ["--pipeline-parallel-size", "4"]),
+        ("num_speculative_tokens", 4, ["--num-speculative-tokens", "4"]),
         ("dtype", "float8", ["--dtype", "float8"]),
         ("block_size", -5, ["--block-size=-5"]),
         ("speculative_model", "x", ["--speculative-model", "x"]),

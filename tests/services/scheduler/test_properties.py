@@ -11,7 +11,7 @@ from .harness.world import Shape
 
 EVENTS = 420  # steps of one history
 HISTORIES = 1000 if settings.get_current_profile_name() == "long" else 75
-LEAST = 100_000 * HISTORIES // 300  # steps of the scheduler in all histories; the invariants are checked after each
+LEAST = 100_000 * HISTORIES // 400  # steps of the scheduler in all histories; the invariants are checked after each
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in SHAPES.items()})
 counted: Counter[str] = Counter()

@@ -80,8 +80,9 @@ def test_wrong_modules(modules: list[str], text: str) -> None:
         adapters.sources(values("--lora-modules", *modules))
 
 
-def test_workers_that_serve_no_adapters_are_refused() -> None:
-    flags = ("--tensor-parallel-size", "2")
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_workers_that_serve_no_adapters_are_refused(flag: str) -> None:
+    flags = (flag, "2")
     with pytest.raises(ConfigError, match=f"{flags[0]}.*: not built yet with LoRA adapters"):
         adapters.worker_config(values("--enable-lora", *flags))
     assert adapters.worker_config(values(*flags)) is None

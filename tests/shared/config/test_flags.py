@@ -92,7 +92,7 @@ def test_the_default_given_explicitly_is_fine(flag: Flag) -> None:
     ("args", "line"),
     [
         (["--load-format", "tensorizer"], "--load-format tensorizer: not built yet: tensorizer files"),
-        (["-pp", "2"], "-pp 2: not built yet: pipeline parallelism; use 1"),
+        (["-spec-draft-tp", "2"], "-spec-draft-tp 2: not built yet: speculative decoding"),
         (["--device=tpu"], "--device tpu: foreign hardware: blockyard runs on cuda and cpu"),
         (["-q", "TPU_int8"], "-q tpu_int8: needs hardware that this project does not support"),
         (["--enable_prompt_adapter"], "--enable_prompt_adapter: not built yet: prompt adapters"),
@@ -110,8 +110,9 @@ def test_a_refusal_is_one_line_with_flag_and_reason(args: list[str], line: str) 
 
 def test_all_refusals_are_said_at_once() -> None:
     with pytest.raises(ConfigError) as refusal:
-        Values(parsed_flags.from_command_line(["--enable-prompt-adapter", "-pp", "4", "--port", "1"])[0])
-    assert [line.partition(":")[0] for line in str(refusal.value).splitlines()] == ["--enable-prompt-adapter", "-pp 4"]
+        Values(parsed_flags.from_command_line(["--enable-prompt-adapter", "-spec-draft-tp", "4", "--port", "1"])[0])
+    refused = [line.partition(":")[0] for line in str(refusal.value).splitlines()]
+    assert refused == ["--enable-prompt-adapter", "-spec-draft-tp 4"]
 
 
 def test_harmless_values_of_refused_flags_pass() -> None:

@@ -135,11 +135,11 @@ def test_the_command_line_is_before_the_environment_before_the_file_before_the_d
 
 
 def test_an_overruled_value_is_not_refused() -> None:
-    file = from_mapping({"pipeline_parallel_size": 8, "dtype": "half"}, "serve.yaml")
-    with pytest.raises(ConfigError, match=r"serve\.yaml: pipeline_parallel_size 8: not built yet"):
+    file = from_mapping({"num_speculative_tokens": 8, "dtype": "half"}, "serve.yaml")
+    with pytest.raises(ConfigError, match=r"serve\.yaml: num_speculative_tokens 8: not built yet"):
         Values(file)
-    values = Values(from_command_line(["-pp", "1"])[0], file)
-    assert (values["pipeline-parallel-size"], values.where("pipeline-parallel-size")) == (1, "-pp")
+    values = Values(from_command_line(["--num-speculative-tokens", "0"])[0], file)
+    assert values["num-speculative-tokens"] == 0
     assert (values["dtype"], values.where("dtype")) == ("half", "serve.yaml: dtype")
 
 

@@ -103,6 +103,31 @@ def test_roles_may_have_unlike_numbers_of_ranks() -> None:
     assert [one.gpu for one in found] == [0, 3], "the first GPU of each worker"
 
 
+def test_stages_have_ranks_and_gpus_of_their_own() -> None:
+    [one] = deploy("--device", "cuda", "-tp", "2", "-pp", "2", "--pipeline-layers", "20,12").workers
+    assert (one.num_ranks, one.pipeline_parallel_size, one.pipeline_layers, one.gpu) == (4, 2, [20, 12], 0)
+    on_gpus = deploy("--device", "cuda", "-dp", "2", "-pp", "3").workers
+    assert [(w.replicas, w.gpu) for w in on_gpus] == [(2, 0), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "said"),
+    [
+        (["-pp", "5"], {"num_hidden_layers": 4}, "-pp 5 is more than the 4 layers of the model"),
+        (["-pp", "5"], {"text_config": {"num_hidden_layers": 4}}, "-pp 5 is more than the 4 layers of the model"),
+        (["-pp", "2", "--model-impl", "transformers"], {}, "-pp 2: not built for models that run by their class"),
+        (["-pp", "2"], {"architectures": ["BambaForCausalLM"]}, "-pp 2: not built for models that run by their class"),
+        (["-pp", "2", "--kv-transfer-config", '{"kv_role": "kv_producer"}'], {}, "-pp 2: .* exchanges no KV blocks"),
+        (["-pp", "2", "--distributed-executor-backend", "uni"], {}, "uni is for one rank; -pp 2 needs mp"),
+        (["--pipeline-layers", "3,1"], {}, "--pipeline-layers 3,1: .* each of 1 pipeline stages"),
+        (["-pp", "2", "--pipeline-layers", "4,0"], {}, "--pipeline-layers 4,0: .* each of 2 pipeline stages"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(flags: list[str], config: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        deploy("--device", "cpu", *flags, config=config)
+
+
 def test_experts_are_spread_over_the_ranks_of_a_worker() -> None:
     [spread] = deploy("--device", "cpu", "-tp", "2", "--enable-expert-parallel").workers
     assert spread.expert_parallel

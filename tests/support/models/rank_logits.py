@@ -1,6 +1,6 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE GROUP-FOLDER [--spread] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] CHECKPOINT...
 
 --spread: ranks have some experts whole. Ranks are forks of one process, which has loaded torch for all of them.
 """
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,11 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import find_family
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.stages import Stage, place_of, ranges_of
+from blockyard.services.gpu_worker.parallel.team import RankGroups, connect_groups
+from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
@@ -35,11 +39,26 @@ def prompt() -> list[int]:
     return np.random.default_rng(4).integers(2, VOCAB, sum(CHUNKS)).tolist()
 
 
-def load(folder: Path, ranks: RankGroup | None, *, spread: bool = False) -> Model:
+def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroups:
+    """size: ranks of a stage."""
+    return connect_groups(connect_cpus, place_of(rank, size, num_stages), group)
+
+
+def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False) -> Model:
+    """Stages have as many layers each, the last may have more."""
     settings = read_config(folder, {}, lambda note: None)
-    table = WeightTable(torch.float32, CPU, shard=Shard() if ranks is None else ranks.shard)
-    table.ranks, table.spreads_experts = ranks, spread
-    model = find_family(settings)(settings, table)
+    shard = Shard() if ranks is None else ranks.place.shard
+    build = partial(find_family(settings), settings)
+    table = WeightTable(torch.float32, CPU, shard=shard)
+    table.ranks, table.spreads_experts = None if ranks is None else ranks.tensor, spread
+    if ranks is not None and ranks.place.num_stages > 1:
+        whole, size = build(WeightTable(torch.float32, torch.device("meta"), shard=shard)), ranks.place.num_stages
+        each = whole.shape.num_layers // size
+        layers = ranges_of([*[each] * (size - 1), whole.shape.num_layers - each * (size - 1)])
+        table.stage, table.whole = Stage(ranks.place.stage, size, layers[ranks.place.stage]), whole.table
+    model = build(table)
+    if table.stage is not None and ranks is not None:
+        model = make_stage_model(model, table.stage, ranks)
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     return model
@@ -51,29 +70,32 @@ def logits(model: Model) -> torch.Tensor:
     return model.logits(hidden_in_chunks(model, pool, prompt(), CHUNKS))
 
 
-def run(size: int, group: Path, folders: Sequence[Path], *flags: str) -> None:
-    """Runs all ranks as processes. Raises CalledProcessError if one fails."""
+def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages: int = 1) -> None:
+    """Runs all ranks as processes. Raises CalledProcessError if one fails. size: of a stage."""
     group.mkdir()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-P", "-m", "rank_logits", str(size), str(group), *flags, *map(str, folders)]
-    subprocess.run(command, env=env, check=True)
+    command = [sys.executable, "-P", "-m", "rank_logits", str(size), str(num_stages), str(group), *flags]
+    subprocess.run([*command, *map(str, folders)], env=env, check=True)
 
 
-def run_rank(shard: Shard, group: Path, folders: Sequence[Path], spread: bool) -> None:
+def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], spread: bool) -> None:
     torch.set_num_threads(1)
-    ranks = connect_cpus(shard, group)
+    ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
     for folder in folders:
-        found = logits(load(folder, ranks, spread=spread))
-        if ranks.is_leader:
+        models.append(load(folder, ranks, spread=spread))
+        found = logits(models[-1])
+        if rank == 0:
             torch.save(found, folder / OUTPUT)
+    ranks.everyone.least(0)  # the leader ends when nobody sends any more
 
 
 def main() -> int:
-    size, group = int(sys.argv[1]), Path(sys.argv[2])
-    spread = sys.argv[3] == "--spread"
-    folders = [Path(folder) for folder in sys.argv[3 + spread :]]
+    size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    spread = sys.argv[4] == "--spread"
+    folders = [Path(folder) for folder in sys.argv[4 + spread :]]
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
-    ranks = [context.Process(target=run_rank, args=(Shard(rank, size), group, folders, spread)) for rank in range(size)]
+    of_all = size, num_stages, group, folders, spread
+    ranks = [context.Process(target=run_rank, args=(rank, *of_all)) for rank in range(size * num_stages)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -28,7 +28,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ReplayGraph,
     ScatterWords,
 )
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.step import LogitsIndices, Step
 from blockyard.shared.messages import Geometry
 
@@ -36,7 +36,7 @@ from blockyard.shared.messages import Geometry
 class DeviceFollowerSteps:
     """Implements `FollowerSteps`."""
 
-    def __init__(self, model: Model, pool: KVPool, ranks: RankGroup, geometry: Geometry, ops: DeviceOps) -> None:
+    def __init__(self, model: Model, pool: KVPool, ranks: RankGroups, geometry: Geometry, ops: DeviceOps) -> None:
         self._model, self._pool, self._ranks, self._ops = model, pool, ranks, ops
         width = blocks_of(geometry.max_model_len, geometry.block_size)
         self._state = SlotState.make(SLOTS * geometry.max_num_seqs, geometry.max_num_seqs, width, pool.device)
@@ -78,7 +78,7 @@ class DeviceFollowerSteps:
         num_tokens, num_logits = command.num_tokens, max(command.num_logits, 0)
         parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3
         words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
-        self._ranks.copy_from_leader(words)
+        self._ranks.everyone.copy_from_leader(words)
         token_ids, positions, slots, starts, *needed = torch.split(words, parts)
         metadata = AttentionMetadata(
             PagedKVMetadata(slots, positions, self._state.tables),

@@ -3,6 +3,7 @@
 - `LeaderModel`, `LeaderMetadata`, `LeaderStore`, `LeaderPool`: stand in the places of a model, the builder of its
   attention, host memory for blocks and changes of the KV pool. They send what is asked of them to the followers, and
   then do it.
+- `PipelinedCpuSteps`: with pipeline stages, the earlier ones compute a step while the leader's computes another.
 - `Follower`: does what comes. It knows no plan, no slot and no clock: only what the leader sends.
 
 Both ends call the same collectives in the same order, because the stream is ordered. Without followers none of this is

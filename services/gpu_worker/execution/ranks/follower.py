@@ -26,7 +26,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     SaveBlocks,
     ScrubBlocks,
 )
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.step import Attend, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 from blockyard.shared.messages import Geometry
@@ -37,7 +37,7 @@ class FollowerNeeds(NamedTuple):
 
     model: Model
     pool: KVPool
-    ranks: RankGroup
+    ranks: RankGroups
     geometry: Geometry
 
 
@@ -54,10 +54,9 @@ class FollowerSteps(Protocol):
 class CpuFollowerSteps:
     """Implements `FollowerSteps`."""
 
-    def __init__(self, model: Model, pool: KVPool, ranks: RankGroup) -> None:
+    def __init__(self, model: Model, pool: KVPool, ranks: RankGroups) -> None:
         self._model, self._ranks = model, ranks
-        self._builder = CpuMetadataBuilder(pool)
-        self._attend: Attend | None = None
+        self._builder = CpuMetadataBuilder(pool, ranks.place.num_stages)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
 
     def forget(self) -> None:
@@ -65,12 +64,9 @@ class CpuFollowerSteps:
 
     def do(self, command: Command) -> None:
         match command:
-            case AttentionCall():
-                self._attend = self._attention(command)
-            case ForwardPass(token_ids, positions):
-                assert self._attend is not None
+            case ForwardPass(attention, token_ids, positions):
                 ids, places = (torch.from_numpy(_decoded(one)) for one in (token_ids, positions))
-                self._hidden = self._model.forward(Step(ids, places, self._attend))
+                self._hidden = self._model.forward(Step(ids, places, self._attention(attention)))
             case ComputeLogits(num_rows):
                 compute_logits(self._model, self._ranks, self._hidden, num_rows)
             case ForgetSequences():
@@ -91,13 +87,14 @@ class CpuFollowerSteps:
         )
 
 
-def compute_logits(model: Model, ranks: RankGroup, last: Tensor, num_rows: int) -> None:
+def compute_logits(model: Model, ranks: RankGroups, last: Tensor, num_rows: int) -> None:
     """Computes this rank's part of the logits of the last output, or of rows that the leader sends."""
     if num_rows == LAST_OUTPUT:
         model.logits(last)
         return
+    assert ranks.tensor is not None
     hidden = last.new_empty(num_rows, last.shape[1])
-    ranks.copy_from_leader(hidden)
+    ranks.tensor.copy_from_leader(hidden)
     model.logits(hidden)
 
 

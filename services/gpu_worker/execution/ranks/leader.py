@@ -1,5 +1,6 @@
 """The parts of a leader's runner that tell followers what to compute before the leader computes it."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     DeviceForward,
     EndGraph,
     FetchBlocks,
+    Followers,
     ForgetSequences,
     ForwardPass,
     ReclaimMemory,
@@ -34,8 +36,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ScatterWords,
     ScrubBlocks,
 )
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
-from blockyard.services.gpu_worker.parallel.team import SendCommand
+from blockyard.services.gpu_worker.parallel.team import RankGroups, SendCommand
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
 
@@ -43,11 +44,12 @@ from blockyard.services.kv_transfer.host.host_store import BlockStore
 class LeaderModel:
     """Implements `Model` for the leader's share. Its logits have the parts of all ranks."""
 
-    def __init__(self, model: Model, ranks: RankGroup, send: SendCommand) -> None:
+    def __init__(self, model: Model, ranks: RankGroups, send: SendCommand) -> None:
         self._model, self._ranks, self._send = model, ranks, send
         self.shape, self.table = model.shape, model.table
         self.adapter_rows, self.adaptable = model.adapter_rows, model.adaptable
         self._last: Tensor | None = None  # output of `forward`
+        self._announced: deque[Step] = deque()  # earlier stages compute them, this one has not yet
 
     def prepare(self, max_model_len: int) -> list[str]:
         return self._model.prepare(max_model_len)
@@ -64,8 +66,13 @@ class LeaderModel:
     def computed(self) -> list[Tensor]:
         return self._model.computed()
 
+    def announce(self, step: Step) -> None:
+        """Earlier stages compute a step on the CPU from now on. `forward` is called for the same steps in one order."""
+        self._announced.append(step)
+        self._send(_forward_pass(step), Followers.EARLIER_STAGES)
+
     def forward(self, step: Step) -> Tensor:
-        """`step.attend` is of `LeaderMetadata`, which has told followers of it, or a `DeviceAttend`."""
+        """`step.attend` is a `CalledAttend` or a `DeviceAttend`."""
         assert step.vectors is None, "followers get no vectors"
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
@@ -74,7 +81,10 @@ class LeaderModel:
             step = replace(step, attend=attend.attend)
         else:
             assert step.logits_indices is None, "steps on the CPU compute all rows"
-            self._send(ForwardPass(step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes()))
+            is_announced = bool(self._announced) and self._announced[0] is step
+            if is_announced:
+                self._announced.popleft()
+            self._send(_forward_pass(step), Followers.LAST_STAGE if is_announced else Followers.ALL)
         self._last = self._model.forward(step)
         return self._last
 
@@ -95,17 +105,41 @@ class LeaderModel:
                 metadata.max_context_len,
             )
         )
-        self._ranks.copy_from_leader(torch.cat(words))
+        self._ranks.everyone.copy_from_leader(torch.cat(words))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Followers get the rows: all ranks have the same hidden states, and only the leader knows which it samples."""
+        """Followers get the rows: all ranks of the stage have the same hidden states, and only the leader knows which
+        it samples."""
+        if self._ranks.tensor is None:
+            return self._model.logits(hidden)
         if hidden is self._last:
-            self._send(ComputeLogits(LAST_OUTPUT))
+            self._send(ComputeLogits(LAST_OUTPUT), Followers.LAST_STAGE)
         else:
-            self._send(ComputeLogits(len(hidden)))
+            self._send(ComputeLogits(len(hidden)), Followers.LAST_STAGE)
             hidden = hidden.contiguous()
-            self._ranks.copy_from_leader(hidden)
+            self._ranks.tensor.copy_from_leader(hidden)
         return self._model.logits(hidden)
+
+
+def _forward_pass(step: Step) -> ForwardPass:
+    assert isinstance(step.attend, CalledAttend)
+    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes())
+
+
+class CalledAttend:
+    """Implements `Attend` on the CPU, with the arguments that it was built from."""
+
+    def __init__(self, attend: Attend, call: AttentionCall) -> None:
+        self._attend, self.call = attend, call
+
+    def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
+        return self._attend(layer, qkv, rotation, norm)
+
+    def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
+        return self._attend.latent(layer, query, rotation, latent)
+
+    def of_rows(self, indices: LogitsIndices) -> Attend:
+        return self._attend.of_rows(indices)
 
 
 class DeviceAttend:
@@ -148,10 +182,11 @@ class DeviceMirror:
 
 
 class LeaderMetadata:
-    """Builds the attention of a step as `CpuMetadataBuilder` does."""
+    """Builds the attention of a step as `CpuMetadataBuilder` does. `LeaderModel` tells followers of it."""
 
-    def __init__(self, pool: KVPool, send: SendCommand) -> None:
-        self._builder, self._send = CpuMetadataBuilder(pool), send
+    def __init__(self, pool: KVPool, send: SendCommand, num_batches: int = 1) -> None:
+        """num_batches: see `CpuMetadataBuilder`."""
+        self._builder, self._send = CpuMetadataBuilder(pool, num_batches), send
 
     def clear(self) -> None:
         self._send(ForgetSequences())
@@ -159,19 +194,18 @@ class LeaderMetadata:
 
     def attention(
         self, blocks: Ints, offsets: Ints, tables: Ints, counts: Ints, lengths: Ints, owners: Ints, num_decodes: int
-    ) -> Attend:
-        self._send(
-            AttentionCall(
-                _encoded(blocks),
-                _encoded(offsets),
-                _encoded(tables),
-                _encoded(counts),
-                _encoded(lengths),
-                _encoded(owners),
-                num_decodes,
-            )
+    ) -> CalledAttend:
+        call = AttentionCall(
+            _encoded(blocks),
+            _encoded(offsets),
+            _encoded(tables),
+            _encoded(counts),
+            _encoded(lengths),
+            _encoded(owners),
+            num_decodes,
         )
-        return self._builder.attention(blocks, offsets, tables, counts, lengths, owners, num_decodes)
+        attend = self._builder.attention(blocks, offsets, tables, counts, lengths, owners, num_decodes)
+        return CalledAttend(attend, call)
 
 
 class LeaderStore:

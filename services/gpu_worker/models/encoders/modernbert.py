@@ -83,7 +83,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
             num_outputs=labels if has_output else hidden,
         ),
         embedding=embedding,
-        layers=[_layer(fields, layers, number, shape) for number, shape in enumerate(shapes)],
+        make_layer=lambda number: _layer(fields, layers, number, shapes[number]),
         norm=_norm(fields, table, "model.final_norm"),
         head=_classifier(fields, layers, labels) if has_output else NoOutput(),
         rotations=LayerRotations([rotations[kind] for kind in kinds]),

@@ -215,7 +215,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         table,
         ModelShape(vocab_size=fields.vocab_size, max_positions=longest, attention=shapes),
         embedding=embedding,
-        layers=[make_layer(layer) for layer in range(num_layers)],
+        make_layer=make_layer,
         norm=make_rms_norm(table, "model.norm", hidden, fields.rms_norm_eps),
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings), soft_cap=own.final_logit_softcapping),
         rotations=LayerRotations(rotations),

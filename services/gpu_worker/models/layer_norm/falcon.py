@@ -62,7 +62,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         table,
         ModelShape(vocab_size=fields.vocab_size, max_positions=rotary.max_positions, attention=(shape,) * num_layers),
         embedding=embedding,
-        layers=[_layer(fields, layers, number, shape, rotary.rotary_dim) for number in range(num_layers)],
+        make_layer=lambda number: _layer(fields, layers, number, shape, rotary.rotary_dim),
         norm=LayerNorm(table, "transformer.ln_f", hidden, eps=fields.layer_norm_epsilon),
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings)),
         rotations=LayerRotations((rotary,) * num_layers),

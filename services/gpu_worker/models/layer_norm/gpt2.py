@@ -59,7 +59,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         ModelShape(vocab_size=fields.vocab_size, max_positions=fields.n_positions, attention=shapes),
         embedding=embedding,
         positions=LearnedPositions(table, "transformer.wpe", fields.n_positions, hidden),
-        layers=[_layer(fields, layers, number, shape) for number, shape in enumerate(shapes)],
+        make_layer=lambda number: _layer(fields, layers, number, shapes[number]),
         norm=LayerNorm(table, "transformer.ln_f", hidden, eps=fields.layer_norm_epsilon),
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings)),
         rotations=LayerRotations((None,) * fields.n_layer),

@@ -58,7 +58,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         table,
         ModelShape(vocab_size=fields.vocab_size, max_positions=rotary.max_positions, attention=(shape,) * num_layers),
         embedding=embedding,
-        layers=[_layer(fields, layers, number, shape, rotary.rotary_dim) for number in range(num_layers)],
+        make_layer=lambda number: _layer(fields, layers, number, shape, rotary.rotary_dim),
         norm=LayerNorm(table, "gpt_neox.final_layer_norm", hidden, eps=fields.layer_norm_eps),
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings)),
         rotations=LayerRotations((rotary,) * num_layers),

@@ -65,7 +65,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         ModelShape(vocab_size=fields.vocab_size, max_positions=longest, attention=(shape,) * fields.num_hidden_layers),
         embedding=embedding,
         positions=LearnedPositions(table, "model.decoder.embed_positions", longest, hidden, POSITION_OFFSET),
-        layers=[_layer(fields, layers, layer, shape) for layer in range(fields.num_hidden_layers)],
+        make_layer=lambda layer: _layer(fields, layers, layer, shape),
         norm=norm,
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings), project=project_out),
         rotations=LayerRotations((None,) * fields.num_hidden_layers),

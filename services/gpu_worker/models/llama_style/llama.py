@@ -123,7 +123,6 @@ def build_llama(
         parts = LayerParts(layers, index, prefix, attention, lambda name: make_norm(f"{prefix}.{name}"))
         return _pre_norm_layer(fields, variant, parts) if variant.make_layer is None else variant.make_layer(parts)
 
-    made = [make_layer(index) for index in range(num_layers)]
     lengths = [rotary.max_positions for rotary in rotations if rotary is not None]
     max_positions = variant.max_positions or min(lengths, default=fields.max_position_embeddings)
     norm = make_norm("model.norm")
@@ -145,7 +144,7 @@ def build_llama(
             num_outputs=num_outputs,
         ),
         embedding=embedding,
-        layers=made,
+        make_layer=make_layer,
         norm=norm,
         head=head,
         rotations=LayerRotations(rotations),

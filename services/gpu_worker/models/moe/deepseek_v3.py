@@ -141,7 +141,6 @@ def build_deepseek(
         return PreNormLayer(norms[0], attention, norms[1], make_mlp(layer, f"{prefix}.mlp"))
 
     embedding = TokenEmbedding(layers, "model.embed_tokens", fields.vocab_size, hidden)
-    made = [make_layer(layer) for layer in range(num_layers)]
     rotary = RotaryEmbedding(rope, sizes.rotated_dim, fields.max_position_embeddings)
     leave_out_draft_layers(config, table, num_layers)
     return Decoder(
@@ -152,7 +151,7 @@ def build_deepseek(
             attention=(latent_shape(sizes, rope),) * num_layers,
         ),
         embedding=embedding,
-        layers=made,
+        make_layer=make_layer,
         norm=make_norm("model.norm"),
         head=Head(embedding.make_head(layers, fields.tie_word_embeddings)),
         rotations=LayerRotations((rotary,) * num_layers),

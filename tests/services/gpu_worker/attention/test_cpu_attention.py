@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker.attention import cpu_attention, cpu_metadata
+from blockyard.services.gpu_worker.attention.cpu_attention import GatheredKV, LayerKind
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder, length_groups, length_order
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
@@ -181,13 +182,32 @@ def test_decodes_of_one_batch_gather_once() -> None:
     rig = Rig(3, 0)
     rig.step([7, 3, 9])
     rig.step([1, 1, 1])
-    before = {kind: list(kept) for kind, kept in rig.planner._gathered.items()}
+    before = gathered(rig)
     assert len(before) == 3 and all(len(kept) == 1 for kept in before.values())
     for _ in range(20):
         rig.step([1, 1, 1])
-    assert rig.planner._gathered == {kind: list(kept) for kind, kept in before.items()}
+    assert gathered(rig) == before
     rig.step([1, 0, 1])  # another batch: gathered anew
-    assert all(rig.planner._gathered[kind] != kept for kind, kept in before.items())
+    assert all(gathered(rig)[kind] != kept for kind, kept in before.items())
+
+
+def gathered(rig: Rig) -> dict[LayerKind, list[GatheredKV | None]]:
+    """Those of all batches."""
+    return {kind: [one for batch in kept for one in batch.groups] for kind, kept in rig.planner._gathered.items()}
+
+
+def test_batches_that_run_in_turn_keep_theirs() -> None:
+    rig = Rig(3, 0)
+    rig.planner = CpuMetadataBuilder(rig.pool, num_batches=2)
+    rig.step([7, 3, 9])
+    rig.step([1, 0, 1])
+    rig.step([0, 1, 0])
+    before = {id(one) for kept in gathered(rig).values() for one in kept}
+    assert len(before) == 6
+    for _ in range(5):
+        rig.step([1, 0, 1])
+        rig.step([0, 1, 0])
+    assert {id(one) for kept in gathered(rig).values() for one in kept} == before
 
 
 def test_a_reused_slot_does_not_use_the_cached_kv_of_the_previous_sequence() -> None:
@@ -210,6 +230,6 @@ def test_kv_that_is_too_large_is_not_cached() -> None:
         rig.step([7, 3, 9])
         for _ in range(5):
             rig.step([1, 1, 1])
-        assert all(kept == [None] for kept in rig.planner._gathered.values())
+        assert all(kept == [None] for kept in gathered(rig).values())
     finally:
         cpu_attention.MAX_BYTES = before

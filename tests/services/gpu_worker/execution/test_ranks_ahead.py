@@ -13,7 +13,7 @@ import pytest
 import torch
 from equality import noisy
 from plan_driver import Driver, Stream
-from rank_logits import CPU, load
+from rank_logits import CPU, connect, load
 from reference_ops import ReferenceOps, run_ahead
 from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
@@ -23,39 +23,45 @@ from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward
-from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
-from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward, Followers
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Geometry, Sampling
+from blockyard.shared.messages.base import Frame
 
 CAPACITY = 16
 NAMES = ("llama", "gemma4-moe", "deepseek-v3")
+LAYOUTS = [*((name, 2, 1) for name in NAMES), ("gemma4-moe", 1, 2)]  # ranks of a stage, and stages
 
 
 class TwoRanks:
     """A leader's runner, and a follower in a thread that does what comes."""
 
-    def __init__(self, folder: Path, group: Path, geometry: Geometry) -> None:
+    def __init__(self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int) -> None:
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._folder, self._group, self._geometry = folder, group, geometry
+        self._size, self._num_stages = size, num_stages
         self.problem: Exception | None = None
         self.forwards: list[DeviceForward] = []
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
-        ranks = connect_cpus(Shard(0, 2), group)
-        model, send = load(folder, ranks), self._commands.put
+        ranks = connect(0, size, group, num_stages)
+        model, send = load(folder, ranks), self._send
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
         run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+
+    def _send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
+        assert isinstance(frame, Command)
+        if to is not Followers.LAST_STAGE or self._num_stages == 1:
+            self._commands.put(frame)
 
     def _pool(self, model: Model) -> KVPool:
         return KVPool(model.shape, self._geometry.num_blocks, self._geometry.block_size, torch.float32, CPU)
 
     def _follow(self) -> None:
         try:
-            ranks = connect_cpus(Shard(1, 2), self._group)
+            ranks = connect(1, self._size, self._group, self._num_stages)
             model = load(self._folder, ranks)
             pool = self._pool(model)
             steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())
@@ -92,14 +98,14 @@ def streams(driver: Driver) -> list[Stream]:
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_one_rank(name: str, tmp_path: Path, threads: None) -> None:
+@pytest.mark.parametrize(("name", "size", "num_stages"), LAYOUTS)
+def test_tokens_are_those_of_one_rank(name: str, size: int, num_stages: int, tmp_path: Path, threads: None) -> None:
     folder, group = tmp_path / "model", tmp_path / "group"
     group.mkdir()
     score = greedy_score(BY_NAME[name].save(folder))
     alone = start(folder, max_num_seqs=CAPACITY)
     expected = streams(Driver(alone, num_slots=CAPACITY))
-    ranks, ties = TwoRanks(folder, group, alone.geometry), Ties()
+    ranks, ties = TwoRanks(folder, group, alone.geometry, size, num_stages), Ties()
     try:
         for options in ({"depth": 3}, {"depth": 2, "chunk": 9}):
             for i, (one, own) in enumerate(

@@ -164,7 +164,7 @@ def test_latents_are_on_all_ranks(size: int, query_latent_dim: int | None, bias:
     for of_whole, *of_ranks in zip(*(one.linears() for one in (whole, *ranks)), strict=True):
         check = check_sum if of_whole is whole.out else check_outputs
         check(of_whole, of_ranks)
-    torch.testing.assert_close(torch.cat([one._up for one in ranks]), whole._up)
+    torch.testing.assert_close(torch.cat([one.up.weight for one in ranks]), whole.up.weight)
 
 
 def of_one(weights: ExpertWeights, expert: int, x: Tensor) -> Tensor:

@@ -100,6 +100,16 @@ def test_dummy_weights_are_seeded_and_need_no_files(sharded: Path, tmp_path: Pat
     assert 0 < float(first.places["lm_head.weight"].target.abs().mean()) < 0.05
 
 
+def test_dummy_weights_of_a_name_do_not_depend_on_the_others() -> None:
+    """Pipeline stages have parts of one model."""
+    device = torch.device("cpu")
+    tables = WeightTable(torch.float32, device), WeightTable(torch.float32, device)
+    made = [table.matrix(name, 3, 4) for table, names in zip(tables, ("ab", "b"), strict=True) for name in names]
+    for table in tables:
+        checkpoint.fill_dummy(table, 5, lambda done: None)
+    assert torch.equal(made[1], made[2]) and not torch.equal(made[0], made[1])
+
+
 def change(folder: Path, **named: torch.Tensor | None) -> None:
     held = {n: v.clone() for n, v in weights(folder).items()}
     for name, value in named.items():

@@ -23,7 +23,12 @@ LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 FAMILIES = [
     *("llama", "qwen2", "phi3", "gpt2", "gpt-neox", "falcon-40b-like", "falcon-7b-like", "gemma4", "glm4"),
     *("cohere", "olmo2", "opt-350m-like", "starcoder2", "smollm3", "qwen2-moe", "gpt-oss"),
+    *("granite-moe", "minimax-m2", "olmoe", "opt", "arcee", "seed-oss", "glm", "granite", "olmo3", "ministral3"),
+    *("cohere2", "gemma", "gemma2", "gemma3", "gemma4-moe"),
 ]
+# of models that see, adapters of their text part; PEFT cannot wrap Llama 4's router, which returns a pair
+TEXT_PARTS = ["mistral3", "gemma3-sees", "gemma4-sees", "llama4-sees", "llama4"]
+TEXT_TARGETS = r"(.*language_model|model\.layers).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 def check(tiny: Tiny, folder: Path, fields: dict[str, Any], runner: Runner | None = None, **settings: Any) -> Runner:
@@ -43,6 +48,11 @@ def check(tiny: Tiny, folder: Path, fields: dict[str, Any], runner: Runner | Non
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_linear_layers(name: str, tmp_path: Path) -> None:
     check(BY_NAME[name], tmp_path, {"target_modules": "all-linear"})
+
+
+@pytest.mark.parametrize("name", TEXT_PARTS)
+def test_text_parts(name: str, tmp_path: Path) -> None:
+    check(BY_NAME[name], tmp_path, {"target_modules": TEXT_TARGETS})
 
 
 def test_a_class_of_transformers(tmp_path: Path) -> None:

@@ -8,20 +8,21 @@ import rank_logits
 import torch
 from tiny_models import BY_NAME, MODELS
 
+UNLIKE = ("llama", "gemma3", "mixtral", "deepseek-v3", "cohere", "gpt2", "opt")
 MIXTURES = ("mixtral", "gpt-oss", "llama4", "gemma4-moe", "deepseek-v3")
 UNEVEN = ("llama-odd", "gpt-oss", "deepseek-v3", "cohere", "olmo2")  # on 3 and on 4 ranks
 
 Compare = Callable[[str], float]
 
 
-def compared(size: int, names: list[str], root: Path, *flags: str) -> Compare:
+def compared(size: int, names: list[str], root: Path, *flags: str, num_stages: int = 1) -> Compare:
     """Runs all checkpoints on one group of ranks. Returns the largest difference of logits by name."""
     expected: dict[str, torch.Tensor] = {}
     for name in names:
         theirs = BY_NAME[name].save(root / name)
         with torch.no_grad():
             expected[name] = theirs(torch.tensor([rank_logits.prompt()])).logits[0]
-    rank_logits.run(size, root / "group", [root / name for name in names], *flags)
+    rank_logits.run(size, root / "group", [root / name for name in names], *flags, num_stages=num_stages)
 
     def difference(name: str) -> float:
         got = torch.load(root / name / rank_logits.OUTPUT)
@@ -50,3 +51,10 @@ def test_experts_that_are_whole(tmp_path: Path) -> None:
     """Stacked and one by one, transposed, in pairs, with biases, weights of the input, shared experts."""
     difference = compared(3, list(MIXTURES), tmp_path, "--spread")
     assert max(map(difference, MIXTURES)) <= 1e-4
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(1, 2), (2, 2), (1, 3)])
+def test_stages(size: int, num_stages: int, tmp_path: Path) -> None:
+    """Dense, with windows, mixtures, latent, parallel layers with tied embeddings, learned positions."""
+    difference = compared(size, list(UNLIKE), tmp_path, num_stages=num_stages)
+    assert max(map(difference, UNLIKE)) <= 1e-4

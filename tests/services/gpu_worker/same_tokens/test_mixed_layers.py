@@ -46,8 +46,8 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
     layers = LinearLayers(table, config)
     embedding = TokenEmbedding(layers, "embed", VOCAB, HIDDEN)
 
-    def make_layer(layer: int, shape: AttentionShape) -> PreNormLayer:
-        prefix = f"layers.{layer}"
+    def make_layer(layer: int) -> PreNormLayer:
+        prefix, shape = f"layers.{layer}", SHAPES[layer]
         attention: AttentionSublayer = Attention(layers, prefix, layer, HIDDEN, shape)
         if shape.latent_dim is not None:
             attention = LatentAttention(layers, prefix, layer, HIDDEN, SIZES)
@@ -59,7 +59,7 @@ def build(config: dict[str, Any], table: WeightTable) -> Decoder:
         table,
         ModelShape(vocab_size=VOCAB, max_positions=MAX_MODEL_LEN, attention=SHAPES),
         embedding=embedding,
-        layers=[make_layer(layer, shape) for layer, shape in enumerate(SHAPES)],
+        make_layer=make_layer,
         norm=make_rms_norm(table, "norm", HIDDEN, 1e-6),
         head=Head(embedding.make_head(layers, tied=False)),
         rotations=LayerRotations([turned[SIZES.rotated_dim if s.latent_dim else s.head_dim] for s in SHAPES]),

@@ -53,6 +53,7 @@ class InFlight:
     sends: list[KVSend]
     named: set[int]  # blocks whose hashes the worker adds with the plan
     places: set[int] = field(default_factory=set)  # of adapters
+    counts: dict[int, int] = field(default_factory=dict)  # tokens of each slot, at most
 
 
 @dataclass
@@ -61,6 +62,7 @@ class Table:
     num_computed: int  # tokens, as of the last result
     blocks: list[int]
     adapter_place: int | None = None
+    num_known: int = 0  # tokens, as of the last result
 
     def seen(self, geometry: Geometry) -> set[int]:
         """Blocks that the slot may still read or write."""
@@ -123,7 +125,10 @@ class FakeWorker:
             fresh = start.blocks[start.num_computed // self.runner.geometry.block_size :]
             assert busy_blocks.isdisjoint(fresh), f"slot {start.slot} gets blocks of plans in flight"
             assert busy_transfers.isdisjoint(fresh), f"slot {start.slot} gets blocks of transfers"
-            self.tables[start.slot] = Table(frame.number, start.num_computed, list(start.blocks), start.adapter_place)
+            num_known = len(ids_list(start.token_ids))
+            self.tables[start.slot] = Table(
+                frame.number, start.num_computed, list(start.blocks), start.adapter_place, num_known
+            )
         for more in frame.blocks:
             assert busy_blocks.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of plans in flight"
             assert busy_transfers.isdisjoint(more.blocks), f"slot {more.slot} gets blocks of transfers"
@@ -135,7 +140,18 @@ class FakeWorker:
         host = {copy.host for copy in [*frame.saves, *frame.fetches]}
         named = {full.block for full in frame.full_blocks}
         places = {place for slot in slots if (place := self.tables[slot].adapter_place) is not None}
-        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends, named, places))
+        counts = {run.slot: run.max_tokens for run in frame.runs}
+        if geometry.num_stages > 1:
+            self._check_stages(counts)
+        self.in_flight.append(InFlight(frame.number, slots, blocks, host, frame.sends, named, places, counts))
+
+    def _check_stages(self, counts: dict[int, int]) -> None:
+        """Each stage has a plan at most, and the next one needs no token of them."""
+        assert len(self.in_flight) < self.runner.geometry.num_stages
+        for slot, count in counts.items():
+            table = self.tables[slot]
+            earlier = sum(plan.counts.get(slot, 0) for plan in self.in_flight if plan.number >= table.since)
+            assert table.num_computed + earlier + count <= table.num_known, f"slot {slot} needs a token under way"
 
     def busy_transfers(self) -> set[int]:
         """Blocks that transfers may touch, those included that the worker is about to hear of."""
@@ -170,9 +186,11 @@ class FakeWorker:
                 for slot in answer.slots:
                     if (table := self._table(slot.slot, answer)) is not None:
                         table.num_computed = slot.num_computed
+                        table.num_known += len(slot.token_ids)
                 for slot, token in zip(record.runs, ids_list(answer.token_ids), strict=bool(answer.token_ids)):
                     if token != NO_TOKEN and (table := self._table(slot, answer)) is not None:
                         table.num_computed += 1
+                        table.num_known += 1
                 answer = self._in_words(answer, record.runs) if answer.number % 5 == 4 else answer
             if isinstance(answer, Attached):
                 still_open = own.open_transfers()

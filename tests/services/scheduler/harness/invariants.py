@@ -5,6 +5,8 @@ from collections import Counter
 import pytest
 
 from blockyard.services.gpu_worker.mock.batch import Pattern
+from blockyard.services.scheduler.batch.decode_batch import DecodeBatch
+from blockyard.services.scheduler.batch.pipeline_turns import PipelineTurns
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
 from blockyard.services.scheduler.core import Scheduler
 from blockyard.services.scheduler.kv_cache.free_block_queue import SLACK, FreeBlockQueue
@@ -13,7 +15,7 @@ from blockyard.services.scheduler.plan_pacer import PlanClock
 from blockyard.services.scheduler.queue.fair_policy import FairPolicy
 from blockyard.services.scheduler.queue.policy import BatchLinesLast
 from blockyard.services.scheduler.sequences.handover import Handover
-from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, Sequence
+from blockyard.services.scheduler.sequences.requests import Phase, QueueAmount, RunningSequence, Sequence
 from blockyard.services.scheduler.transfers.handovers import NOT_LANDED
 from blockyard.shared.messages import FinishReason
 
@@ -261,14 +263,30 @@ def check_searches(core: Scheduler) -> None:
 
 
 def check_decode_batch(group: WorkerGroup) -> None:
-    """A running sequence is in the decode batch or outside, and the rows of the batch agree with its sequences."""
-    decode_batch = group.decode_batch
+    """A running sequence is in a decode batch or outside, and the rows of a batch agree with its sequences."""
+    batches = [group.decode_batch] if group.turns is None else [turn.batch for turn in group.turns._turns]
+    inside = [running for batch in batches for running in check_one_batch(group, batch)]
+    outside = group.decode_batch.outside
+    assert {*map(id, inside), *map(id, outside)} == {*map(id, group.running)}
+    assert len(inside) + len(outside) == len(group.running)
+    assert [s.key for s in outside] == sorted(s.key for s in outside)
+    if group.turns is not None:
+        check_turns(group, group.turns)
+
+
+def check_turns(group: WorkerGroup, turns: PipelineTurns) -> None:
+    """A sequence has one turn at most, and each plan in flight is of another one."""
+    assert turns._turn_of.keys() <= set(group.running)
+    for turn in turns._turns:
+        assert turn.members.keys() == {running for running, of in turns._turn_of.items() if of is turn}
+        assert turn.load == sum(turn.members.values())
+    assert sorted(turn.plan for turn in turns._turns if turn.plan) == [record.number for record in group.in_flight]
+
+
+def check_one_batch(group: WorkerGroup, decode_batch: DecodeBatch) -> list[RunningSequence]:
     rows = [outbox_rows.snapshot() for outbox_rows in decode_batch._rows_by_outbox.values()]
     inside = [running for one in rows for running in one.sequences]
     assert len(inside) == len(decode_batch)
-    assert {*map(id, inside), *map(id, decode_batch.outside)} == {*map(id, group.running)}
-    assert len(inside) + len(decode_batch.outside) == len(group.running)
-    assert [s.key for s in decode_batch.outside] == sorted(s.key for s in decode_batch.outside)
     assert not any(map(decode_batch.has, decode_batch.outside))
     for text_outbox, outbox_rows in decode_batch._rows_by_outbox.items():
         now = outbox_rows.snapshot()
@@ -295,6 +313,7 @@ def check_decode_batch(group: WorkerGroup) -> None:
         )
         assert due_step - progress <= size
         assert running in decode_batch._due_steps[due_step]
+    return inside
 
 
 def check_group(core: Scheduler, group: WorkerGroup) -> None:
@@ -351,6 +370,11 @@ def check(core: Scheduler, turn: int) -> None:
     assert amounts == core.waiting.usage.amount
     assert of_lines == core.waiting.batch_usage.amount
     assert all(c.queue_amount == c.amount for c in queued)
+    refusable = {c.request for c in queued if not (c.request.accepted or c.request.attempt)}
+    refusable -= {c.request for c in lines}
+    names = [name for user in core.waiting.usage._users.values() for name in user.unaccepted]
+    assert len(names) == len(set(names))
+    assert set(names) == {r.id if r.pool is None else r.pool.id for r in refusable}
     assert core.waiting.output_limits.total() == amounts.sequences
     for request in awaiting_prompt:
         assert all(c in request.active_sequences and not c.ticket for c in request.awaiting_prompt)

@@ -44,6 +44,8 @@ SHAPES: dict[str, list[object]] = {
     "num_adapters": [0, 0, 3],
     "num_adapter_places": [1, 2],
     "num_host_adapters": [1, 2, 3],
+    "num_stages": [1, 1, 2, 3],
+    "balanced_context": [0, 5, 30],
 }  # fields of a world's Shape
 
 T = TypeVar("T")

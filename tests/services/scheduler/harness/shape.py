@@ -39,6 +39,8 @@ class Shape:
     num_adapter_places: int = 0  # of each worker
     num_host_adapters: int = 0
     num_adapters: int = 0  # that requests may name: "a0", "a1", ...
+    num_stages: int = 1  # pipeline stages of each worker
+    balanced_context: int = 0  # with stages
     failing: bool = False  # sometimes a fetch from host memory fails
 
     @property

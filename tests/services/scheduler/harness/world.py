@@ -152,6 +152,8 @@ class World:
             pooling=card_of(s.pooling, s.max_model_len),
             num_adapter_places=s.num_adapter_places,
             num_host_adapters=max(s.num_host_adapters, s.num_adapter_places),
+            num_stages=1 if s.pooling or s.num_adapters else s.num_stages,  # stages serve neither
+            balanced_context=s.balanced_context if s.num_stages > 1 else 0,
         )
         links = FakeLinks(Member("gpu_worker", Role.GPU_WORKER, incarnation, "", ready=True))
         waits = (s.late_masks or s.host_waits) and s.pooling != "encoder"  # nothing of it is sampled
@@ -407,7 +409,7 @@ class World:
             assert not journal.open(), f"{journal.frame.request_id} never ended"
             check_tokens(journal, self.pattern, self.shape.limit)
         for pool in [p for g in self.gateways.values() for p in g.pools.values()] + self.done_pools:
-            pool.check_ended()
+            pool.check_ended(self.shape.limit)
 
     def check_names(self, worker: FakeWorker) -> None:
         """The block hashes that a worker reports match the tokens in the journals."""

@@ -14,7 +14,7 @@ from ..harness.world import Shape, World
 
 PROMPT = [(i * 7 + 1) % 50 for i in range(22)]  # a prompt that ends within a block of 4
 EVENTS = 160  # steps of one history
-HISTORIES = 500 if settings.get_current_profile_name() == "long" else 50
+HISTORIES = 500 if settings.get_current_profile_name() == "long" else 25
 LEAST = 75 * HISTORIES // 50  # plans with several copies, in all histories
 FORKS = SHAPES | {
     "block_size": [2, 3, 5],
@@ -24,6 +24,7 @@ FORKS = SHAPES | {
     "max_queue_len": [100],
     "max_queue_tokens": [10_000],
     "max_queue_delay_s": [None],
+    "pooling": [""],  # vectors have no choices
 }
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in FORKS.items()})

@@ -11,8 +11,10 @@ from ..harness.world import Shape
 from .transfer_program import COUNTED, TRANSFER_SHAPES, WORKERS, TransferProgram
 
 EVENTS = 420  # of one history
-HISTORIES = 2000 if settings.get_current_profile_name() == "long" else 120
-LEAST = 35_000 * HISTORIES // 120  # steps of the scheduler in all histories; the invariants are checked after each
+IS_LONG = settings.get_current_profile_name() == "long"
+HISTORIES = 2000 if IS_LONG else 200
+LEAST = 55_000 * HISTORIES // 200  # steps of the scheduler in all histories; the invariants are checked after each
+RARE = {"differences found by audits"}  # a few in hundreds of histories, all in one or two of them
 
 shapes = st.builds(Shape, **{name: st.sampled_from(values) for name, values in TRANSFER_SHAPES.items()})
 counted: Counter[str] = Counter()
@@ -46,4 +48,5 @@ def test_the_histories_had_many_steps_and_transfers_of_all_kinds(capsys: pytest.
     with capsys.disabled():
         print("\n" + ", ".join(f"{counted[name]} {name}" for name in ("steps", *COUNTED)), end="")
     assert counted["steps"] >= LEAST
-    assert [name for name in COUNTED if not counted[name]] == []
+    missing = {name for name in COUNTED if not counted[name]}
+    assert missing <= (set() if IS_LONG else RARE)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import aiohttp
+import pytest
 from rig import Server, completion, serve, stream
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1")
@@ -33,10 +34,15 @@ def rank(server: Server, title: str) -> int:
     return next(pid for pid, name in server.family().items() if title in name)
 
 
-def test_two_ranks_give_the_texts_of_one_and_end_together(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
     with serve("demo", *FLAGS) as server:
-        expected = asyncio.run(texts(server))
-    with serve("demo", *FLAGS, "-tp", "2", log=tmp_path / "log") as server:
+        return asyncio.run(texts(server))
+
+
+@pytest.mark.parametrize("flag", ["-tp", "-pp"])
+def test_two_ranks_give_the_texts_of_one_and_end_together(flag: str, tmp_path: Path, expected: list[str]) -> None:
+    with serve("demo", *FLAGS, flag, "2", log=tmp_path / "log") as server:
         assert asyncio.run(texts(server)) == expected
         killed = rank(server, "rank 1")
         assert asyncio.run(texts(server, "rank 1")) == expected

@@ -1,4 +1,4 @@
-"""A leader with a follower process gives the tokens of one rank, however its sequences are scheduled, and after sleep.
+"""A leader with follower processes gives the tokens of one rank, however its sequences are scheduled, and after sleep.
 
 A follower that is killed, stopped or fails ends the leader.
 """
@@ -33,10 +33,10 @@ from blockyard.shared.messages import Sampling, SlotRun, SlotStart, StepPlan
 ASKED = requests(18, 24)
 
 
-def config(folder: Path, size: int = 2, **fields: object) -> WorkerConfig:
+def config(folder: Path, size: int = 2, num_stages: int = 1, **fields: object) -> WorkerConfig:
     host_gib = 300 * BLOCK_BYTES / 2**30 / size
     few = {"num_gpu_blocks_override": FEW, "swap_space_gib": host_gib, "max_model_len": MAX_MODEL_LEN}
-    return settings(folder, tensor_parallel_size=size, **few, **fields)
+    return settings(folder, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **few, **fields)
 
 
 def report(phase: str, progress: float, notes: list[str]) -> None:
@@ -44,7 +44,7 @@ def report(phase: str, progress: float, notes: list[str]) -> None:
 
 
 class Group:
-    """A leader in this process. `pid` is the follower's."""
+    """A leader in this process, and its followers."""
 
     def __init__(self, config: WorkerConfig, folder: Path) -> None:
         self.ended, self.errors, self._config = threading.Event(), list[BlockyardError](), config
@@ -56,10 +56,6 @@ class Group:
         assert isinstance(runner, Runner)
         self.team.serve()
         return runner
-
-    @property
-    def pid(self) -> int:
-        return self.team._processes[1].pid
 
     def _end(self, error: BlockyardError) -> None:
         self.errors.append(error)
@@ -75,18 +71,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def group(folder: Path, tmp_path: Path) -> Iterator[Group]:
-    made = Group(config(folder), tmp_path)
+    made = Group(config(folder, max_parallel_loading=1), tmp_path)
     yield made
     made.team.close()
 
 
-def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), (2, 2)])
+def test_tokens_are_those_of_one_rank(tmp_path: Path, size: int, num_stages: int) -> None:
     """With few blocks: sequences are preempted, swapped and forked. Then after both levels of sleep."""
     folder = tmp_path / "model"
     score = greedy_score(BY_NAME["llama"].save(folder))
     alone = engine.start(config(folder, 1), report)
     expected = run(alone, ASKED)[0].outputs
-    made = Group(config(folder), tmp_path)
+    made = Group(config(folder, size, num_stages), tmp_path)
     try:
         runner, ties = SleepingRunner(made.start, lambda: 0), Ties()
         for name, level in (("awake", 0), ("after sleep", 1), ("after deep sleep", 2)):
@@ -95,6 +92,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
                 runner.reset(0)
             got, stats = run(runner._runner, ASKED, depth=2)
             assert stats.blocks_fetched_total
+            assert got.most_launched == num_stages, "each stage computes a plan"
             for request in ASKED:
                 for choice in range(request.n):
                     place, judge = (request.name, choice), noisy(score, request.sampling, choice)
@@ -108,27 +106,45 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "most_s", "said"),
     [
-        (signal.SIGKILL, 2.0, "rank 1 of 2 has ended with code -9"),
-        (signal.SIGSTOP, 7.0, "rank 1 of 2 is silent for"),
+        (signal.SIGKILL, 2.0, "has ended with code -9"),
+        (signal.SIGSTOP, 7.0, "is silent for"),
     ],
 )
-def test_a_lost_follower_ends_the_leader(group: Group, number: signal.Signals, most_s: float, said: str) -> None:
-    group.start()
-    began = time.monotonic()
-    os.kill(group.pid, number)
-    assert group.ended.wait(10)
-    assert time.monotonic() - began < most_s
+@pytest.mark.parametrize(("size", "num_stages", "rank"), [(2, 1, 1), (2, 2, 1), (1, 3, 2)])
+def test_a_lost_follower_ends_the_leader(
+    folder: Path,
+    tmp_path: Path,
+    size: int,
+    num_stages: int,
+    rank: int,
+    number: signal.Signals,
+    most_s: float,
+    said: str,
+) -> None:
+    group = Group(config(folder, size, num_stages), tmp_path)
+    try:
+        group.start()
+        pids = [process.pid for process in group.team._processes.values()]
+        began = time.monotonic()
+        os.kill(group.team._processes[rank].pid, number)
+        assert group.ended.wait(10)
+        assert time.monotonic() - began < most_s
+    finally:
+        group.team.close()
     [error] = group.errors
-    assert isinstance(error, RankLostError) and said in str(error) and not group.team.failure
-    with pytest.raises(ProcessLookupError):
-        os.kill(group.pid, 0)
+    assert isinstance(error, RankLostError) and f"rank {rank} of {size * num_stages} {said}" in str(error)
+    assert not group.team.failure
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
-def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group) -> None:
+def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group, tmp_path: Path) -> None:
     """The error of a step makes suspects; all ranks end."""
     group.start()
+    assert [file.name for file in tmp_path.glob("*.lock")] == ["loading-0.lock"], "ranks have loaded one by one"
     before = group.team.stats()
-    assert [one.rank for one in before] == [0, 1] and before[1].pid == group.pid
+    assert [one.rank for one in before] == [0, 1] and before[1].pid == group.team._processes[1].pid
     deadline = time.monotonic() + 5
     while not group.team.stats()[1].rss_bytes > 2**20:
         assert time.monotonic() < deadline, "the signs of life say how much memory a rank has"
@@ -144,7 +160,7 @@ def test_what_a_follower_refuses_is_the_leader_s_error(group: Group, folder: Pat
     config_json, whole = folder / "config.json", (folder / "config.json").read_text("utf-8")
     config_json.write_text('{"architectures": ["NoSuchModel"]}', "utf-8")
     try:
-        group.team.send(Begin())
+        group.team.send(Begin([]))
         assert group.ended.wait(60)
     finally:
         config_json.write_text(whole, "utf-8")
@@ -195,6 +211,45 @@ def test_more_ranks_than_query_heads_are_refused_before_anything_is_loaded(folde
     with pytest.raises(ConfigError, match="--tensor-parallel-size 5 is more than the 4 query heads"):
         engine.start(config(folder, 5), report, team=team)
     team.close()
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "fields", "said"),
+    [
+        (4, {}, "--pipeline-parallel-size 4 is more than the 3 layers of the model"),
+        (2, {"pipeline_layers": [1, 1]}, "--pipeline-layers 1,1: 2 numbers of layers are needed, of 3 in all"),
+        (2, {"task": "embed"}, "--pipeline-parallel-size 2: a model that pools runs in one stage"),
+        (2, {"model_impl": "transformers"}, "runs by its class in transformers, whose layers are not divided"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_before_anything_is_loaded(
+    folder: Path, tmp_path: Path, num_stages: int, fields: dict[str, object], said: str
+) -> None:
+    asked = config(folder, 1, num_stages, **fields)
+    team = LeaderTeam(asked, tmp_path, lambda error: None)
+    with pytest.raises(ConfigError, match=said):
+        engine.start(asked, report, team=team)
+    team.close()
+
+
+def test_stages_have_the_layers_that_are_asked_for(folder: Path, tmp_path: Path) -> None:
+    """All have as many KV blocks as the one with the most layers has room for."""
+    notes: list[str] = []
+    size_bytes = 100 * BLOCK_BYTES
+    fields = {"pipeline_layers": [2, 1], "kv_cache_memory_bytes": size_bytes, "pipeline_parallel_size": 2}
+    asked = settings(folder, max_model_len=MAX_MODEL_LEN, num_gpu_blocks_override=None, **fields)
+    team = LeaderTeam(asked, tmp_path, lambda error: None)
+    team.start({})
+    try:
+        runner = engine.start(asked, lambda phase, progress, said: notes.extend(said), team=team)
+        assert isinstance(runner, Runner)
+        assert "pipeline: 2 stages; the last one has layers 2 to 2" in notes
+        assert runner.model.shape.num_layers == 1
+        names = runner.model.table.places.keys()
+        assert not any("embed_tokens" in name or "layers.0." in name for name in names)
+        assert runner.geometry.num_blocks == runner.pool.num_blocks == size_bytes // (BLOCK_BYTES * 2 // 3)
+    finally:
+        team.close()
 
 
 def test_a_follower_reads_no_clock() -> None:
