@@ -141,9 +141,10 @@ class Scheduler:
             self.adapters,
         )
         self.beams = BeamScheduler(self.lifecycle, self.waiting, self.parallel_sampling, self.worker_groups)
-        self._make_admission(ServedModel(settings.names, settings.root, created, settings.model))
+        model = ServedModel(settings.names, settings.root, created, settings.model)
+        self._make_admission(model)
         self._make_workers(settings)
-        self._make_adapter_loads(incarnation, settings, created)
+        self._make_adapter_loads(incarnation, settings.adapters, model)
         self._make_planning(incarnation, settings, policy)
 
     def _make_queue(self, settings: SchedulerSettings, policy: Policy) -> None:
@@ -198,16 +199,16 @@ class Scheduler:
         self.sleep = WorkerSleep(groups, self.bounds, outbox, self.workers)
         self.controls = Controls(groups, self.sleep, outbox, settings.may_sleep)
 
-    def _make_adapter_loads(self, incarnation: int, settings: SchedulerSettings, created: int) -> None:
+    def _make_adapter_loads(self, incarnation: int, settings: AdapterSettings, model: ServedModel) -> None:
         self.adapter_loads = AdapterLoads(
             incarnation,
-            settings.names,
-            settings.adapters,
-            created,
+            model,
+            settings,
             self.worker_groups,
             self.adapters,
             self.adapter_waits,
             self.lifecycle,
+            self.requests,
             self.model_limits,
             self.outbox,
         )

@@ -1,5 +1,7 @@
 """The flags of LoRA adapters: what workers hold, which adapters a server begins with, and what has no effect."""
 
+import os
+
 import msgspec
 
 from blockyard.shared.config.parsed_flags import Values
@@ -83,6 +85,13 @@ def sources(values: Values) -> list[AdapterSource]:
             raise ConfigError(f"{values.where(MODULES)}: {source.name!r} is {what}")
         names.add(source.name)
     return found
+
+
+def check_folder(values: Values) -> None:
+    """Raises ConfigError for a --lora-dir that is no folder."""
+    path = values.maybe("lora-dir", str)
+    if path is not None and not os.path.isdir(os.path.expanduser(path)):
+        raise ConfigError(f"{values.where('lora-dir')} {path}: no such folder")
 
 
 def notes(values: Values) -> list[str]:

@@ -136,6 +136,7 @@ def gateway(values: Values, process: ProcessConfig, index: int = 0) -> GatewayCo
     fields |= http_server.log_fields(values)
     http_server.check_socket(values)
     http_server.check_gateways(values)
+    adapters.check_folder(values)
     base = values.get("metrics-port", int)
     if base and base + index > 65535:
         raise ConfigError(f"{values.where('metrics-port')}: {base} plus {index} gateways is beyond 65535")

@@ -15,6 +15,7 @@ class Adapter:
     parent: str
     created: int  # seconds since the epoch
     digest: bytes = b""  # empty: no worker has read it yet
+    error: str = ""  # why a worker could not read it, the last time
     is_served: bool = False  # requests may name it
     is_retired: bool = False  # it goes once no request uses it
     requests: set[str] = field(default_factory=set)  # ids of requests that use it

@@ -172,6 +172,13 @@ class RequestHandler:
         for request in self._acceptance.expire(now):
             self._refuse(request, Refusal(503, "", "the request waited for the maximum queue delay"), "overdue")
 
+    def end_unservable(self, request: Request, refusal: Refusal) -> None:
+        """Refuses a request that waits, or ends its choices with the error if it was accepted."""
+        if not request.accepted:
+            self._refuse(request, refusal, "invalid")
+        while request.accepted and request.sequences:
+            self._lifecycle.fail(next(iter(request.sequences.values())), refusal.message, refusal.status)
+
     def tell_capacity(self) -> None:
         """Tells all gateways if the queue became full or has room again."""
         capacity = self._bounds.changed_capacity()

@@ -23,7 +23,7 @@ class FairStepLimiter:
         self._policy = policy
 
     def max_prefill_tokens(self, group: WorkerGroup, sequence: Sequence) -> int:
-        """Prefill tokens of a step that has tokens of this sequence's prompt."""
+        """Prefill tokens of a step that has tokens of this sequence's prompt; at least one, or it would never start."""
         if not self._policy.over_share(sequence, group.max_num_seqs):
             return group.max_num_batched_tokens
         times = group.pacer.times
@@ -31,7 +31,7 @@ class FairStepLimiter:
         seconds, divisor = max(decodes_s, MIN_STEP_RATIO * single_s), MAX_TOKENS_DIVISOR
         if sequence.request.is_batch_line:
             seconds, divisor = BATCH_STEP_SHARE * max(decodes_s, single_s), BATCH_TOKENS_DIVISOR
-        return max(times.tokens_within(seconds), group.max_num_batched_tokens // divisor)
+        return max(1, times.tokens_within(seconds), group.max_num_batched_tokens // divisor)
 
     def excludes_other_prefills(self, group: WorkerGroup, sequence: Sequence) -> bool:
         """Whether a sequence starts in a plan without prompts of higher classes. Never in two plans in a row."""

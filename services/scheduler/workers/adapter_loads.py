@@ -5,7 +5,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
-from blockyard.services.scheduler.admission.model_limits import ModelLimits
+from blockyard.services.scheduler.admission.model_limits import ModelLimits, Refusal, ServedModel
+from blockyard.services.scheduler.admission.request_handler import RequestHandler
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup, WorkerGroups
 from blockyard.services.scheduler.lifecycle.lifecycle import Lifecycle
 from blockyard.services.scheduler.outbox import Outbox
@@ -43,28 +44,27 @@ class AdapterLoads:
     def __init__(
         self,
         scheduler: int,
-        names: list[str],
+        base: ServedModel,
         settings: AdapterSettings,
-        created: int,
         groups: WorkerGroups,
         registry: AdapterRegistry,
         waits: AdapterWaits,
         lifecycle: Lifecycle,
+        requests: RequestHandler,
         model_limits: ModelLimits,
         outbox: Outbox,
     ) -> None:
-        """names: of the base model."""
         self._registry, self._waits = registry, waits
-        self._scheduler, self._names, self._created = scheduler, names, created
+        self._scheduler, self._names, self._created = scheduler, base.names, base.created
         self._groups, self._lifecycle, self._outbox = groups.attached, lifecycle, outbox
-        self._model_limits = model_limits
+        self._requests, self._model_limits = requests, model_limits
         self._max_wait_s, self._leaves_out_broken = settings.max_wait_s, settings.leaves_out_broken
         self._loads: list[OpenLoad] = []
         self._unloads: list[tuple[int, Control, Adapter]] = []
         self._unloaded: set[str] = set()  # names that operators have unloaded: requests do not load them again
         self._is_dirty = False
         for source in settings.sources:
-            adapter = self._registry.add(source.name, source.path, source.parent or names[0], created)
+            adapter = self._registry.add(source.name, source.path, source.parent or base.names[0], base.created)
             self._loads.append(OpenLoad(adapter, set()))
         self.notes: list[str] = []
 
@@ -119,9 +119,10 @@ class AdapterLoads:
             return
         self._is_dirty, error = True, frame.error
         differs = not error and adapter.digest not in (b"", frame.digest)
-        if not error and not differs:
+        adapter.error = error or ("its bytes have changed" if differs else "")
+        if not adapter.error:
             adapter.digest = frame.digest
-        group.adapters.on_loaded(frame.adapter, is_usable=not error and not differs)
+        group.adapters.on_loaded(frame.adapter, is_usable=not adapter.error)
         if differs:  # the name is served elsewhere
             self._outbox.send(worker, DropAdapter(self._scheduler, frame.adapter))
             log.warning(
@@ -136,7 +137,7 @@ class AdapterLoads:
             if load.adapter is adapter and worker in load.awaits:
                 load.awaits.discard(worker)
                 load.error = load.error or error
-                load.has_been_read = load.has_been_read or not (error or differs)
+                load.has_been_read = load.has_been_read or not adapter.error
         self._settle_loads()
 
     def step(self, now: float) -> None:
@@ -185,8 +186,10 @@ class AdapterLoads:
 
     def _fail_all(self, adapter: int) -> None:
         """No worker could read an adapter that sequences wait for. The next request for it tries again."""
-        for sequence in self._waits.sequences(adapter):
-            self._lifecycle.fail(sequence, f"no worker can read the adapter {self._registry.all[adapter].name!r}")
+        one = self._registry.all[adapter]
+        refusal = Refusal(400, "model", f"no worker can read the adapter {one.name!r}: {one.error or NOT_SERVED}")
+        for request in {sequence.request.id: sequence.request for sequence in self._waits.sequences(adapter)}.values():
+            self._requests.end_unservable(request, refusal)
         for group in self._groups.values():
             group.adapters.retry(adapter)
 

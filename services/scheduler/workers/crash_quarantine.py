@@ -84,10 +84,15 @@ def _alone(group: WorkerGroup, request: Request) -> bool:
 
 
 def _waits(request: Request) -> bool:
-    """Whether all live sequences of the request wait. False if it has ended since `update`."""
+    """Whether all live sequences of the request wait, and for no adapter. False if it has ended since `update`.
+
+    An adapter's place may have to be left by other requests, which have to run for that.
+    """
     if request.texts is not None and request.texts.in_flight:
         return False
-    return bool(request.sequences) and all(sequence.phase is Phase.WAITING for sequence in request.active_sequences)
+    return bool(request.sequences) and all(
+        sequence.phase is Phase.WAITING and not sequence.is_set_aside for sequence in request.active_sequences
+    )
 
 
 def _num_outputs(request: Request) -> int:

@@ -1,5 +1,7 @@
 """The flags of LoRA adapters."""
 
+from pathlib import Path
+
 import pytest
 
 from blockyard.shared.config import adapters, parsed_flags
@@ -40,6 +42,13 @@ def test_limits() -> None:
         adapters.worker_config(values("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "1"))
     with pytest.raises(ConfigError):
         values("--max-lora-rank", "513")
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    adapters.check_folder(values("--lora-dir", str(tmp_path)))
+    for path in (tmp_path / "none", "x" * 5000):
+        with pytest.raises(ConfigError, match=r"--lora-dir .*: no such folder"):
+            adapters.check_folder(values("--lora-dir", str(path)))
 
 
 def test_modules() -> None:

@@ -96,6 +96,17 @@ def test_without_chunks_a_prompt_is_not_limited(ring: type[Ring], whole_prompts:
     it.finish()
 
 
+def test_a_prompt_that_lengthens_every_step_too_much_gets_a_token_of_each(ring: type[Ring]) -> None:
+    """It once waited for ever, where even the smallest share of the budget is no whole token."""
+    it = make(ring, "fcfs", max_num_batched_tokens=8)
+    it.submit("online", 5, max_tokens=1)
+    it.submit("line", 5, batch_line=True, max_tokens=3)
+    begin = len(it.world.sent)
+    it.finish()
+    assert max(tokens_of(it, begin)[-1].values()) == 1
+    assert not it.journal("line").open()
+
+
 def crowd(ring: type[Ring], policy: str, num: int) -> tuple[Ring, int]:
     """`num` requests of the heavy tenant decode when the light tenant's request arrives."""
     it = make(ring, policy)

@@ -13,7 +13,6 @@ ROLES: list[object] = [
 ]
 TRANSFER_SHAPES: dict[str, list[object]] = SHAPES | {
     "pooling": [""],  # models that pool have no roles
-    "num_adapters": [0],  # with adapters about one history in 140 does not settle yet
     "roles": ROLES,
     "decode_prefill_tokens": [0, 0, 3, 8],
     "kv_lease_s": [5.0, 5.0, 500.0],

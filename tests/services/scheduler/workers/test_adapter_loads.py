@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from blockyard.services.gpu_worker.mock.adapters import BROKEN, mock_digest
+from blockyard.services.scheduler.admission.request_handler import MAX_SILENCE_S
 from blockyard.services.scheduler.from_config import settings_of
 from blockyard.shared.config.services.lora import AdapterSettings, AdapterSource
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
@@ -327,6 +328,38 @@ def test_a_request_loads_no_adapter_that_an_operator_has_unloaded() -> None:
     command(without, ControlVerb.LOAD_ADAPTER, "b", "/b", first_use=True)
     command(without, ControlVerb.LOAD_ADAPTER, "b", "/b")
     assert answers(without) == [(404, "lora_name"), (400, "lora_name")]
+
+
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_an_adapter_that_no_worker_can_read_again_ends_its_requests_and_the_next_one_tries_again(
+    is_accepted: bool,
+) -> None:
+    world = make(host=1, adapters=3)
+    [worker], [gateway] = world.workers.values(), world.gateways.values()
+    dropped = next(one.frame.adapter for one in world.sent if isinstance(one.frame, DropAdapter))
+    name = world.core.adapters.all[dropped].name
+    world.submit(gateway, "1", 5, 3, adapter=name)
+    if is_accepted:
+        world.now += MAX_SILENCE_S
+        world.turn()
+    index = next(i for i, frame in enumerate(worker.inbox) if isinstance(frame, LoadAdapter))
+    worker.inbox[index] = msgspec.structs.replace(worker.inbox[index], path=f"/{BROKEN}")
+    world.settle()
+    detail = f"no worker can read the adapter {name!r}: /broken is broken"
+    refused = [one.frame for one in world.sent if isinstance(one.frame, Refused)]
+    told = [(one.request_id, one.status, one.field, one.message) for one in refused]
+    assert told == ([] if is_accepted else [("1", 400, "model", detail)])
+    if is_accepted:
+        outputs = gateway.journals["1"].outputs.values()
+        assert [(one.finish, one.detail) for one in outputs] == [(FinishReason.FAILED, detail)] * 3
+    else:
+        assert [(one.request_id, one.status, one.field, one.message) for one in refused] == [
+            ("1", 400, "model", detail)
+        ]
+    submit(world, "2", name)
+    world.settle()
+    assert gateway.journals["2"].outputs[0].finish is FinishReason.LENGTH
+    world.check_idle()
 
 
 def test_a_worker_with_other_bytes_does_not_serve_the_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -225,3 +225,17 @@ def test_a_preempted_suspect_with_results_due_keeps_no_other_group_empty() -> No
     assert any(choice.ticket and choice.awaits_results() for choice in choices), "its results are still due"
     assert [running.sequence.request.id for running in world.core.groups[empty.incarnation].running] == ["next"]
     it.finish()
+
+
+def test_a_suspect_that_waits_for_an_adapter_lets_the_others_end_that_keep_its_place(ring: type[Ring]) -> None:
+    it = ring(num_adapters=2, num_adapter_places=1, num_host_adapters=1)
+    it.submit("suspect", 6, adapter="a1", max_tokens=20)
+    while not any("suspect" in ids for ids in owners(it)):
+        it.world.work(it.worker)
+    it.submit("next", 6, adapter="a0", max_tokens=8)
+    while not it.world.core.adapter_waits.deferred:  # it waits for the place
+        it.world.work(it.worker)
+    it.world.break_down(it.worker.incarnation)
+    it.worker = it.world.add_worker()  # it reads a0 first
+    it.finish()
+    assert {it.output(name).finish for name in ("suspect", "next")} == {LENGTH}
