@@ -93,22 +93,22 @@ class GroupAdapters:
         if adapter not in self._held and adapter not in self._wanted and not self.is_refused(adapter):
             self._wanted.append(adapter)
 
-    def take_changes(self, wanted: Container[int] = (), ready: Container[int] = ()) -> HostChanges:
+    def take_changes(self, waiting: Sequence[int] = ()) -> HostChanges:
         """What to tell the worker now. Adapters that nothing uses make room, the least recently used first.
 
-        wanted: adapters of waiting sequences, set aside or not. One that was loaded for them stays until the first of
-        them has started: otherwise two adapters could displace each other for ever. One that no sequence waits for is
-        read to be checked, and has room of its own: a command need not wait for requests.
-        ready: those whose sequences wait for no adapter, but for KV blocks. They stay even for an adapter that has
-        waited for long.
+        waiting: adapters of waiting sequences, set aside or not, the longest first. One that was loaded for them stays
+        until the first of them has started: otherwise two adapters could displace each other for ever. Only the next
+        adapter displaces those that have waited less. One that no sequence waits for is read to be checked, and has
+        room of its own: a command need not wait for requests.
         """
         changes = HostChanges()
         if self._next is not None and self._next in self._wanted:
             self._wanted.remove(self._next)
             self._wanted.appendleft(self._next)
         while self._wanted and sum(not held.is_loaded for held in self._held.values()) < MOST_LOADING:
-            room = self._num_host + (self._wanted[0] not in wanted)
-            kept = ready if self._wanted[0] == self._next else wanted
+            first = self._wanted[0]
+            room = self._num_host + (first not in waiting)
+            kept = waiting[: waiting.index(first)] if first == self._next and first in waiting else waiting
             while len(self._held) >= room and (idle := self._least_used_in_host(kept)) is not None:
                 self._drop(idle)
                 changes.drop.append(idle)
@@ -216,13 +216,11 @@ class GroupAdapters:
         free = [i for i, one in enumerate(self._places) if not one.num_sequences and one.last_plan <= done]
         return min(free, key=lambda i: (self._places[i].adapter is not None, self._places[i].used), default=None)
 
-    def _least_used_in_host(self, wanted: Container[int]) -> int | None:
+    def _least_used_in_host(self, kept: Container[int]) -> int | None:
         idle = [
             held
             for held in self._held.values()
-            if held.is_loaded
-            and not self.num_sequences(held.number)
-            and (held.has_started or held.number not in wanted)
+            if held.is_loaded and not self.num_sequences(held.number) and (held.has_started or held.number not in kept)
         ]
         return min(idle, key=lambda held: held.used).number if idle else None
 

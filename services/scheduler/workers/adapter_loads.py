@@ -1,7 +1,6 @@
 """Loads adapters into workers and unloads them: those of the start, those of operators, and by need of sequences."""
 
 import logging
-from collections.abc import Container
 from dataclasses import dataclass
 
 from blockyard.services.scheduler.adapters.registry import Adapter, AdapterRegistry
@@ -154,16 +153,15 @@ class AdapterLoads:
             self._fail_all(adapter)
         for adapter in [one for one in self._waits.released if not self._registry.is_used(one)]:
             self._waits.on_started(adapter)
-        kept = {*wanted, *self._waits.released}  # where they are loaded, until a sequence has started
-        overdue = [one for one, since in wanted.items() if now - since >= self._max_wait_s]
-        overdue.sort(key=wanted.__getitem__)
+        since = wanted | self._waits.released
+        waiting = sorted(since, key=lambda one: (since[one], one))  # the same order in each step
+        overdue = [one for one in waiting if one in wanted and now - since[one] >= self._max_wait_s]
         for worker, group in self._groups.items():
             for adapter in wanted:
                 group.adapters.want(adapter)
-            if wanted:
-                self._make_room(group, overdue, now)
+            self._make_room(group, overdue, now)
             if group.adapters.has_work:
-                self._change_host_memory(worker, group, kept)
+                self._change_host_memory(worker, group, waiting)
 
     def _make_room(self, group: WorkerGroup, overdue: list[int], now: float) -> None:
         """Adapters have waited for a place for long: another one takes no new sequences, and after as long has none."""
@@ -173,8 +171,8 @@ class AdapterLoads:
             for running in [one for one in group.running if one.adapter_place == place]:
                 self._lifecycle.preempt(group, running)
 
-    def _change_host_memory(self, worker: int, group: WorkerGroup, wanted: Container[int]) -> None:
-        changes = group.adapters.take_changes(wanted, self._waits.released)
+    def _change_host_memory(self, worker: int, group: WorkerGroup, waiting: list[int]) -> None:
+        changes = group.adapters.take_changes(waiting)
         for number in changes.drop:
             self._outbox.send(worker, DropAdapter(self._scheduler, number))
         for number in changes.load:
