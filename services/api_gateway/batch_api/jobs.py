@@ -152,8 +152,10 @@ class BatchJob:
             except BatchError as e:
                 ended, fault = "failed", BatchFault("write_error", str(e))
             counts = RequestCounts(batch.request_counts.total, output.num_lines, errors.num_lines)
-        self._change(lambda b: replace(b, status="finalizing", finalizing_at=int(time.time()), request_counts=counts))
-        self._keep_files(counts)
+        now = int(time.time())
+        self._keep_files(
+            self._change(lambda b: replace(b, status="finalizing", finalizing_at=now, request_counts=counts))
+        )
         self._end(ended, fault)
 
     async def _watch(self, run: BatchRun, batch: BatchObject, output: OutputFile, errors: OutputFile) -> str:
@@ -186,12 +188,13 @@ class BatchJob:
             return seen
         return self._change(lambda b: replace(b, request_counts=counts))
 
-    def _keep_files(self, counts: RequestCounts) -> None:
+    def _keep_files(self, batch: BatchObject) -> None:
         """Makes the records of the files that have lines."""
+        counts, expires = batch.request_counts, batch.output_expires_after
         for file_id, num_lines in ((self._output_id, counts.completed), (self._errors_id, counts.failed)):
             if num_lines:
                 name = f"{self._id}_{'output' if file_id == self._output_id else 'error'}.jsonl"
-                self._store.add_file(self._tenant, file_id, name, "batch_output")
+                self._store.add_file(self._tenant, file_id, name, "batch_output", expires)
             else:
                 self._store.path(file_id).unlink(missing_ok=True)
 

@@ -1,11 +1,18 @@
 """The objects of OpenAI's API for files and batches, and the body that makes a batch."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 ENDED = ("failed", "completed", "expired", "cancelled")
 WINDOW_S = 24 * 3600
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True):
+    """How long a file is kept: an hour to 30 days, if --batch-retention is not shorter."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, msgspec.Meta(ge=3600, le=30 * 24 * 3600)]
 
 
 class FileObject(msgspec.Struct, frozen=True):
@@ -67,6 +74,7 @@ class BatchObject(msgspec.Struct, frozen=True):
     cancelled_at: int | None = None
     request_counts: RequestCounts = RequestCounts()
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
     object: str = "batch"
 
     @property
@@ -97,3 +105,4 @@ class CreateBatch(msgspec.Struct, frozen=True):
     endpoint: str
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None

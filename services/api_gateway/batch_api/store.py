@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from blockyard.services.api_gateway.batch_api.objects import BatchObject, FileObject
+from blockyard.services.api_gateway.batch_api.objects import BatchObject, ExpiresAfter, FileObject
 from blockyard.shared.errors import BatchError, ConfigError, RequestError
 
 SCHEMA = """
@@ -58,17 +58,21 @@ class BatchStore:
         """A new place for an upload that is not complete."""
         return self._folder / "uploads" / secrets.token_hex(16)
 
-    def add_upload(self, tenant: str, upload: Path, filename: str, purpose: str) -> FileObject:
+    def add_upload(
+        self, tenant: str, upload: Path, filename: str, purpose: str, expires: ExpiresAfter | None = None
+    ) -> FileObject:
         """Takes over a complete upload."""
         file_id = f"file-{secrets.token_hex(16)}"
         os.replace(upload, self.path(file_id))
-        return self.add_file(tenant, file_id, filename, purpose)
+        return self.add_file(tenant, file_id, filename, purpose, expires)
 
-    def add_file(self, tenant: str, file_id: str, filename: str, purpose: str) -> FileObject:
+    def add_file(
+        self, tenant: str, file_id: str, filename: str, purpose: str, expires: ExpiresAfter | None = None
+    ) -> FileObject:
         """Makes the record of a file that is at its path; a second call replaces it."""
-        now = int(time.time())
-        size, until = self.path(file_id).stat().st_size, now + int(self.retention_s)
-        file = FileObject(file_id, size, now, filename, purpose, until)
+        now, kept_s = int(time.time()), int(self.retention_s)
+        until = now + (kept_s if expires is None else min(kept_s, expires.seconds))
+        file = FileObject(file_id, self.path(file_id).stat().st_size, now, filename, purpose, until)
         self._put("files", file, tenant, file.purpose)
         return file
 
@@ -136,7 +140,8 @@ class BatchStore:
         """Removes files and ended batches that were kept for their time."""
         until = now - self.retention_s
         used = {batch.input_file_id for _, batch in self.open_batches()}
-        for (file_id,) in self._execute("SELECT id FROM files WHERE created_at < ?", until).fetchall():
+        expired = "created_at < ? OR json_extract(CAST(data AS TEXT), '$.expires_at') < ?"
+        for (file_id,) in self._execute(f"SELECT id FROM files WHERE {expired}", until, now).fetchall():
             if file_id not in used:
                 self._remove_file(file_id)
         ended = "status IN ('failed', 'completed', 'expired', 'cancelled')"

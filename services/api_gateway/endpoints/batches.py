@@ -51,6 +51,7 @@ class BatchEndpoints:
                 created_at=now,
                 expires_at=now + WINDOW_S,
                 metadata=asked.metadata,
+                output_expires_after=asked.output_expires_after,
             )
             store.add_batch(tenant, batch)
         return json_response(batch)

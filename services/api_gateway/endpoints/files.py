@@ -5,10 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from blockyard.services.api_gateway.batch_api.objects import DeletedFile, FileList, FileObject
+from blockyard.services.api_gateway.batch_api.objects import DeletedFile, ExpiresAfter, FileList, FileObject
 from blockyard.services.api_gateway.batch_api.store import BatchStore
 from blockyard.services.api_gateway.http.access import Access, Route
 from blockyard.services.api_gateway.http.request_context import TENANT
@@ -36,7 +37,7 @@ class FileEndpoints:
         yield Route("GET", "/v1/files/{file_id}/content", self.content, Access.KEY)
 
     async def upload(self, request: web.Request) -> web.Response:
-        """Takes a file of a batch: a form with `purpose` and `file`."""
+        """Takes a file of a batch: a form with `purpose` and `file`, and `expires_after[anchor]` and `[seconds]`."""
         with enabled(self._store) as store:
             if request.content_length is not None and request.content_length > self._max_bytes + MAX_FIELD_BYTES:
                 raise self._too_large()
@@ -47,7 +48,8 @@ class FileEndpoints:
                     raise RequestError("the form has no file", "file")
                 if (purpose := fields.get("purpose", "")) not in PURPOSES:
                     raise RequestError(f"purpose must be {' or '.join(PURPOSES)}, got {purpose[:40]!r}", "purpose")
-                return json_response(store.add_upload(TENANT.get(), path, fields["filename"], purpose))
+                expires = _expires_after(fields)
+                return json_response(store.add_upload(TENANT.get(), path, fields["filename"], purpose, expires))
             finally:
                 path.unlink(missing_ok=True)
 
@@ -140,6 +142,17 @@ class FileEndpoints:
 
     def _too_large(self) -> RequestError:
         return RequestError(f"a file may have {self._max_bytes} bytes (--max-file-bytes)", "file", status=413)
+
+
+def _expires_after(fields: dict[str, str]) -> ExpiresAfter | None:
+    """Raises RequestError."""
+    said = {name: fields[key] for name in ("anchor", "seconds") if (key := f"expires_after[{name}]") in fields}
+    if not said:
+        return None
+    try:
+        return msgspec.convert(said, ExpiresAfter, strict=False)
+    except msgspec.ValidationError as e:
+        raise RequestError(f"expires_after: {e}", "expires_after") from e
 
 
 @contextmanager

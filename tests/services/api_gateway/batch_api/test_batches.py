@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -221,6 +222,33 @@ async def test_what_was_kept_for_its_time_is_removed(rig, tmp_path: Path) -> Non
         with pytest.raises(openai.NotFoundError):
             await c.batches.retrieve(batch.id)
         assert (await c.files.list()).data == [] and not list((tmp_path / "files").iterdir())
+
+
+async def test_files_expire_when_they_are_to(rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(batch_dir=str(tmp_path)) as r, client(r) as c:
+        soon: Any = {"anchor": "created_at", "seconds": 3600}
+        file = await c.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch", expires_after=soon)
+        assert file.expires_at == file.created_at + 3600
+        batch = await c.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", output_expires_after=soon
+        )
+        output = await c.files.retrieve((await ended(c, batch.id)).output_file_id)
+        assert output.expires_at == output.created_at + 3600
+        kept = await c.files.create(file=("other.jsonl", b"x"), purpose="batch")
+        store = jobs.BatchStore(tmp_path, 30 * 24 * 3600)
+        store.sweep(time.time() + 4000)
+        store.close()
+        assert [one.id for one in (await c.files.list()).data] == [kept.id]
+        for wrong in ({"anchor": "nope", "seconds": 3600}, {"anchor": "created_at", "seconds": 5}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await c.files.create(file=("in.jsonl", b"x"), purpose="batch", expires_after=wrong)  # type: ignore[arg-type]
+            assert caught.value.param == "expires_after"
+            with pytest.raises(openai.BadRequestError) as caught:
+                await c.batches.create(
+                    input_file_id=kept.id, endpoint=CHAT, completion_window="24h",
+                    output_expires_after=wrong,  # type: ignore[arg-type]
+                )  # fmt: skip
+            assert str(caught.value.param).startswith("output_expires_after")
 
 
 async def test_without_a_folder_the_endpoints_say_so(rig) -> None:
