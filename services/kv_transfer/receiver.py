@@ -21,6 +21,7 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, LayoutPart, differences
 from blockyard.services.kv_transfer.link_sockets import MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.events import IncomingEvent
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BlockSums,
@@ -37,7 +38,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     ToReceiver,
     Transfer,
 )
-from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, IncomingTransfers
+from blockyard.services.kv_transfer.protocol.incoming import IncomingTransfers
 from blockyard.services.kv_transfer.sender_processes import SenderProcesses
 from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.frames import LogLimit, in_log

@@ -20,6 +20,7 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import LinkLayouts
 from blockyard.services.kv_transfer.link_sockets import HELLO_S, MAX_MESSAGES_A_TURN, decode_frame, drain_monitor
+from blockyard.services.kv_transfer.protocol.events import SenderEnded
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BufferFree,
@@ -34,7 +35,7 @@ from blockyard.services.kv_transfer.protocol.frames import (
     ToSender,
     WritesAllowed,
 )
-from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers
 from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.shared.bus.sockets import Sockets, readable
 from blockyard.shared.config.services.worker import KVTransferConfig, KVTransferFaults

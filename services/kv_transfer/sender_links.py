@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.layout import BlockLayout, LinkLayouts
 from blockyard.services.kv_transfer.link_counts import LinkCounts
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
+from blockyard.services.kv_transfer.protocol.events import SenderEnded
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.services.kv_transfer.staging import StagingMemory
 from blockyard.services.kv_transfer.transfer_blocks import SocketWatch, TransferBlocks

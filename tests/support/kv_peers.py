@@ -25,9 +25,8 @@ from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.host_copies import Words, blocks_of
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun, LayoutPart, LinkLayouts
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
+from blockyard.services.kv_transfer.protocol.events import BlocksLanded, ReceiverEnded, SenderEnded, SenderUnreachable
 from blockyard.services.kv_transfer.protocol.frames import HostArenaHandle, Transfer
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, ReceiverEnded, SenderUnreachable
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.bus.curve import write_keys

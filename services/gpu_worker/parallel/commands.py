@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded
+from blockyard.services.kv_transfer.protocol.events import IncomingEvent, SenderEnded
 from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import KVAbort, KVReceive, KVSend, NamedCount

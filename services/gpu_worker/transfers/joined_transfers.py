@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blockyard.services.kv_transfer.protocol.incoming import (
+from blockyard.services.kv_transfer.protocol.events import (
     BlocksLanded,
     IncomingEvent,
     Received,
     ReceiverEnded,
+    SenderEnded,
     SenderUnreachable,
+    Sent,
 )
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
 
 
 @dataclass(slots=True, eq=False)

@@ -10,9 +10,8 @@ import msgspec
 from blockyard.services.kv_transfer.endpoint import TransferEndpoint
 from blockyard.services.kv_transfer.layout import BlockLayout, LinkLayouts
 from blockyard.services.kv_transfer.link_counts import LinkCounts
+from blockyard.services.kv_transfer.protocol.events import IncomingEvent, Received, ReceiverEnded, SenderEnded, Sent
 from blockyard.services.kv_transfer.protocol.frames import Transfer
-from blockyard.services.kv_transfer.protocol.incoming import IncomingEvent, Received, ReceiverEnded
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
 from blockyard.services.kv_transfer.routes import (
     RankPlace,
     RankRoute,

@@ -12,8 +12,13 @@ from blockyard.services.gpu_worker.transfers.group_transfers import GroupTransfe
 from blockyard.services.gpu_worker.transfers.rank_transfers import Events, RankTransfers, transfer_layout
 from blockyard.services.kv_transfer.layout import as_text
 from blockyard.services.kv_transfer.link_counts import LinkCounts
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.protocol.events import (
+    BlocksLanded,
+    Received,
+    ReceiverEnded,
+    SenderUnreachable,
+    Sent,
+)
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import Geometry, KVAbort, KVLanded, KVReceive, KVSend, KVSendEnded, Stats, StepPlan

@@ -1,16 +1,21 @@
 """The receiver's side of transfers: which blocks may be written, have landed, or are free again."""
 
-import enum
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.bit_masks import bits, ranges
 from blockyard.services.kv_transfer.protocol.drops import DropReason, Drops
+from blockyard.services.kv_transfer.protocol.events import (
+    BlocksLanded,
+    IncomingEvent,
+    Received,
+    ReceiverEnded,
+    SenderUnreachable,
+)
 from blockyard.services.kv_transfer.protocol.frames import (
     BlockSums,
     BlocksWritten,
@@ -24,44 +29,8 @@ from blockyard.services.kv_transfer.protocol.frames import (
 MAX_REMEMBERED = 4096  # numbers of ended transfers
 
 
-class Received(enum.StrEnum):
-    """How a transfer ended on the receiver's side. No worker writes to its blocks any more."""
-
-    LANDED = "landed"  # all blocks, with the right checksums
-    CORRUPT = "corrupt"  # all blocks were written, some with a wrong checksum
-    ABORTED = "aborted"  # by the sender
-    REVOKED = "revoked"  # by the receiver
-    SENDER_LOST = "sender_lost"  # the link broke, or the sender's process ended
-
-
 # blocks that the sender had completed before still land
 _STILL_USEFUL = (Received.ABORTED, Received.SENDER_LOST)
-
-
-class BlocksLanded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Blocks at these positions are complete and have the right checksums. Each position is reported once."""
-
-    number: int
-    positions: list[int]
-
-
-class SenderUnreachable(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The link of a transfer has broken, and its sender may still write: see `IncomingTransfers.revoke`."""
-
-    number: int
-
-
-class ReceiverEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A transfer has ended. Its blocks may be used for something else."""
-
-    number: int
-    outcome: Received
-    landed: list[int]  # positions of all its `BlocksLanded`
-    corrupt: list[int]  # positions with a wrong checksum
-    detail: str = ""
-
-
-IncomingEvent = BlocksLanded | SenderUnreachable | ReceiverEnded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,17 +1,16 @@
 """The sender's side of its transfers to one receiver: which blocks to copy now, and which sources are free again."""
 
-import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from blockyard.services.kv_transfer.layout import BlockLayout
 from blockyard.services.kv_transfer.protocol.bit_masks import bits, ranges
 from blockyard.services.kv_transfer.protocol.drops import DropReason, Drops
+from blockyard.services.kv_transfer.protocol.events import SenderEnded, Sent
 from blockyard.services.kv_transfer.protocol.frames import (
     BlockSums,
     BlocksWritten,
@@ -25,23 +24,6 @@ from blockyard.services.kv_transfer.protocol.frames import (
 GAVE_UP = "the receiver gave up"
 MAX_EARLY = 4096  # WritesAllowed of transfers that have not begun here
 MAX_REMEMBERED = 4096  # numbers of ended transfers
-
-
-class Sent(enum.StrEnum):
-    """How a transfer ended on the sender's side. Its source blocks are not read any more."""
-
-    WRITTEN = "written"  # all blocks; only the receiver knows whether they landed
-    ABORTED = "aborted"  # by the sender
-    STOPPED = "stopped"  # by the receiver
-    LINK_LOST = "link_lost"
-
-
-class SenderEnded(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A transfer has ended: its source blocks are not read any more."""
-
-    number: int
-    outcome: Sent
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

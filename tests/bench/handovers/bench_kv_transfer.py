@@ -28,8 +28,8 @@ import zmq  # noqa: E402
 from kv_peers import RECEIVER, SENDER, Peer, bus_of  # noqa: E402
 
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun  # noqa: E402
+from blockyard.services.kv_transfer.protocol.events import Received, ReceiverEnded  # noqa: E402
 from blockyard.services.kv_transfer.protocol.frames import Transfer  # noqa: E402
-from blockyard.services.kv_transfer.protocol.incoming import Received, ReceiverEnded  # noqa: E402
 from blockyard.shared.config.kv_transfer import has_nixl  # noqa: E402
 from blockyard.shared.config.services.process import BusConfig  # noqa: E402
 

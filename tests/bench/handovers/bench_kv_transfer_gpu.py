@@ -34,8 +34,8 @@ from kv_peers import RECEIVER, SENDER, Peer, bus_of  # noqa: E402
 from blockyard.kernels.kv_cache.copy_blocks import copy_blocks  # noqa: E402
 from blockyard.services.kv_transfer import device_copier  # noqa: E402
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun  # noqa: E402
+from blockyard.services.kv_transfer.protocol.events import ReceiverEnded  # noqa: E402
 from blockyard.services.kv_transfer.protocol.frames import Transfer  # noqa: E402
-from blockyard.services.kv_transfer.protocol.incoming import ReceiverEnded  # noqa: E402
 from blockyard.shared.config.services.process import BusConfig  # noqa: E402
 
 NUM_BLOCKS = 1100

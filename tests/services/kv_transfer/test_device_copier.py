@@ -15,8 +15,7 @@ from blockyard.services.kv_transfer.connectors.selection import make_copier
 from blockyard.services.kv_transfer.copy_thread import CopyThread
 from blockyard.services.kv_transfer.device_copier import MAX_STAGING
 from blockyard.services.kv_transfer.host_copies import Checksums, Words
-from blockyard.services.kv_transfer.protocol.incoming import Received
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.shared.config.services.process import BusConfig
 
 ALL = range(SMALL.num_layers)

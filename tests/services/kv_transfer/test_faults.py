@@ -8,8 +8,7 @@ import pytest
 from kv_peers import MIXED, RECEIVER, SENDER, Pair, Peer, needs_nixl
 
 from blockyard.services.kv_transfer.layout import LinkLayouts
-from blockyard.services.kv_transfer.protocol.incoming import Received
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.config.services.process import BusConfig

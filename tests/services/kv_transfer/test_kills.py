@@ -22,9 +22,8 @@ from kv_peers import (
     small_copies_of_gpus,
 )
 
+from blockyard.services.kv_transfer.protocol.events import BlocksLanded, Received, ReceiverEnded, SenderEnded, Sent
 from blockyard.services.kv_transfer.protocol.frames import Transfer
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
 from blockyard.shared.config.services.process import BusConfig
 
 NUM_BLOCKS = 128  # 64 MiB

@@ -7,9 +7,10 @@ from kv_peers import MIXED, Pair
 from blockyard.services.kv_transfer.host_copies import Words
 from blockyard.services.kv_transfer.layout import Section
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.services.kv_transfer.protocol.frames import BlocksWritten, Transfer, WritesAllowed
-from blockyard.services.kv_transfer.protocol.incoming import IncomingTransfers, Received
-from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, Sent
+from blockyard.services.kv_transfer.protocol.incoming import IncomingTransfers
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers
 
 ALL = range(MIXED.num_layers)
 

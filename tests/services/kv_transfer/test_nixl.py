@@ -15,9 +15,14 @@ from kv_peers import LARGE, RECEIVER, SENDER, SMALL, Pair, Peer, needs_nixl, pro
 
 from blockyard.services.kv_transfer.connectors import nixl, nixl_access
 from blockyard.services.kv_transfer.connectors.nixl_agent import NixlAgent, Region, host_id
+from blockyard.services.kv_transfer.protocol.events import (
+    BlocksLanded,
+    Received,
+    ReceiverEnded,
+    SenderUnreachable,
+    Sent,
+)
 from blockyard.services.kv_transfer.protocol.frames import Transfer
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import KVTransferConfig

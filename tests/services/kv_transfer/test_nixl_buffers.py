@@ -9,8 +9,7 @@ from kv_peers import LARGE, SENDER, Pair, Peer, needs_nixl
 
 from blockyard.services.kv_transfer.connectors import nixl, nixl_access
 from blockyard.services.kv_transfer.connectors.nixl_agent import Place
-from blockyard.services.kv_transfer.protocol.incoming import Received
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.shared.config.services.process import BusConfig
 
 pytestmark = needs_nixl

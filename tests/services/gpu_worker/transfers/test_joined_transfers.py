@@ -6,8 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.services.gpu_worker.transfers.joined_transfers import JoinedTransfers
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, Received, ReceiverEnded, SenderUnreachable
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
+from blockyard.services.kv_transfer.protocol.events import (
+    BlocksLanded,
+    Received,
+    ReceiverEnded,
+    SenderEnded,
+    SenderUnreachable,
+    Sent,
+)
 
 BAD = [Received.ABORTED, Received.SENDER_LOST, Received.REVOKED]
 

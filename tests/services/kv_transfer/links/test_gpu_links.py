@@ -10,7 +10,7 @@ from kv_peers import LARGE, Peer, needs_nixl, process
 
 from blockyard.services.kv_transfer.arena import DeviceArena, map_device_arena
 from blockyard.services.kv_transfer.device.ipc_memory import cuda_driver
-from blockyard.services.kv_transfer.protocol.outgoing import SenderEnded, Sent
+from blockyard.services.kv_transfer.protocol.events import SenderEnded, Sent
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.config.services.process import BusConfig
 

@@ -14,6 +14,7 @@ from kv_peers import RECEIVER, SENDER, SMALL, Peer, poll_both, tcp_bus
 
 from blockyard.services.kv_transfer.link_sockets import transfer_sockets
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.events import Received
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     BlockSums,
@@ -24,7 +25,6 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Stopped,
     Transfer,
 )
-from blockyard.services.kv_transfer.protocol.incoming import Received
 from blockyard.services.kv_transfer.receiver import TransferReceiver
 from blockyard.shared.bus.frames import LINES_A_MINUTE
 from blockyard.shared.config.services.process import BusConfig

@@ -8,6 +8,7 @@ import pytest
 from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer
 
 from blockyard.services.kv_transfer.connectors.mapped import MappedWriter
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.services.kv_transfer.protocol.frames import (
     LINK_VERSION,
     LinkHello,
@@ -16,8 +17,6 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Transfer,
     WritesAllowed,
 )
-from blockyard.services.kv_transfer.protocol.incoming import Received
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.bus.sockets import readable
 

@@ -12,8 +12,7 @@ from kv_peers import RECEIVER, SENDER, SMALL, Pair, Peer, poll_both
 from blockyard.services.kv_transfer import sender_link
 from blockyard.services.kv_transfer.layout import LayerRun, LinkLayouts
 from blockyard.services.kv_transfer.protocol.drops import DropReason
-from blockyard.services.kv_transfer.protocol.incoming import Received
-from blockyard.services.kv_transfer.protocol.outgoing import Sent
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
 from blockyard.services.kv_transfer.sender_link import SenderLink
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import KVTransferConfig

@@ -7,8 +7,8 @@ from kv_peers import MIXED, Pair
 from blockyard.services.kv_transfer.host_copies import Words, blocks_of_part
 from blockyard.services.kv_transfer.layout import LayoutPart
 from blockyard.services.kv_transfer.protocol.drops import DropReason
-from blockyard.services.kv_transfer.protocol.incoming import Received
-from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, Sent
+from blockyard.services.kv_transfer.protocol.events import Received, Sent
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite
 
 ALL = range(MIXED.num_layers)
 

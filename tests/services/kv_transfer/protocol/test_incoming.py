@@ -5,8 +5,9 @@ import pytest
 from kv_peers import SMALL
 
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.events import BlocksLanded, Received, ReceiverEnded
 from blockyard.services.kv_transfer.protocol.frames import BlockSums, BlocksWritten, Transfer, WritesAllowed
-from blockyard.services.kv_transfer.protocol.incoming import BlocksLanded, IncomingTransfers, Received, ReceiverEnded
+from blockyard.services.kv_transfer.protocol.incoming import IncomingTransfers
 
 ME, SENDER, LAYERS = 8, 7, SMALL.num_layers
 

@@ -4,8 +4,9 @@ import pytest
 from kv_peers import SMALL
 
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.events import Sent
 from blockyard.services.kv_transfer.protocol.frames import Stopped, Transfer, WritesAllowed
-from blockyard.services.kv_transfer.protocol.outgoing import OutgoingTransfers, Sent
+from blockyard.services.kv_transfer.protocol.outgoing import OutgoingTransfers
 
 ALL = range(SMALL.num_layers)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from blockyard.services.kv_transfer.layout import BlockLayout, LayerRun
 from blockyard.services.kv_transfer.protocol.drops import DropReason
+from blockyard.services.kv_transfer.protocol.events import BlocksLanded, Received, ReceiverEnded, SenderEnded, Sent
 from blockyard.services.kv_transfer.protocol.frames import (
     BlockSums,
     BlocksWritten,
@@ -25,14 +26,8 @@ from blockyard.services.kv_transfer.protocol.frames import (
     Transfer,
     WritesAllowed,
 )
-from blockyard.services.kv_transfer.protocol.incoming import (
-    BlocksLanded,
-    IncomingTransfers,
-    Landing,
-    Received,
-    ReceiverEnded,
-)
-from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers, SenderEnded, Sent
+from blockyard.services.kv_transfer.protocol.incoming import IncomingTransfers, Landing
+from blockyard.services.kv_transfer.protocol.outgoing import BlockWrite, OutgoingTransfers
 
 LAYERS, BLOCKS, RECEIVER = 3, 12, 99
 SOURCE = 100  # the sender's block for position 0
