@@ -58,6 +58,8 @@ def other_value(flag: Flag) -> Any:
     if flag.choices:
         word = next(choice for choice in flag.choices if choice != str(flag.default))
         return int(word) if flag.kind is FlagKind.INT else word
+    if flag.name == "lora-dir":
+        return str(Path(__file__).parent)
     return __file__ if flag.name.startswith("ssl") or flag.name.endswith("path") else "some"
 
 
