@@ -12,7 +12,7 @@ import msgspec
 
 from blockyard.services.api_gateway.apis.interface import Api, Echo
 from blockyard.services.api_gateway.pooling_pipeline import PoolingPipeline
-from blockyard.services.api_gateway.requests.dropped_turns import TOO_LONG, longest_fitting
+from blockyard.services.api_gateway.requests.dropped_turns import longest_fitting
 from blockyard.services.api_gateway.requests.generate_request import GenerateRequest
 from blockyard.services.api_gateway.responses.event_stream import EventStream
 from blockyard.services.api_gateway.responses.full_response import CollectedChoice, encode_full_response
@@ -29,6 +29,7 @@ from blockyard.shared.messages import (
     Detokenized,
     Generate,
     Sampling,
+    Tokenize,
     Tokenized,
     TokenizerDescription,
 )
@@ -200,25 +201,34 @@ class RequestPipeline:
         if self._logs_prompts or options.prompt_text:
             asked = [msgspec.structs.replace(prompt, want_text=True) for prompt in asked]
         try:
+            if request.shortened_tokens and request.truncate is None:
+                shortened = await self._shortened(asked[0], request, name, tenant)
+                if shortened is not None:
+                    return shortened
             return await self.tokenizer_client.tokenize(
                 asked, name, request.truncate, want_text, grammar_field, tenant, keeps_start=request.keeps_start
             )
         except RequestError as e:
             if e.field == "messages":
                 e.field = request.prompt_field
-            if e.code != TOO_LONG or not request.drops_turns:
-                raise
-            too_long = e
-        [prompt] = asked
+            raise
 
-        def shorter(messages: bytes, count: int) -> Awaitable[list[Tokenized]]:
-            kept = msgspec.structs.replace(prompt, messages=messages)
-            return self.tokenizer_client.tokenize([kept], f"{name}-{count}", None, False, grammar_field, tenant)
+    async def _shortened(
+        self, prompt: Tokenize, request: GenerateRequest, name: str, tenant: str
+    ) -> list[Tokenized] | None:
+        """The prompt with as many turns as leave room for the answer, or as fit at all. None: not even one fits."""
+        messages = prompt.messages or b"[]"
+        for limit in (request.shortened_tokens, prompt.max_tokens):
 
-        found = await longest_fitting(prompt.messages or b"[]", shorter)
-        if found is None:
-            raise too_long
-        return found
+            def tokenize(kept: bytes, count: int, limit: int = limit) -> Awaitable[list[Tokenized]]:
+                part = msgspec.structs.replace(prompt, messages=kept, max_tokens=limit)
+                part_name = f"{name}-{limit}-{count}"
+                return self.tokenizer_client.tokenize([part], part_name, None, False, request.grammar_field, tenant)
+
+            found = await longest_fitting(messages, tokenize)
+            if found is not None:
+                return found
+        return None
 
     async def detokenize(self, work: Detokenize) -> Detokenized:
         answer = await self.tokenizer_client.submit(work)
@@ -301,11 +311,12 @@ def _texts(request: GenerateRequest, prompts: list[Tokenized]) -> list[str]:
 
 def _log(generation: HttpGeneration) -> None:
     """Logs ids and numbers only. Prompts, stop strings and bad words are the user's text and stay out of logs."""
-    request, sampling = generation.request, generation.entries[0].request.sampling
+    request, frame = generation.request, generation.entries[0].request
+    sampling = frame.sampling
     values = [(name, getattr(sampling, name), getattr(DEFAULT_SAMPLING, name)) for name in LOGGED]
     fields = {name: value for name, value, default in values if name == "temperature" or value != default}
     log.info(
-        "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s",
+        "%s: %d prompts of %s tokens for %s, n=%d, max_tokens=%d%s%s",
         request.options.answer_id,
         len(generation.entries),
         "+".join(str(entry.num_prompt_tokens) for entry in generation.entries[:MAX_LOGGED]),
@@ -313,4 +324,5 @@ def _log(generation: HttpGeneration) -> None:
         request.choices.returned,
         sampling.max_tokens,
         "".join(f", {name}={value}" for name, value in fields.items()),
+        f", tenant={frame.tenant}" if frame.tenant else "",
     )

@@ -163,7 +163,7 @@ class TextCodec:
         root = root_hash(self._config.block_scope, cache_salt=salt, adapter=adapter)
         if not request.want_text:
             text = ""
-        elif text is None:
+        elif text is None or request.suffix is not None:
             text = self._text_of(data)
         return Tokenized(
             request.request_id,

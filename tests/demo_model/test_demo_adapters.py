@@ -6,7 +6,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from demo_training.train_adapters import MODEL, STYLES
+from demo_training.adapter_styles import MODEL, STYLES
 from rig import Server, serve
 from safetensors import safe_open
 

@@ -20,6 +20,8 @@ def use() -> None:
     """
     if interpreter._patch_builtin.__module__ == __name__:
         return
+    is_interpreted = isinstance(tl.cdiv, interpreter.InterpretedFunction)
+    assert is_interpreted, "a test module imported Triton before TRITON_INTERPRET was set"
     places = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
     patch_all, patch_one = interpreter._patch_builtin, interpreter._patch_attr
     found = {

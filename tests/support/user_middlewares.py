@@ -61,6 +61,20 @@ class Raises(Named):
         raise LookupError("secret of the middleware")
 
 
+class BadHeader(Named):
+    """Adds a header that no answer may have."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"b\r\nx-c: d")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+
+class BadStatus(Named):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 99999, "headers": []})
+        await send({"type": "http.response.body", "body": b"x"})
+
+
 class Silent(Named):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         return

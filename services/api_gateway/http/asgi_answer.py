@@ -23,6 +23,7 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 EXCHANGE = "blockyard.exchange"  # key of a scope: the aiohttp request
 HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding"))  # aiohttp writes those of the connection
 BODILESS = frozenset((204, 304))
+UNSENDABLE = frozenset(b"\0\r\n")  # bytes that no header has
 
 
 class AnswerError(RuntimeError):
@@ -130,11 +131,15 @@ class AsgiAnswer:
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _start(self, message: Message) -> None:
-        headers: CIMultiDict[str] = CIMultiDict()
+        status, headers = int(message["status"]), CIMultiDict[str]()
+        if not 200 <= status <= 999:
+            raise AnswerError(f"an answer has no status {status}")
         for name, value in message.get("headers", ()):
+            if not UNSENDABLE.isdisjoint(bytes(name) + bytes(value)):
+                raise AnswerError(f"the header {bytes(name)[:80]!r} has an end of line or a NUL")
             if bytes(name).lower() not in HOP_BY_HOP:
                 headers.add(bytes(name).decode("latin-1"), bytes(value).decode("latin-1"))
-        request, response = self._request, web.StreamResponse(status=int(message["status"]), headers=headers)
+        request, response = self._request, web.StreamResponse(status=status, headers=headers)
         if response.status >= 400 and not request.content.is_eof():
             response.force_close()  # as in `middleware.errors`
         if not self._is_bodiless(response.status):

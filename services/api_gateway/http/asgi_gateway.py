@@ -138,6 +138,7 @@ class InnerConnection(BaseProtocol):
         self.transport = transport
         self.peername, self.sockname = (transport.get_extra_info(name) for name in ("peername", "sockname"))
         self.ssl_context = transport.get_extra_info("sslcontext")
+        self.max_headers, self.max_field_size = self._outer.max_headers, self._outer.max_field_size  # of a form's parts
         self._readable = asyncio.Event()
         self._readable.set()
 

@@ -47,11 +47,16 @@ class Conversation:
 
 
 async def longest_fitting(messages: bytes, tokenize: Callable[[bytes, int], Awaitable[T]]) -> T | None:
-    """Returns the result of `tokenize` for the messages without as few of the oldest units as it takes to fit.
+    """Returns the result of `tokenize` for all messages, or without as few of the oldest units as it takes to fit.
 
     `tokenize` takes messages and the number of dropped units, and raises RequestError for a prompt that is too long.
     None if the last unit alone does not fit, or the messages have more than `MAX_BYTES`. Raises its other errors.
     """
+    try:
+        return await tokenize(messages, 0)
+    except RequestError as e:
+        if e.code != TOO_LONG:
+            raise
     if len(messages) > MAX_BYTES:
         return None
     conversation = Conversation(messages)

@@ -113,7 +113,7 @@ class GenerateRequest:
     thinking_budget: int | None = None  # tokens of reasoning; None: no limit
     tools: ToolUse | None = None
     output: OutputForm | None = None  # how the text is read; None: it is content
-    drops_turns: bool = False  # the oldest turns of a conversation that does not fit
+    shortened_tokens: int = 0  # of a prompt above it the oldest turns are dropped; 0: of none
     keeps_start: bool = False  # `truncate` keeps the prompt's first ids, not its last ones
     ignored: tuple[str, ...] = ()  # tools and items that this server leaves out, for a header of the answer
     kv_transfer_params: bytes = b""  # JSON object, for the connector

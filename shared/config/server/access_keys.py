@@ -1,6 +1,7 @@
 """Keys of clients and operators: from flags, and from files that may name the tenant of each key."""
 
 import re
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -49,8 +50,11 @@ def key_file(values: Values, name: str) -> str:
 
 def _lines(file: str, where: str) -> list[tuple[str, str]]:
     """The name, which may be empty, and the key of each line. Messages never contain a key."""
+    path = Path(file)
     try:
-        text = Path(file).read_text("utf-8")
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for, and is empty at a second reading
+            raise ConfigError(f"{where}: is no regular file")
+        text = path.read_text("utf-8")
     except OSError as e:
         raise ConfigError(f"{where}: {e.strerror}") from e
     except ValueError as e:

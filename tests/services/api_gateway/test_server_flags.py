@@ -103,6 +103,13 @@ async def test_lines_for_a_request(rig, caplog: pytest.LogCaptureFixture, fields
         assert "/v1/completions 200 in " in lines[-1]
 
 
+async def test_the_line_of_a_request_names_its_tenant(rig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "blockyard"):
+        async with rig(log_requests=True, access_log=False, api_keys=["some-key"]) as r:
+            await r.post("/v1/completions", BODY, headers={"Authorization": "Bearer some-key"})
+    assert [line.rpartition(", ")[2] for line in lines_of(caplog)] == ["tenant=key-0"]
+
+
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 

@@ -61,6 +61,13 @@ def test_a_prompt_is_what_the_model_card_writes(byte_tokenizer: Tokenizer, famil
     assert set(answer.stop_token_ids) == ends
 
 
+def test_the_text_of_a_prompt_has_its_markers_and_the_suffix(byte_tokenizer: Tokenizer) -> None:
+    texts = codec(with_markers(byte_tokenizer, QWEN))
+    answer = asked(texts, want_text=True)
+    assert isinstance(answer, Tokenized), answer
+    assert answer.text.endswith(f"<|fim_prefix|>{BEFORE}<|fim_suffix|>{BEHIND}<|fim_middle|>")
+
+
 def test_each_family_has_both_places() -> None:
     for family in FAMILIES:
         assert family.template.count("{prefix}") == family.template.count("{suffix}") == 1

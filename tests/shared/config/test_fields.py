@@ -59,7 +59,7 @@ def other_value(flag: Flag) -> Any:
         word = next(choice for choice in flag.choices if choice != str(flag.default))
         return int(word) if flag.kind is FlagKind.INT else word
     if flag.name == "lora-dir":
-        return str(Path(__file__).parent)
+        return str(Path(__file__).parent)  # must exist
     return __file__ if flag.name.startswith("ssl") or flag.name.endswith("path") else "some"
 
 

@@ -38,7 +38,6 @@ from blockyard.shared.config.services.gateway import GatewayConfig
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard
 from blockyard.shared.ring_client.request_fields import limits
-from blockyard.shared.ring_client.request_fields.known_fields import read_raw
 from blockyard.shared.ring_client.request_fields.output_format import OutputFormats, read_output_form
 from blockyard.shared.ring_client.request_fields.structured_outputs import FieldGrammar, json_grammar, read_grammar
 
@@ -89,9 +88,9 @@ def _parse(
         chat_template=request.chat_template,
         add_special_tokens=request.add_special_tokens,
     )
-    fields, drops_turns = generation_fields(request), request.truncation == "auto"
-    if drops_turns:
-        prompt = msgspec.structs.replace(prompt, max_tokens=_room(asked, card.max_model_len))
+    fields, room = generation_fields(request), 0
+    if request.truncation == "auto":
+        room = _room(asked, card.max_model_len)
     grammar, options = _grammar(request, fields, card), _options(request, card, config, tools, name, turn)
     output, thinks = read_output_form(tools.use, formats), not says_no_thinking(kwargs)
     options = replace(
@@ -100,7 +99,7 @@ def _parse(
         custom_tools=tuple(one.tool.name for one in tools.offered if one.tool.kind == "custom"),
     )
     parsed = conversation_request(fields, options, card, prompt, asked, tools.use, output, formats, grammar, thinks)
-    return replace(parsed, prompt_field="input", drops_turns=drops_turns, ignored=tuple(tools.ignored))
+    return replace(parsed, prompt_field="input", shortened_tokens=room, ignored=tuple(tools.ignored))
 
 
 def _template_fields(request: ResponsesRequest) -> dict[str, Any]:
@@ -195,7 +194,7 @@ def _repeated(request: ResponsesRequest, card: ModelCard, tools: ResponseTools, 
     """JSON fields without the braces around them."""
     defaults, text, reasoning = card.settings.defaults, request.text, request.reasoning
     shown_format = (text.format if text is not None else None) or TextFormat(type="text")
-    summary = None if reasoning is None else read_raw(reasoning.summary, "reasoning.summary")
+    summary = None if reasoning is None else reasoning.summary
     fields = RepeatedFields(
         request.instructions,
         request.metadata or {},

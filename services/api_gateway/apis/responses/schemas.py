@@ -110,7 +110,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     effort: ReasoningEffort | None = None
     # no effect on an answer: reasoning is shown as the model writes it
-    summary: msgspec.Raw = NULL
+    summary: str | None = None  # repeated in the answer
     generate_summary: msgspec.Raw = NULL
     context: msgspec.Raw = NULL
     mode: msgspec.Raw = NULL

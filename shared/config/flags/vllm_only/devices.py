@@ -1,6 +1,7 @@
 """Flags of several GPUs and hosts, and of kernels, that only vLLM has.
 
-A worker is one GPU here, and a ring may have many on many hosts. Kernels are this project's own, chosen by measurement.
+A worker is the GPUs of one host here, and a ring may have many workers on many hosts. Kernels are this project's own,
+chosen by measurement.
 """
 
 from functools import partial
@@ -13,8 +14,10 @@ _HOSTS = not_built(
 _BALANCE = "the scheduler divides requests among all workers; use --data-parallel-size or more `blockyard run` workers"
 _SUPERVISOR = "`serve` restarts processes that end, and those that stand still after --hung-timeout"
 _CONTEXT = not_built("context parallelism; use 1")
-_EXPERTS = not_built("expert parallelism")
-_ALONE = "a worker is one device: nothing is sent between devices in a step"
+_EXPERTS = not_built("a choice of the experts of a rank; --enable-expert-parallel alone divides them once, at start")
+_RANKS = "the ranks of a worker have one way to find each other and to send, with limits of its own"
+_REPLICAS = "replicas do not agree on steps: each is a worker of its own"
+_NO_CONTEXT = "no ranks share the KV of a sequence, because there is no context parallelism"
 _NUMA = not_built("binding to NUMA nodes; start `blockyard run gpu-worker` under numactl")
 _OVERLAP = not_built("steps in two overlapping halves")
 _FAULTS = "workers that fail are restarted and their requests go on elsewhere; leave it out"
@@ -25,7 +28,9 @@ _hosts = partial(Flag, refused=_HOSTS)
 _balance = partial(Flag, refused=_BALANCE)
 _supervisor = partial(Flag, mapped=_SUPERVISOR)
 _experts = partial(Flag, refused=_EXPERTS)
-_alone = partial(Flag, mapped=_ALONE)
+_ranks = partial(Flag, mapped=_RANKS)
+_replicas = partial(Flag, mapped=_REPLICAS)
+_no_context = partial(Flag, mapped=_NO_CONTEXT)
 _numa = partial(Flag, refused=_NUMA)
 _overlap = partial(Flag, refused=_OVERLAP)
 _products = partial(Flag, mapped=_PRODUCTS)
@@ -58,13 +63,13 @@ PARALLEL = (
     _supervisor("dp-supervisor-probe-failure-threshold", FlagKind.INT, 3, "Failed probes of a dead replica.", ge=1),
     _supervisor("dp-supervisor-probe-interval-s", FlagKind.FLOAT, 5.0, "Seconds between two probes.", ge=0),
     _supervisor("dp-supervisor-probe-timeout-s", FlagKind.FLOAT, 5.0, "Seconds of a probe.", ge=0),
-    _alone("dp-sync-interval", FlagKind.INT, 16, "Steps between two agreements of replicas.", ge=1),
-    _alone("disable-nccl-for-dp-synchronization", FlagKind.BOOL, False, "Let replicas agree by Gloo."),
-    _alone("distributed-timeout-seconds", FlagKind.INT, None, "Seconds for a group to form.", ge=1),
-    _alone("cpu-distributed-timeout-seconds", FlagKind.INT, None, "Seconds for a group on CPU to form.", ge=1),
-    _alone("enable-shm-tensor-arena", FlagKind.BOOL, False, "Shared memory for tensors between processes."),
-    _alone("enable-batch-sharded-sampling", FlagKind.BOOL, False, "Sample a part of the batch on each GPU."),
-    _alone("enable-hc-sp", FlagKind.BOOL, False, "Divide the tokens of hyper-connections."),
+    _replicas("dp-sync-interval", FlagKind.INT, 16, "Steps between two agreements of replicas.", ge=1),
+    _replicas("disable-nccl-for-dp-synchronization", FlagKind.BOOL, False, "Let replicas agree by Gloo."),
+    _ranks("distributed-timeout-seconds", FlagKind.INT, None, "Seconds for a group to form.", ge=1),
+    _ranks("cpu-distributed-timeout-seconds", FlagKind.INT, None, "Seconds for a group on CPU to form.", ge=1),
+    _ranks("enable-shm-tensor-arena", FlagKind.BOOL, False, "Shared memory for tensors between processes."),
+    _ranks("enable-batch-sharded-sampling", FlagKind.BOOL, False, "Sample a part of the batch on each GPU."),
+    _ranks("enable-hc-sp", FlagKind.BOOL, False, "Divide the tokens of hyper-connections."),
     Flag(
         "decode-context-parallel-size", FlagKind.INT, 1, "GPUs that share KV.", short_names=("dcp",), refused=_CONTEXT
     ),
@@ -76,11 +81,11 @@ PARALLEL = (
         short_names=("pcp",),
         refused=_CONTEXT,
     ),
-    _alone("dcp-comm-backend", FlagKind.TEXT, None, "How GPUs that share KV combine results."),
-    _alone("dcp-q-replicate", FlagKind.BOOL, False, "Compute queries on each GPU that shares KV."),
-    _alone("dcp-kv-cache-interleave-size", FlagKind.INT, 1, "Tokens in a row on one GPU.", ge=1),
-    _alone("cp-kv-cache-interleave-size", FlagKind.INT, None, "Tokens in a row on one GPU.", ge=1),
-    _alone("all2all-backend", FlagKind.TEXT, None, "How tokens get to experts on other GPUs."),
+    _no_context("dcp-comm-backend", FlagKind.TEXT, None, "How GPUs that share KV combine results."),
+    _no_context("dcp-q-replicate", FlagKind.BOOL, False, "Compute queries on each GPU that shares KV."),
+    _no_context("dcp-kv-cache-interleave-size", FlagKind.INT, 1, "Tokens in a row on one GPU.", ge=1),
+    _no_context("cp-kv-cache-interleave-size", FlagKind.INT, None, "Tokens in a row on one GPU.", ge=1),
+    _ranks("all2all-backend", FlagKind.TEXT, None, "How tokens get to experts on other GPUs."),
     _experts("elastic-ep-max-dp-size", FlagKind.INT, None, "Most replicas.", ge=1),
     _experts("enable-elastic-ep", FlagKind.BOOL, False, "Change the number of GPUs while serving."),
     _experts("enable-ep-weight-filter", FlagKind.BOOL, False, "Read only a GPU's own experts."),

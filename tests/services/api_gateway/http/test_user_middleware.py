@@ -2,12 +2,16 @@
 
 import gzip
 import logging
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import openai
 import pytest
 from user_middlewares import (
+    BadHeader,
+    BadStatus,
     Breaks,
     Collects,
     First,
@@ -81,6 +85,16 @@ async def test_a_large_body_of_unknown_length_arrives_whole(rig) -> None:
             assert answer.status == 200, await answer.text()
 
 
+async def test_a_form_arrives_whole(rig, tmp_path: Path) -> None:
+    for middleware in (First, function):
+        async with (
+            rig(middleware=names(middleware), batch_dir=str(tmp_path)) as r,
+            openai.AsyncOpenAI(base_url=f"{r.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            file = await client.files.create(file=("in.jsonl", b"x" * 300_000), purpose="batch")
+            assert len((await client.files.content(file.id)).content) == file.bytes == 300_000
+
+
 async def test_a_changed_path_is_routed(rig) -> None:
     async with rig(middleware=names(Upper)) as r, r.http.get("/renamed") as answer:
         assert (await answer.json())["object"] == "list"
@@ -105,6 +119,14 @@ async def test_one_that_raises_or_does_not_answer_is_a_500_in_the_apis_form(rig,
             status, body = await r.post("/v1/messages", CHAT)
             assert status == 500 and body["type"] == "error"
         assert any("a middleware" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("middleware", [BadHeader, BadStatus])
+async def test_an_answer_that_cannot_be_sent_is_a_whole_500(rig, middleware) -> None:
+    async with rig(middleware=names(middleware)) as r:
+        for _ in range(2):  # on one connection
+            status, body = await r.post("/v1/chat/completions", CHAT)
+            assert status == 500 and body["error"]["message"] == "A middleware of this server failed at this request."
 
 
 async def test_one_that_hangs_ends_with_its_client(rig) -> None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from blockyard.services.api_gateway.requests.dropped_turns import MAX_BYTES, Conversation, longest_fitting
+from blockyard.services.api_gateway.requests.dropped_turns import MAX_BYTES, TOO_LONG, Conversation, longest_fitting
+from blockyard.shared.errors import RequestError
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "s"},
@@ -34,6 +35,13 @@ async def test_a_very_long_conversation_is_not_shortened() -> None:
     async def fits(messages: bytes, count: int) -> int:
         return count
 
-    assert await longest_fitting(msgspec.json.encode(MESSAGES), fits) == 1
+    async def fits_shorter(messages: bytes, count: int) -> int:
+        if count == 0:
+            raise RequestError("too long", "messages", code=TOO_LONG)
+        return count
+
+    assert await longest_fitting(msgspec.json.encode(MESSAGES), fits) == 0
+    assert await longest_fitting(msgspec.json.encode(MESSAGES), fits_shorter) == 1
     long = [MESSAGES[0], *({"role": "user", "content": "x" * 1000} for _ in range(MAX_BYTES // 1000))]
-    assert await longest_fitting(msgspec.json.encode(long), fits) is None
+    assert await longest_fitting(msgspec.json.encode(long), fits) == 0
+    assert await longest_fitting(msgspec.json.encode(long), fits_shorter) is None

@@ -1,5 +1,6 @@
 """Keys from flags, the environment and files."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ def test_a_file_that_cannot_be_used(tmp_path: Path, content: bytes | None, messa
     with pytest.raises(ConfigError, match=f"--api-key-file {file}: .*{message}") as refusal:
         access_keys.key_file(values_of("--api-key-file", str(file)), "api-key-file")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match=f"--api-key-file {file}: is no regular file"):
+        access_keys.key_file(values_of("--api-key-file", str(file)), "api-key-file")
 
 
 def test_an_empty_key_is_refused_and_does_not_mean_that_none_is_asked_for() -> None:

@@ -82,6 +82,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown truncation": ({"truncation": "middle"}, "truncation"),
     "an unknown effort": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     "a summary that no float holds": ({"reasoning": {"summary": msgspec.Raw(b"1e999")}}, "reasoning.summary"),
+    "a summary of a wrong type": ({"reasoning": {"summary": {"type": "auto"}}}, "reasoning.summary"),
     "an unknown format": ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     "a format without schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     "two limits of the text": (

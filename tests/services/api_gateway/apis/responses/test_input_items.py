@@ -296,14 +296,14 @@ def test_sampling_is_that_of_chat_completions(parse) -> None:
 
 
 def test_truncation_leaves_room_for_the_answer(parse) -> None:
-    def room(**fields: Any) -> tuple[bool, int]:
+    def room(**fields: Any) -> tuple[int, int]:
         request = parse(**fields).request
-        return request.drops_turns, request.prompts[0].max_tokens
+        return request.shortened_tokens, request.prompts[0].max_tokens
 
-    assert room(truncation="disabled") == room() == (False, 256)
-    assert room(truncation="auto", max_output_tokens=100) == (True, 156)
-    assert room(truncation="auto", max_output_tokens=1000) == (True, 128)
-    assert room(truncation="auto") == (True, 224)
+    assert room(truncation="disabled") == room() == (0, 256)
+    assert room(truncation="auto", max_output_tokens=100) == (156, 256)
+    assert room(truncation="auto", max_output_tokens=1000) == (128, 256)
+    assert room(truncation="auto") == (224, 256)
 
 
 def test_what_clients_send_and_what_has_no_effect(parse) -> None:

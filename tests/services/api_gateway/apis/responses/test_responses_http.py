@@ -100,6 +100,20 @@ async def test_keep_alives_are_comments(rig) -> None:
     assert numbers == list(range(len(events)))
 
 
+async def test_a_last_turn_that_fits_without_room_for_the_whole_answer_is_no_error(rig) -> None:
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    last = {"role": "user", "content": "z" * 200}
+    async with rig() as r:
+        for items in ([last], [*turns, last]):
+            body = {"input": items, "truncation": "auto"}
+            statuses = [(await r.post(PATH, body | {"max_output_tokens": most}))[0] for most in (4, 100)]
+            assert statuses == [200, 200]
+        sent = [msgspec.json.decode(bytes(unpack(frame.prompt_ids))) for frame in r.ring.frames(Generate)]
+        status, answer = await r.post(PATH, body | {"input": "z" * 300})
+    assert all(messages[-1]["content"] == "z" * 200 for messages in sent)
+    assert status == 400 and "maximum context length is 256 tokens" in answer["error"]["message"]
+
+
 async def test_the_oldest_turns_of_a_conversation_that_does_not_fit_are_dropped(rig) -> None:
     def turns(count: int) -> list[Any]:
         return [{"role": role, "content": f"{role} {i}"} for i in range(count) for role in ("user", "assistant")]
