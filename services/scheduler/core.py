@@ -382,7 +382,13 @@ class Scheduler:
         return self.worker_groups.timers.next()
 
     def _route(self) -> None:
-        """With several groups, moves waiting sequences to group queues."""
+        """With several groups, moves waiting sequences to group queues.
+
+        Those that waited for an adapter are put back into the order only here: groups that put them back while plans
+        are built, and pass them over again, could go on for ever.
+        """
+        if self.adapter_waits.deferred:
+            self.adapter_waits.release(self.router.may_start)
         if self.quarantine.probations:  # a quarantined request could wait behind others in the queue of a group
             self.router.requeue_all()
             self.worker_groups.mark_all_dirty()

@@ -137,8 +137,6 @@ class PrefillPlanner:
         Only waiting sequences of classes lower than `below` start.
         """
         longs: LongPrefills | None = None
-        if self._adapter_waits.deferred:
-            self._adapter_waits.release(self._router.can_start_in(group))
         if self._partial is not None:
             longs, unfinished = self._partial.begin_plan(group, builder.token_budget, unfinished)
         for running in unfinished:

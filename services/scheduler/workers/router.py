@@ -7,7 +7,7 @@ A sequence may wait longer for a group that computes a prefix which they share. 
 hold it; if none does, it is set aside until one does. If these have no room, others pass it by in other groups alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from blockyard.services.scheduler.admission.request_handler import Acceptance
 from blockyard.services.scheduler.batch.worker_groups import WorkerGroup
@@ -63,9 +63,11 @@ class Router:
         self.is_needed = self.is_needed or self.routes
         return had_roles
 
-    def can_start_in(self, group: WorkerGroup) -> Callable[[int], bool]:
-        """Tells of an adapter whether its sequences may go on, if they wait for nothing but a place in this group."""
-        return self.roles.can_place if self.roles.is_active else group.adapters.can_start
+    def may_start(self, adapter: int) -> bool:
+        """Whether sequences with an adapter may go on, if they wait for nothing but its place."""
+        if self.roles.is_active and not self._is_bypassed:
+            return self.roles.can_place(adapter)
+        return any(group.adapters.can_start(adapter) for group in self._groups.values())
 
     def requeue_all(self) -> None:
         """Empties all group queues into the waiting queue, which groups take sequences from until the next `route`."""
@@ -152,18 +154,13 @@ class Router:
         """The next waiting sequence, if it may be scheduled now. Those are passed over whose adapter no group has."""
         sequence = self._waiting.peek()
         while sequence is not None and (adapter := sequence.request.adapter) is not None:
-            if self._may_start(adapter):
+            if self.may_start(adapter):
                 break
             self._adapter_waits.defer(sequence)
             sequence = self._waiting.peek()
         if sequence is None or sequence.awaits_results() or not self._acceptance.can_accept(sequence.request):
             return None
         return sequence
-
-    def _may_start(self, adapter: int) -> bool:
-        if self.roles.is_active and not self._is_bypassed:
-            return self.roles.can_place(adapter)
-        return any(group.adapters.can_start(adapter) for group in self._groups.values())
 
     def _queue_of(self, group: WorkerGroup) -> GroupQueue:
         """Its counts are up to date. Of many groups only some are compared in a round, and only these are counted."""
