@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from blockyard.services.launcher.supervision.run_dir import MAX_PATH_BYTES
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.errors import ConfigError
 
@@ -37,6 +38,10 @@ def read_place(environ: Mapping[str, str]) -> ProcessPlace:
         )
     start = hashlib.sha256("|".join(environ.get(name, "") for name in _STARTS).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"blockyard-{os.getuid()}-{start}"
+    if len(os.fsencode(folder)) > MAX_PATH_BYTES:
+        raise ConfigError(
+            f"--{FLAG} {BACKEND}: {folder} is longer than {MAX_PATH_BYTES} bytes; set TMPDIR to another folder"
+        )
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

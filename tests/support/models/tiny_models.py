@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reader_here import ReaderHere
 from tiny_checkpoint import BASE, LLAMA, VOCAB, Tiny
 from tiny_dense import DENSE
 from tiny_latent import LATENT
@@ -48,10 +47,12 @@ from transformers import (
 from blockyard.kernels.attention.score_rules import ScoreRules
 from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.layers.attention import AttentionShape
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, ReadModules, read_modules
 from blockyard.services.gpu_worker.models.interface import ModelShape
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.errors import AdapterError
 
 __all__ = ["BASE", "BY_NAME", "LLAMA", "MODELS", "VOCAB", "Tiny", "greedy_score", "model_shape", "settings", "start"]
 
@@ -233,3 +234,23 @@ def greedy_score(model: PreTrainedModel) -> Any:
             return exact(torch.tensor([ids], device=exact.device)).logits[0, -1]
 
     return score
+
+
+class ReaderHere:
+    """Implements `AdapterReader` in the process that asks, at once."""
+
+    def __init__(self, limits: AdapterLimits) -> None:
+        self._limits, self._read = limits, list[tuple[int, ReadModules | str]]()
+
+    def ask(self, job: int, path: str) -> None:
+        try:
+            self._read.append((job, read_modules(Path(path), self._limits)))
+        except AdapterError as e:
+            self._read.append((job, str(e)))
+
+    def receive(self) -> list[tuple[int, ReadModules | str]]:
+        found, self._read = self._read, []
+        return found
+
+    def close(self) -> None:
+        """It holds nothing."""

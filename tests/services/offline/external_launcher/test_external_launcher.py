@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,16 +40,23 @@ SCRIPT = """
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="processes-") as folder:
+        yield Path(folder)
+
+
 def environment(folder: Path, **more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(SRC), "TMPDIR": str(folder)} | more
 
 
-def test_all_processes_of_torchrun_get_all_outputs(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def test_all_processes_of_torchrun_get_all_outputs(short_path: Path) -> None:
+    script = short_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT), "utf-8")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)]
-    subprocess.run([sys.executable, *command], env=environment(tmp_path), check=True, timeout=120)
-    first, second = (json.loads((tmp_path / f"said{rank}").read_text("utf-8")) for rank in range(2))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(short_path)]
+    subprocess.run([sys.executable, *command], env=environment(short_path), check=True, timeout=120)
+    first, second = (json.loads((short_path / f"said{rank}").read_text("utf-8")) for rank in range(2))
     assert first[:3] == second[:3] and [one[0] for one in first[0]] == ["a", "b", "c"]
     assert first[1] == "the prompts or parameters of generate differ: processes [1] from process 0"
     assert first[3] == "reset" and "process 0 of the script has the ring" in second[3]
@@ -56,7 +65,7 @@ def test_all_processes_of_torchrun_get_all_outputs(tmp_path: Path) -> None:
     assert [[one.prompt, one.outputs[0].text] for one in alone] == first[0]
 
 
-def test_a_process_that_ends_is_an_error_of_the_others(tmp_path: Path) -> None:
+def test_a_process_that_ends_is_an_error_of_the_others(short_path: Path) -> None:
     """Process 1 ends in place of its call, and process 0 before it answers."""
     make = """
         import os, sys
@@ -74,7 +83,7 @@ def test_a_process_that_ends_is_an_error_of_the_others(tmp_path: Path) -> None:
         both = [
             subprocess.Popen(
                 [sys.executable, "-c", textwrap.dedent(make), dies],
-                env=environment(tmp_path, **ENVIRONMENT | {"RANK": str(rank), "MASTER_PORT": dies}),
+                env=environment(short_path, **ENVIRONMENT | {"RANK": str(rank), "MASTER_PORT": dies}),
                 stdout=subprocess.PIPE,
                 text=True,
             )
@@ -84,8 +93,8 @@ def test_a_process_that_ends_is_an_error_of_the_others(tmp_path: Path) -> None:
         assert said in told[1 - int(dies)]
 
 
-def test_the_environment_is_torchrun_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_the_environment_is_torchrun_s(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     place = read_place(ENVIRONMENT)
     assert (place.rank, place.size) == (0, 2) and place.folder == read_place(ENVIRONMENT | {"RANK": "1"}).folder
     assert place.folder != read_place(ENVIRONMENT | {"MASTER_PORT": "2"}).folder
@@ -93,6 +102,10 @@ def test_the_environment_is_torchrun_s(tmp_path: Path, monkeypatch: pytest.Monke
         read_place({})
     with pytest.raises(ConfigError, match="of 2 processes 1 are on this host"):
         read_place(ENVIRONMENT | {"LOCAL_WORLD_SIZE": "1"})
+    monkeypatch.setattr("tempfile.tempdir", str(short_path / ("x" * 80)))
+    with pytest.raises(ConfigError, match="longer than 90 bytes; set TMPDIR"):
+        read_place(ENVIRONMENT)
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     place.folder.chmod(0o755)
     with pytest.raises(ConfigError, match="not a folder that this user alone may enter"):
         read_place(ENVIRONMENT)
@@ -109,7 +122,7 @@ def test_there_are_as_many_ranks_as_processes() -> None:
         with_ranks(values("-tp", "2"), 4)
 
 
-def test_other_arguments_are_an_error_in_all_processes(tmp_path: Path) -> None:
+def test_other_arguments_are_an_error_in_all_processes(short_path: Path) -> None:
     make = """
         import os
         from blockyard import LLM
@@ -122,7 +135,7 @@ def test_other_arguments_are_an_error_in_all_processes(tmp_path: Path) -> None:
     both = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(make)],
-            env=environment(tmp_path, **ENVIRONMENT | {"RANK": str(rank)}),
+            env=environment(short_path, **ENVIRONMENT | {"RANK": str(rank)}),
             stdout=subprocess.PIPE,
             text=True,
         )
