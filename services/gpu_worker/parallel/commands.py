@@ -1,8 +1,8 @@
 """The frames between a leader and its followers, and the sockets that carry them. Imports no torch.
 
 `Command` frames are one ordered stream: a follower's steps follow from it alone. `Answer` frames go back on the same
-socket, of transfers of KV blocks only. Signs of life and failures travel on a
-socket of their own, which threads read and write while a rank computes.
+socket, of transfers of KV blocks only. Signs of life and failures travel on a socket of their own, which threads read
+and write while a rank computes.
 """
 
 import select
