@@ -1,26 +1,17 @@
-"""The frames between a leader and its followers, and the sockets that carry them. Imports no torch.
+"""The frames between a leader and its followers. Imports no torch.
 
 `Command` frames are one ordered stream: a follower's steps follow from it alone. `Answer` frames go back on the same
 socket, of transfers of KV blocks only. Signs of life and failures travel on a socket of their own, which threads read
 and write while a rank computes.
 """
 
-import select
-import socket
-import struct
-import threading
 from enum import Enum
-from typing import Generic, TypeVar
-
-import msgspec
 
 from blockyard.services.kv_transfer.protocol.events import IncomingEvent, SenderEnded
 from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import KVAbort, KVReceive, KVSend, NamedCount
 from blockyard.shared.messages.base import Frame
-
-_LENGTH = struct.Struct("<I")
 
 
 class Followers(Enum):
@@ -256,49 +247,3 @@ Command = (
 TransferCommand = OpenTransfers | SharePlaces | ReceiveBlocks | SendBlocks | AbortBlocks | LosePeer | CloseTransfers
 Answer = TransfersOpened | TransferEvents | TransfersClosed
 Sign = LifeSign | RankFailed
-
-T = TypeVar("T")
-
-
-class FramePipe(Generic[T]):
-    """One end of a pair of sockets of this machine: frames behind their length. Any thread may send."""
-
-    def __init__(self, end: socket.socket, accepts: object) -> None:
-        """accepts: the union of frames that come here."""
-        self.socket = end
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(accepts)
-        self._encoder, self._sending = msgspec.msgpack.Encoder(), threading.Lock()
-
-    def encode(self, frame: Frame) -> bytes:
-        body = self._encoder.encode(frame)
-        return _LENGTH.pack(len(body)) + body
-
-    def send(self, frame: Frame) -> None:
-        """Waits for room. Raises OSError if the other end is closed."""
-        self.send_encoded(self.encode(frame))
-
-    def send_encoded(self, data: bytes) -> None:
-        with self._sending:
-            self.socket.sendall(data)
-
-    @property
-    def is_readable(self) -> bool:
-        return bool(select.select([self.socket], [], [], 0)[0])
-
-    def receive(self) -> T | None:
-        """Waits for the next frame. None: the other end is closed."""
-        length = self._read(_LENGTH.size)
-        body = None if length is None else self._read(_LENGTH.unpack(length)[0])
-        return None if body is None else self._decoder.decode(body)
-
-    def _read(self, size: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < size:
-            try:
-                part = self.socket.recv(size - len(parts))
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)

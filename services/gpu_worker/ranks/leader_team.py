@@ -15,7 +15,6 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Answer,
     Begin,
     Followers,
-    FramePipe,
     RankFailed,
     RankSetup,
     Sign,
@@ -26,6 +25,7 @@ from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, LoadError, RankLostError
 from blockyard.shared.messages import RankStats
 from blockyard.shared.messages.base import Frame
+from blockyard.shared.process.frame_pipe import FramePipe
 from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from blockyard.services.gpu_worker import engine
 from blockyard.services.gpu_worker.parallel.commands import (
     Begin,
     Command,
-    FramePipe,
     RankFailed,
     RankSetup,
     Sign,
@@ -31,6 +30,7 @@ from blockyard.services.gpu_worker.ranks.signs import RankSigns
 from blockyard.services.gpu_worker.transfers.follower_transfers import FollowerTransfers
 from blockyard.shared.errors import BlockyardError, RankLostError
 from blockyard.shared.process import logs, settings
+from blockyard.shared.process.frame_pipe import FramePipe
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from blockyard.services.gpu_worker.parallel.commands import FramePipe, LifeSign, RankFailed, Sign
+from blockyard.services.gpu_worker.parallel.commands import LifeSign, RankFailed, Sign
+from blockyard.shared.process.frame_pipe import FramePipe
 from blockyard.shared.process.service_main import rss_bytes
 
 SIGN_S = 0.5  # between two signs

@@ -6,7 +6,6 @@ from blockyard.services.gpu_worker.parallel.commands import (
     AbortBlocks,
     CloseTransfers,
     Command,
-    FramePipe,
     LosePeer,
     OpenTransfers,
     ReceiveBlocks,
@@ -21,6 +20,7 @@ from blockyard.services.gpu_worker.transfers.rank_transfers import Events, RankT
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
 from blockyard.shared.bus.poller import Poller, Readable
 from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.process.frame_pipe import FramePipe
 
 BUSY_S, CALM_S = 0.001, 0.5  # between two polls while no command comes
 OPEN_S, CLOSED_S = 0.0005, 0.05  # between two polls among commands, with open transfers and without

@@ -3,11 +3,10 @@
 import contextlib
 import hashlib
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -16,11 +15,11 @@ from blockyard.services.offline.external_launcher.environment import ProcessPlac
 from blockyard.services.offline.outputs import GenerationError, RequestOutput, RingLost
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import ModelCard
+from blockyard.shared.process.frame_pipe import FramePipe
 
 FOUND_S = 120.0  # that processes wait for each other at the start, and for a call that others have begun
 RETRY_S = 0.05
 SOCKET = "llm"
-_LENGTH = struct.Struct("<I")
 
 Outputs = list[RequestOutput]
 T = TypeVar("T")
@@ -88,43 +87,12 @@ class OneProcess:
         pass
 
 
-class _Connection(Generic[T]):
-    """Frames behind their length on a socket."""
-
-    def __init__(self, end: socket.socket, accepts: object) -> None:
-        self._end = end
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(accepts)
-
-    def send(self, frame: ToFirst | FromFirst) -> None:
-        """Raises OSError if the other end is closed."""
-        body = msgspec.msgpack.encode(frame)
-        self._end.sendall(_LENGTH.pack(len(body)) + body)
-
-    def receive(self, timeout_s: float | None) -> T:
-        """Raises ConnectionError if the other end is closed, TimeoutError, and msgspec's errors for other frames."""
-        self._end.settimeout(timeout_s)
-        size = _LENGTH.unpack(self._read(_LENGTH.size))[0]
-        return self._decoder.decode(self._read(size))
-
-    def close(self) -> None:
-        self._end.close()
-
-    def _read(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            part = self._end.recv(size - len(data))
-            if not part:
-                raise ConnectionResetError("closed")
-            data += part
-        return bytes(data)
-
-
 class FirstProcess:
     """Implements `Processes` in the process that runs the ring."""
 
     def __init__(self, place: ProcessPlace, arguments: bytes) -> None:
         """Waits for the others. arguments: digest of this process's. Raises RingLost if they do not come."""
-        self._others: dict[int, _Connection[ToFirst]] = {}
+        self._others: dict[int, FramePipe[ToFirst]] = {}
         self._lock = threading.Lock()
         path = place.folder / SOCKET
         path.unlink(missing_ok=True)
@@ -135,7 +103,7 @@ class FirstProcess:
             while len(self._others) < place.size - 1:
                 listener.settimeout(max(deadline - time.monotonic(), 0.01))
                 try:
-                    self._accept(_Connection(listener.accept()[0], ToFirst), arguments)
+                    self._accept(FramePipe(listener.accept()[0], ToFirst), arguments)
                 except TimeoutError:
                     missing = sorted(set(range(1, place.size)) - set(self._others))
                     raise RingLost(f"processes {missing} have made no LLM for {FOUND_S:g} s") from None
@@ -169,13 +137,13 @@ class FirstProcess:
 
     def close(self) -> None:
         for other in self._others.values():
-            other.close()
+            other.socket.close()
 
-    def _accept(self, other: _Connection[ToFirst], arguments: bytes) -> None:
+    def _accept(self, other: FramePipe[ToFirst], arguments: bytes) -> None:
         try:
-            hello = other.receive(FOUND_S)
+            hello = _receive(other, FOUND_S)
         except (OSError, msgspec.DecodeError):
-            other.close()
+            other.socket.close()
             return
         if not isinstance(hello, ProcessHello) or hello.arguments != arguments:
             text = "the arguments of LLM differ between the processes"
@@ -190,7 +158,7 @@ class FirstProcess:
         different: list[int] = []
         for rank, other in sorted(self._others.items()):
             try:
-                call = other.receive(FOUND_S)
+                call = _receive(other, FOUND_S)
             except TimeoutError:
                 raise RingLost(f"process {rank} has not called {method} for {FOUND_S:g} s") from None
             except (OSError, msgspec.DecodeError) as e:
@@ -224,7 +192,7 @@ class OtherProcess:
                 time.sleep(RETRY_S)
             else:
                 break
-        self._first: _Connection[FromFirst] = _Connection(end, FromFirst)
+        self._first: FramePipe[FromFirst] = FramePipe(end, FromFirst)
         self._ask(ProcessHello(place.rank, arguments))
 
     def wait_ready(self) -> ModelCard:
@@ -250,7 +218,7 @@ class OtherProcess:
                     raise AssertionError(f"process 0 sends {frame}")
 
     def close(self) -> None:
-        self._first.close()
+        self._first.socket.close()
 
     def _ask(self, frame: ToFirst) -> None:
         try:
@@ -260,7 +228,7 @@ class OtherProcess:
 
     def _receive(self) -> FromFirst:
         try:
-            return self._first.receive(None)
+            return _receive(self._first, None)
         except (OSError, msgspec.DecodeError) as e:
             raise RingLost(f"process 0 has ended: {e}") from e
 
@@ -277,3 +245,12 @@ def digest_of_arguments(arguments: Mapping[str, object]) -> bytes:
 
 def _digest(value: object) -> bytes:
     return hashlib.sha256(msgspec.json.encode(value, enc_hook=str, order="deterministic")).digest()
+
+
+def _receive(pipe: FramePipe[T], timeout_s: float | None) -> T:
+    """Raises ConnectionError if the other end is closed, TimeoutError, and msgspec's errors for other frames."""
+    pipe.socket.settimeout(timeout_s)
+    frame = pipe.receive()
+    if frame is None:
+        raise ConnectionResetError("closed")
+    return frame
