@@ -2,6 +2,7 @@
 
 - `shares`: which heads, rows or inputs a rank has. `stages`: which layers a pipeline stage has. Pure functions.
 - `RankGroup`: the collectives of a group of ranks: gloo between CPUs, NCCL between GPUs. `RankGroups`: those of a rank.
+- `PeerMemory`: buffers of GPUs of one host that kernels of all ranks write to (kernels/all_reduce).
 - `StageLink`: carries the rows of a step from a stage to the next.
 - `loading_slots`: bounds the ranks of a host that load at a time.
 
