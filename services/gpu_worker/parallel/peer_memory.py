@@ -17,6 +17,7 @@ class PeerMemory:
 
     def __init__(self, group: RankGroup, device: torch.device, half_bytes: int) -> None:
         """Collective. Raises OSError on all ranks if one of them cannot map the memory of another."""
+        self.device = device
         with own_pool() as self._pool:  # other ranks map the whole allocation
             self._own = empty_buffer(half_bytes, device)
         self._mapped: list[MappedMemory] = []

@@ -49,6 +49,8 @@ class DeviceFollowerSteps:
         self._graphs.clear()
 
     def do(self, command: Command) -> None:
+        if self._ranks.tensor is not None:
+            self._ranks.tensor.check()
         match command:
             case ReplayGraph(key):
                 self._graphs[key].replay()
