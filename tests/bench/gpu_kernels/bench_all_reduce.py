@@ -1,6 +1,6 @@
 """Sums over ranks on GPUs of one host, checked and timed beside NCCL and torch's symmetric memory.
 
-`bench_all_reduce.py [--ranks 2] [--limit SECONDS] [--checks N]`. Ranks share GPUs if there are fewer: then NCCL is left
+`bench_all_reduce.py [--ranks 2] [--limit SECONDS] [--checks N] [--no-times]`. Ranks share GPUs if there are fewer: then NCCL is left
 out, and a sum takes as long as the driver takes to switch between processes. Times are microseconds per call in a chain
 of calls in a CUDA graph, the median of its replays on rank 0.
 """
@@ -273,13 +273,14 @@ def report(rank: Rank, num_bytes: int, own: dict[str, float], normed: dict[str, 
             file.write(json.dumps({"bytes": num_bytes, "sum": own, "norm": normed, "rest": rest}) + "\n")
 
 
-def run_rank(rank: int, size: int, folder: Path, limit_s: float, num_checks: int) -> None:
+def run_rank(rank: int, size: int, folder: Path, limit_s: float, num_checks: int, times: bool) -> None:
     own = Rank(rank, size, folder, limit_s, num_checks)
     name, num_gpus = torch.cuda.get_device_name(own.device), torch.cuda.device_count()
     own.say(f"{size} ranks, {num_gpus} x {name}, torch {torch.__version__}")
     with torch.inference_mode():
         check(own)
-        measure(own)
+        if times:
+            measure(own)
         check_delayed(own)
     own.hosts.least(0)
 
@@ -289,12 +290,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which nothing more is begun")
     parser.add_argument("--checks", type=int, default=20_000, help="sums under random delays")
+    parser.add_argument("--no-times", action="store_true")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    spawn = multiprocessing.get_context("spawn")
+    spawn, options = multiprocessing.get_context("spawn"), (args.limit, args.checks, not args.no_times)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            spawn.Process(target=run_rank, args=(rank, args.ranks, Path(folder), args.limit, args.checks))
+            spawn.Process(target=run_rank, args=(rank, args.ranks, Path(folder), *options))
             for rank in range(args.ranks)
         ]
         for one in ranks:
