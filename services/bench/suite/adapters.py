@@ -1,16 +1,19 @@
-"""Writes LoRA adapters of a model's true shape in PEFT's layout, with random numbers, and says how they are served."""
+"""Writes LoRA adapters of a model's true shape in PEFT's layout, with random numbers, and says how they are served.
 
+Without torch, as all that measures from outside: a safetensors file is a header in JSON behind its length, and bytes.
+"""
+
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import torch
-from safetensors.torch import save_file
 
 from blockyard.services.bench.suite import shapes
 from blockyard.shared.config.text_part import text_part
 
-SCALE = 0.01  # deviation of the numbers
+# by a random byte, the upper half of a bfloat16: numbers of 0.002 to 0.03, of both signs
+HIGH = bytes([0x3B, 0xBB, 0x3C, 0xBC] * 64)
 
 
 def names(num: int) -> list[str]:
@@ -31,7 +34,7 @@ def serve_flags(model: str, ranks: Sequence[int], folder: Path) -> tuple[str, ..
         made.mkdir(exist_ok=True)
         matrices = folder / f"{model}-rank-{rank}.safetensors"
         if not matrices.exists():
-            save_file(_matrices(model, rank), matrices)
+            _write_matrices(model, rank, matrices)
         file = made / "adapter_model.safetensors"
         if not file.exists():
             file.hardlink_to(matrices)
@@ -42,8 +45,8 @@ def serve_flags(model: str, ranks: Sequence[int], folder: Path) -> tuple[str, ..
     return ("--max-loras", num, "--max-cpu-loras", num, "--max-lora-rank", most, "--lora-modules", *modules)
 
 
-def _matrices(model: str, rank: int) -> dict[str, torch.Tensor]:
-    """bfloat16, of the seven linear layers of each of a dense model's layers."""
+def _write_matrices(model: str, rank: int, file: Path) -> None:
+    """In bfloat16, of the seven linear layers of each of a dense model's layers."""
     config = text_part(shapes.read(model))
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -57,11 +60,17 @@ def _matrices(model: str, rank: int) -> dict[str, torch.Tensor]:
         "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
     }
-    generator, found = torch.Generator().manual_seed(rank), dict[str, torch.Tensor]()
+    header, end = dict[str, dict[str, object]](), 0
     for layer in range(config["num_hidden_layers"]):
         for name, (inputs, outputs) in sizes.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
             for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                numbers = torch.randn(shape, generator=generator).mul_(SCALE).bfloat16()
-                found[f"{prefix}.lora_{half}.weight"] = numbers
-    return found
+                begin, end = end, end + 2 * shape[0] * shape[1]
+                key = f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight"
+                header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    encoded, rng, numbers = msgspec.json.encode(header), random.Random(rank), bytearray(end)
+    encoded += b" " * (-len(encoded) % 8)
+    numbers[0::2] = rng.randbytes(end // 2)
+    numbers[1::2] = rng.randbytes(end // 2).translate(HIGH)
+    with file.open("wb") as out:
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
+        out.write(numbers)
