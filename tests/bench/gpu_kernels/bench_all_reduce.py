@@ -1,8 +1,8 @@
 """Sums over ranks on GPUs of one host, checked and timed beside NCCL and torch's symmetric memory.
 
-`bench_all_reduce.py [--ranks 2] [--limit SECONDS] [--checks N] [--no-times]`. Ranks share GPUs if there are fewer: then NCCL is left
-out, and a sum takes as long as the driver takes to switch between processes. Times are microseconds per call in a chain
-of calls in a CUDA graph, the median of its replays on rank 0.
+`bench_all_reduce.py [--ranks 2] [--limit SECONDS] [--checks N] [--no-times]`. Ranks share GPUs if there are fewer: then
+NCCL is left out, and a sum takes as long as the driver takes to switch between processes. Times are microseconds per
+call in a chain of calls in a CUDA graph, the median of its replays on rank 0.
 """
 
 import argparse
