@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from blockyard.kernels.all_reduce.peer_buffers import PeerBuffers
@@ -32,6 +31,7 @@ from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
 
 HIDDEN, EPS, DTYPE = 8192, 1e-5, torch.bfloat16
 KIB = 1024
@@ -183,41 +183,12 @@ def check_delayed(rank: Rank) -> None:
     rank.say(f"{done} sums under random delays: equal to the reference, {time.monotonic() - began:.1f} s")
 
 
-class SymmetricMemory:
-    """torch's own kernels over its symmetric memory."""
-
-    def __init__(self, rank: Rank) -> None:
-        from torch._C import _distributed_c10d as c10d
-
-        store = dist.FileStore(str(rank.folder / "symmetric" / "store"), rank.size)
-        self._group = dist.ProcessGroup(store, rank.rank, rank.size)
-        self._group._set_group_name("symmetric")
-        c10d._register_process_group("symmetric", self._group)
-        c10d._SymmetricMemory.set_group_info("symmetric", rank.rank, rank.size, store)
-        self.memory = c10d._SymmetricMemory.empty_strided_p2p((SIZES[-1] // 2,), (1,), DTYPE, rank.device, "symmetric")
-        c10d._SymmetricMemory.rendezvous(self.memory)
-
-    def calls(self, part: Tensor) -> dict[str, Call]:
-        """Returns what sums a part, which has to be copied to symmetric memory first."""
-        own = self.memory[: part.numel()]
-
-        def one_shot() -> Tensor:
-            own.copy_(part.view(-1))
-            return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", "symmetric")
-
-        def two_shot() -> Tensor:
-            own.copy_(part.view(-1))
-            return torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", "symmetric")
-
-        def one_shot_only() -> Tensor:
-            return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", "symmetric")
-
-        return {"copy + torch 1-shot": one_shot, "copy + torch 2-shot": two_shot, "torch 1-shot": one_shot_only}
-
-
 def measure(rank: Rank) -> None:
     try:
-        symmetric = None if rank.shared else SymmetricMemory(rank)
+        symmetric = None
+        if not rank.shared:
+            folder = rank.folder / "symmetric"
+            symmetric = SymmetricSums(Shard(rank.rank, rank.size), folder, rank.device, SIZES[-1])
     except Exception as e:  # noqa: BLE001 - it is only compared with
         symmetric = None
         print("no symmetric memory:", str(e).splitlines()[0], flush=True)
@@ -229,7 +200,7 @@ def measure(rank: Rank) -> None:
     rank.memory.check()
 
 
-def measure_size(rank: Rank, num_bytes: int, symmetric: SymmetricMemory | None) -> None:
+def measure_size(rank: Rank, num_bytes: int, symmetric: SymmetricSums | None) -> None:
     rows = num_bytes // (2 * HIDDEN)
     part, out = rank.parts(rows, 1)[rank.rank], torch.empty(rows, HIDDEN, dtype=DTYPE, device=rank.device)
     residual, weight = torch.zeros_like(part), torch.ones(HIDDEN, dtype=DTYPE, device=rank.device)
@@ -256,7 +227,7 @@ def measure_size(rank: Rank, num_bytes: int, symmetric: SymmetricMemory | None) 
         rest["nccl"] = rank.time(partial(nccl.sum, copy), num_bytes)
         rest["nccl + norm"] = rank.time(lambda: add_rms_norm(residual, nccl.sum(copy), weight, EPS), num_bytes)
     if symmetric is not None:
-        rest |= {name: rank.time(call, num_bytes) for name, call in symmetric.calls(part).items()}
+        rest["torch symmetric, with a copy"] = rank.time(partial(symmetric.sum, part), num_bytes)
     report(rank, num_bytes, own, normed, rest)
 
 
