@@ -118,6 +118,7 @@ LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "e
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
 LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps")
 LAYERS["shared/messages"] += ("text", "controls", "model_settings", "membership", "metrics", "stored_responses")
+LAYERS["shared/messages"] += ("rank_bench",)
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
@@ -189,6 +190,7 @@ LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "repetition", "
 LAYERS["services/detokenizer"] += ("__main__",)
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
+LAYERS["services/bench/parallel"] = ("layouts", "busy", "rank_sums", "measures", "rows", "command")
 LAYERS["services/bench/suite"] = ("shapes", "adapters", "served", "measures", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host")
 LAYERS["services/launcher"] += ("batches",)
@@ -212,7 +214,15 @@ LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
-LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
+LAYERS["services/bench"] += (
+    "latency_throughput",
+    "suite",
+    "parallel",
+    "engine_commands",
+    "prefill_decode",
+    "simulate",
+    "command",
+)
 LAYERS["services/kv_transfer"] = (
     "layout",
     "routes",

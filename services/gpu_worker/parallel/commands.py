@@ -93,6 +93,12 @@ class ReplayGraph(Frame, frozen=True):
     key: int
 
 
+class DropGraph(Frame, frozen=True):
+    """A graph is not run again."""
+
+    key: int
+
+
 LAST_OUTPUT = -1
 
 
@@ -228,6 +234,7 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
+    | DropGraph
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks

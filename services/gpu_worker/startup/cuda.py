@@ -255,6 +255,7 @@ class CudaBackend:
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         model, pool, ranks, geometry = loaded
+        self.end_compiling()  # the leader measures kernels
         return DeviceFollowerSteps(model, pool, ranks, geometry, make_device_ops(pool, config.fused_steps))
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.services.gpu_worker.arrays import Words
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS
 from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
+from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -24,6 +26,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Command,
     ComputeLogits,
     DeviceForward,
+    DropGraph,
     EndGraph,
     ReplayGraph,
     ScatterWords,
@@ -47,6 +50,7 @@ class DeviceFollowerSteps:
 
     def forget(self) -> None:
         self._graphs.clear()
+        self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
         match command:
@@ -57,8 +61,10 @@ class DeviceFollowerSteps:
             case ComputeLogits(num_rows):
                 compute_logits(self._model, self._ranks, self._hidden, num_rows)
             case ScatterWords(index, values):
-                places, words = (self._on_device(np.frombuffer(one, np.int32).copy()) for one in (index, values))
-                self._state.arena.index_copy_(0, places.long(), words)
+                pairs = np.frombuffer(index + values, np.int32).reshape(2, -1).copy()
+                self._ops.scatter(self._state.arena, self._on_device(pairs), pairs.shape[1])
+            case DropGraph(key):
+                del self._graphs[key]
             case BeginGraph(key):
                 self._begin(key)
             case EndGraph():
@@ -92,5 +98,6 @@ class DeviceFollowerSteps:
         attend = self._ops.attend(self._pool, metadata)
         return self._model.forward(Step(token_ids, positions, attend, indices))
 
-    def _on_device(self, words: np.ndarray) -> Tensor:
-        return torch.from_numpy(words).to(self._pool.device)
+    def _on_device(self, words: Words) -> Tensor:
+        """Does not wait for the device, which may be some steps behind."""
+        return put(words, self._pool.device, self._model.table.link)

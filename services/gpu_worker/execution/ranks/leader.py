@@ -24,6 +24,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ComputeLogits,
     CopyBlocks,
     DeviceForward,
+    DropGraph,
     EndGraph,
     FetchBlocks,
     Followers,
@@ -179,6 +180,9 @@ class DeviceMirror:
 
     def replay(self, key: int) -> None:
         self._send(ReplayGraph(key))
+
+    def drop(self, key: int) -> None:
+        self._send(DropGraph(key))
 
 
 class LeaderMetadata:
