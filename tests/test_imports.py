@@ -290,6 +290,7 @@ LAYERS["kernels"] = (
     "tensor_checks",
     "slots",
     "sampling",
+    "all_reduce",
     "layers",
     "kv_cache",
 )

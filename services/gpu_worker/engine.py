@@ -200,6 +200,8 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
+        if table.ranks is not None:
+            backend.pick_sums(model, table.ranks, config, report)
         adapters = make_adapters(model, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)

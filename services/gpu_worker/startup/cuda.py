@@ -48,6 +48,8 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
+from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES, measure_sums
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import SendCommand
@@ -138,6 +140,7 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
+        self._ranks: RankGroup | None = None  # that share the layers of this stage
 
     def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
         """threads: unused, the host computes little."""
@@ -193,6 +196,21 @@ class CudaBackend:
             return
         tuner.begin(sizes, folder, config.max_num_batched_tokens)
         self._tuner = tuner
+
+    def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
+        self._ranks = ranks
+        widths = [linear.shape[1] for linear in model.linears() if linear.is_partial]
+        if not config.custom_all_reduce or not widths:
+            return
+        if ranks.kernels is None:  # otherwise it loads again after deep sleep
+            try:
+                memory = PeerMemory(ranks, self.device, HALF_BYTES)
+            except OSError as e:
+                report.note(f"sums of ranks: NCCL, because a GPU does not reach the memory of another: {e}")
+                return
+            report.phase("measuring sums of ranks")
+            ranks.kernels = measure_sums(ranks, memory, widths[0], model.table.dtype, in_order=config.batch_invariant)
+        report.note(ranks.kernels.describe())
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         kernels = AdapterKernels(add_adapters, add_to_heads)
@@ -297,7 +315,7 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        mirror = None if runner.send is None else DeviceMirror(runner.send)
+        mirror = None if runner.send is None else DeviceMirror(runner.send, self._ranks)
         steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning, mirror)
         runner.use(steps)
         report.phase("first steps")

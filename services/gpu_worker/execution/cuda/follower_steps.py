@@ -53,6 +53,8 @@ class DeviceFollowerSteps:
         self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
+        if self._ranks.tensor is not None:
+            self._ranks.tensor.check()
         match command:
             case ReplayGraph(key):
                 self._graphs[key].replay()
