@@ -1,8 +1,8 @@
 """The frames between a leader and its followers. Imports no torch.
 
 `Command` frames are one ordered stream: a follower's steps follow from it alone. `Answer` frames go back on the same
-socket, of transfers of KV blocks only. Signs of life and failures travel on a socket of their own, which threads read
-and write while a rank computes.
+socket, of transfers of KV blocks and of adapters that are read. Signs of life and failures travel on a socket of their
+own, which threads read and write while a rank computes.
 """
 
 from enum import Enum
@@ -10,7 +10,7 @@ from enum import Enum
 from blockyard.services.kv_transfer.protocol.events import IncomingEvent, SenderEnded
 from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.messages import KVAbort, KVReceive, KVSend, NamedCount
+from blockyard.shared.messages import AdapterPlaced, KVAbort, KVReceive, KVSend, NamedCount
 from blockyard.shared.messages.base import Frame
 
 
@@ -55,11 +55,12 @@ class ForwardPass(Frame, frozen=True):
     attention: AttentionCall
     token_ids: bytes  # int64
     positions: bytes
+    adapter_places: bytes = b""  # int32, of each token; empty: none has an adapter
 
 
 class DeviceForward(Frame, frozen=True):
     """Compute the layers on a GPU. Words follow as a collective, int64: ids, positions and slots of tokens, first rows
-    of prefills, and rows, slots and positions of tokens that need logits."""
+    of prefills, rows, slots and positions of tokens that need logits, and places of the tokens' adapters."""
 
     num_tokens: int
     num_starts: int  # 0: there are no prefills
@@ -68,6 +69,7 @@ class DeviceForward(Frame, frozen=True):
     max_seq_len: int | None  # these are those of `AttentionMetadata`
     prefill_max_seq_len: int | None
     max_context_len: int
+    has_adapters: bool = False
 
 
 class ScatterWords(Frame, frozen=True):
@@ -106,6 +108,7 @@ class ComputeLogits(Frame, frozen=True):
     """Compute the output layer of hidden states, which follow as a collective, or of the last forward pass's."""
 
     num_rows: int  # or LAST_OUTPUT
+    has_adapters: bool = False  # their places follow, too, int32
 
 
 class ForgetSequences(Frame, frozen=True):
@@ -149,6 +152,30 @@ class ReclaimMemory(Frame, frozen=True):
 
     weights: bool
     kv: bool
+
+
+class ReadAdapter(Frame, frozen=True):
+    """Read an adapter into host memory. The answer is `AdapterRead`."""
+
+    job: int  # random, so that answers to an earlier start are known
+    adapter: int  # the scheduler's number
+    path: str
+
+
+class ForgetAdapter(Frame, frozen=True):
+    """Free an adapter's host memory."""
+
+    adapter: int
+
+
+class ForgetAdapters(Frame, frozen=True):
+    """Drop all adapters, and those that are being read."""
+
+
+class PlaceAdapters(Frame, frozen=True):
+    """Adapters of the steps from here on."""
+
+    placed: list[AdapterPlaced]
 
 
 class OpenTransfers(Frame, frozen=True):
@@ -211,6 +238,15 @@ class TransfersClosed(Frame, frozen=True):
     """Answers `CloseTransfers`."""
 
 
+class AdapterRead(Frame, frozen=True):
+    """Answers `ReadAdapter`."""
+
+    job: int
+    digest: bytes = b""
+    size_bytes: int = 0  # of the rank's part
+    error: str = ""
+
+
 class LifeSign(Frame, frozen=True):
     """The process runs."""
 
@@ -243,6 +279,10 @@ Command = (
     | FetchBlocks
     | ReleaseMemory
     | ReclaimMemory
+    | ReadAdapter
+    | ForgetAdapter
+    | ForgetAdapters
+    | PlaceAdapters
     | OpenTransfers
     | SharePlaces
     | ReceiveBlocks
@@ -252,5 +292,7 @@ Command = (
     | CloseTransfers
 )
 TransferCommand = OpenTransfers | SharePlaces | ReceiveBlocks | SendBlocks | AbortBlocks | LosePeer | CloseTransfers
-Answer = TransfersOpened | TransferEvents | TransfersClosed
+AdapterCommand = ReadAdapter | ForgetAdapter | ForgetAdapters | PlaceAdapters
+TransferAnswer = TransfersOpened | TransferEvents | TransfersClosed
+Answer = TransferAnswer | AdapterRead
 Sign = LifeSign | RankFailed

@@ -69,10 +69,13 @@ class LeaderModel:
     def computed(self) -> list[Tensor]:
         return self._model.computed()
 
-    def announce(self, step: Step) -> None:
-        """Earlier stages compute a step on the CPU from now on. `forward` is called for the same steps in one order."""
+    def announce(self, step: Step, adapter_places: Tensor | None) -> None:
+        """Earlier stages compute a step on the CPU from now on. `forward` is called for the same steps in one order.
+
+        adapter_places: see `AdapterRows.begin`.
+        """
         self._announced.append(step)
-        self._send(_forward_pass(step), Followers.EARLIER_STAGES)
+        self._send(_forward_pass(step, adapter_places), Followers.EARLIER_STAGES)
 
     def forward(self, step: Step) -> Tensor:
         """`step.attend` is a `CalledAttend` or a `DeviceAttend`."""
@@ -87,7 +90,8 @@ class LeaderModel:
             is_announced = bool(self._announced) and self._announced[0] is step
             if is_announced:
                 self._announced.popleft()
-            self._send(_forward_pass(step), Followers.LAST_STAGE if is_announced else Followers.ALL)
+            places = self.adapter_rows.places if self.adapter_rows.is_active else None
+            self._send(_forward_pass(step, places), Followers.LAST_STAGE if is_announced else Followers.ALL)
         self._last = self._model.forward(step)
         return self._last
 
@@ -97,6 +101,7 @@ class LeaderModel:
         words = [step.token_ids, step.positions, metadata.rows.slots]
         words += [] if starts is None else [starts.long()]
         words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
+        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
         self._send(
             DeviceForward(
                 len(step.token_ids),
@@ -106,6 +111,7 @@ class LeaderModel:
                 metadata.max_seq_len,
                 metadata.prefill_max_seq_len,
                 metadata.max_context_len,
+                self.adapter_rows.is_active,
             )
         )
         self._ranks.everyone.copy_from_leader(torch.cat(words))
@@ -118,15 +124,18 @@ class LeaderModel:
         if hidden is self._last:
             self._send(ComputeLogits(LAST_OUTPUT), Followers.LAST_STAGE)
         else:
-            self._send(ComputeLogits(len(hidden)), Followers.LAST_STAGE)
+            self._send(ComputeLogits(len(hidden), self.adapter_rows.is_active), Followers.LAST_STAGE)
             hidden = hidden.contiguous()
             self._ranks.tensor.copy_from_leader(hidden)
+            if self.adapter_rows.is_active:
+                self._ranks.tensor.copy_from_leader(self.adapter_rows.places.contiguous())
         return self._model.logits(hidden)
 
 
-def _forward_pass(step: Step) -> ForwardPass:
+def _forward_pass(step: Step, adapter_places: Tensor | None) -> ForwardPass:
     assert isinstance(step.attend, CalledAttend)
-    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes())
+    places = b"" if adapter_places is None else adapter_places.numpy().tobytes()
+    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes(), places)
 
 
 class CalledAttend:
