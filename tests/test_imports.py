@@ -17,7 +17,9 @@ USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launc
 USES |= {"cli": {"launcher", "offline", "bench", "api_gateway"}}
 # the others start at __main__
 MAINS = {"cli": ".main", "launcher": ".serve", "offline": ".llm", "bench": ".suite.command"}
-ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "frame_links", "inbound", "outbound", "poller", "registry_link")}
+ZMQ_HOMES = {
+    f"shared/bus/{name}.py" for name in ("curve", "frame_links", "inbound", "outbound", "poller", "registry_link")
+}
 ZMQ_HOMES |= {"shared/bus/registry_socket.py", "shared/bus/sockets.py"}
 # what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
 READS_CLIENT_TEXT = ("services/api_gateway", "services/tokenizer_pool", "services/detokenizer", "services/scheduler")
