@@ -93,6 +93,12 @@ class ReplayGraph(Frame, frozen=True):
     key: int
 
 
+class InstallKernels(Frame, frozen=True):
+    """Use the kernels that the leader has measured, for numbers of rows."""
+
+    tuned: bytes  # see `Tuner.installed`
+
+
 class DropGraph(Frame, frozen=True):
     """A graph is not run again."""
 
@@ -235,6 +241,7 @@ Command = (
     | EndGraph
     | ReplayGraph
     | DropGraph
+    | InstallKernels
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks
