@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ from blockyard.shared.messages import Role
 from blockyard.shared.percentiles import percentile
 
 KIB = 1024
+T = TypeVar("T")
 COUNTED_S = 5.0  # until the first counters of a worker are shown
 
 
@@ -72,8 +74,11 @@ class ServerFigures:
         return idle
 
     def kv_blocks(self) -> float:
-        """Returns the number of KV blocks, of all schedulers."""
-        return sum(one.stats.blocks_total for one in self._served.members() if one.role == Role.SCHEDULER)
+        """Returns the number of KV blocks, of all schedulers. Raises BenchError if none are shown."""
+        return counted(
+            lambda: sum(one.stats.blocks_total for one in self._served.members() if one.role == Role.SCHEDULER),
+            "no scheduler has KV blocks",
+        )
 
     def _gaps(self, num: int, num_input: int, num_output: int) -> float:
         self._served.stream(random_requests(num, num_input, 8, seed=-1), each_token=False)
@@ -111,12 +116,21 @@ class ServerFigures:
 
 def rank_pids(served: SuiteServer) -> list[int]:
     """Returns the processes of workers with several ranks, leaders first. Raises BenchError if there are none."""
-    ends_s = time.perf_counter() + COUNTED_S
-    while not (ranks := [rank for member in served.members() for rank in member.ranks]):
-        if time.perf_counter() > ends_s:
-            raise BenchError("no worker of this layout has several ranks")
-        time.sleep(0.05)
+    ranks = counted(
+        lambda: [rank for member in served.members() for rank in member.ranks],
+        "no worker of this layout has several ranks",
+    )
     return [rank.pid for rank in sorted(ranks, key=lambda one: one.rank)]
+
+
+def counted(read: Callable[[], T], problem: str) -> T:
+    """Returns what is shown once the first counters have come. Raises BenchError if that is nothing."""
+    ends_s = time.perf_counter() + COUNTED_S
+    while not (found := read()):
+        if time.perf_counter() > ends_s:
+            raise BenchError(problem)
+        time.sleep(0.05)
+    return found
 
 
 def first_token_s(served: SuiteServer) -> float:

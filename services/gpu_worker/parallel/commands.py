@@ -131,6 +131,12 @@ class ReplayGraph(Frame, frozen=True):
     key: int
 
 
+class InstallKernels(Frame, frozen=True):
+    """Use the kernels that the leader has measured, for numbers of rows."""
+
+    tuned: bytes  # see `Tuner.installed`
+
+
 class DropGraph(Frame, frozen=True):
     """A graph is not run again."""
 
@@ -308,6 +314,7 @@ Command = (
     | EndGraph
     | ReplayGraph
     | DropGraph
+    | InstallKernels
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks

@@ -3,6 +3,7 @@
 A follower keeps the block tables of slots, as the leader's host writes them. It samples nothing and advances no slot.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,6 +29,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     DeviceForward,
     DropGraph,
     EndGraph,
+    InstallKernels,
     ReplayGraph,
     ScatterWords,
 )
@@ -39,8 +41,18 @@ from blockyard.shared.messages import Geometry
 class DeviceFollowerSteps:
     """Implements `FollowerSteps`."""
 
-    def __init__(self, model: Model, pool: KVPool, ranks: RankGroups, geometry: Geometry, ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        ranks: RankGroups,
+        geometry: Geometry,
+        ops: DeviceOps,
+        install_kernels: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """install_kernels: takes those that the leader has measured; None: it measures none."""
         self._model, self._pool, self._ranks, self._ops = model, pool, ranks, ops
+        self._install_kernels = install_kernels
         width = blocks_of(geometry.max_model_len, geometry.block_size)
         self._state = SlotState.make(SLOTS * geometry.max_num_seqs, geometry.max_num_seqs, width, pool.device)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
@@ -67,6 +79,9 @@ class DeviceFollowerSteps:
                 self._ops.scatter(self._state.arena, self._on_device(pairs), pairs.shape[1])
             case DropGraph(key):
                 del self._graphs[key]
+            case InstallKernels(tuned):
+                assert self._install_kernels is not None
+                self._install_kernels(tuned)
             case BeginGraph(key):
                 self._begin(key)
             case EndGraph():

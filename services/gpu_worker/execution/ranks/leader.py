@@ -31,6 +31,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Followers,
     ForgetSequences,
     ForwardPass,
+    InstallKernels,
     ReclaimMemory,
     ReleaseMemory,
     ReplayGraph,
@@ -219,6 +220,9 @@ class DeviceMirror:
 
     def drop(self, key: int) -> None:
         self._send(DropGraph(key))
+
+    def install_kernels(self, tuned: bytes) -> None:
+        self._send(InstallKernels(tuned))
 
 
 class LeaderMetadata:
