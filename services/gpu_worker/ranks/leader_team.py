@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
 END_S = 2.0  # that a killed process may take to be gone
 # multicast of NVLink fails where one process may not see all GPUs of a host
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank sees its own GPU alone, as number 0
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -1,8 +1,8 @@
 """Sums over ranks on GPUs of one host, checked and timed beside NCCL and torch's symmetric memory.
 
-`bench_all_reduce.py [--ranks 2] [--limit SECONDS] [--checks N]`. Ranks share GPUs if there are fewer: then NCCL is left
-out, and a sum takes as long as the driver takes to switch between processes. Times are microseconds per call in a chain
-of calls in a CUDA graph, the median of its replays on rank 0.
+`bench_all_reduce.py [--ranks 2] [--limit SECONDS] [--checks N] [--no-times]`. Ranks share GPUs if there are fewer: then
+NCCL is left out, and a sum takes as long as the driver takes to switch between processes. Times are microseconds per
+call in a chain of calls in a CUDA graph, the median of its replays on rank 0.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from blockyard.kernels.all_reduce.peer_buffers import PeerBuffers
@@ -32,6 +31,7 @@ from blockyard.kernels.layers.add_rms_norm import add_rms_norm
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
 
 HIDDEN, EPS, DTYPE = 8192, 1e-5, torch.bfloat16
 KIB = 1024
@@ -183,41 +183,12 @@ def check_delayed(rank: Rank) -> None:
     rank.say(f"{done} sums under random delays: equal to the reference, {time.monotonic() - began:.1f} s")
 
 
-class SymmetricMemory:
-    """torch's own kernels over its symmetric memory."""
-
-    def __init__(self, rank: Rank) -> None:
-        from torch._C import _distributed_c10d as c10d
-
-        store = dist.FileStore(str(rank.folder / "symmetric" / "store"), rank.size)
-        self._group = dist.ProcessGroup(store, rank.rank, rank.size)
-        self._group._set_group_name("symmetric")
-        c10d._register_process_group("symmetric", self._group)
-        c10d._SymmetricMemory.set_group_info("symmetric", rank.rank, rank.size, store)
-        self.memory = c10d._SymmetricMemory.empty_strided_p2p((SIZES[-1] // 2,), (1,), DTYPE, rank.device, "symmetric")
-        c10d._SymmetricMemory.rendezvous(self.memory)
-
-    def calls(self, part: Tensor) -> dict[str, Call]:
-        """Returns what sums a part, which has to be copied to symmetric memory first."""
-        own = self.memory[: part.numel()]
-
-        def one_shot() -> Tensor:
-            own.copy_(part.view(-1))
-            return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", "symmetric")
-
-        def two_shot() -> Tensor:
-            own.copy_(part.view(-1))
-            return torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", "symmetric")
-
-        def one_shot_only() -> Tensor:
-            return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", "symmetric")
-
-        return {"copy + torch 1-shot": one_shot, "copy + torch 2-shot": two_shot, "torch 1-shot": one_shot_only}
-
-
 def measure(rank: Rank) -> None:
     try:
-        symmetric = None if rank.shared else SymmetricMemory(rank)
+        symmetric = None
+        if not rank.shared:
+            folder = rank.folder / "symmetric"
+            symmetric = SymmetricSums(Shard(rank.rank, rank.size), folder, rank.device, SIZES[-1])
     except Exception as e:  # noqa: BLE001 - it is only compared with
         symmetric = None
         print("no symmetric memory:", str(e).splitlines()[0], flush=True)
@@ -229,7 +200,7 @@ def measure(rank: Rank) -> None:
     rank.memory.check()
 
 
-def measure_size(rank: Rank, num_bytes: int, symmetric: SymmetricMemory | None) -> None:
+def measure_size(rank: Rank, num_bytes: int, symmetric: SymmetricSums | None) -> None:
     rows = num_bytes // (2 * HIDDEN)
     part, out = rank.parts(rows, 1)[rank.rank], torch.empty(rows, HIDDEN, dtype=DTYPE, device=rank.device)
     residual, weight = torch.zeros_like(part), torch.ones(HIDDEN, dtype=DTYPE, device=rank.device)
@@ -256,7 +227,7 @@ def measure_size(rank: Rank, num_bytes: int, symmetric: SymmetricMemory | None) 
         rest["nccl"] = rank.time(partial(nccl.sum, copy), num_bytes)
         rest["nccl + norm"] = rank.time(lambda: add_rms_norm(residual, nccl.sum(copy), weight, EPS), num_bytes)
     if symmetric is not None:
-        rest |= {name: rank.time(call, num_bytes) for name, call in symmetric.calls(part).items()}
+        rest["torch symmetric, with a copy"] = rank.time(partial(symmetric.sum, part), num_bytes)
     report(rank, num_bytes, own, normed, rest)
 
 
@@ -273,13 +244,14 @@ def report(rank: Rank, num_bytes: int, own: dict[str, float], normed: dict[str, 
             file.write(json.dumps({"bytes": num_bytes, "sum": own, "norm": normed, "rest": rest}) + "\n")
 
 
-def run_rank(rank: int, size: int, folder: Path, limit_s: float, num_checks: int) -> None:
+def run_rank(rank: int, size: int, folder: Path, limit_s: float, num_checks: int, times: bool) -> None:
     own = Rank(rank, size, folder, limit_s, num_checks)
     name, num_gpus = torch.cuda.get_device_name(own.device), torch.cuda.device_count()
     own.say(f"{size} ranks, {num_gpus} x {name}, torch {torch.__version__}")
     with torch.inference_mode():
         check(own)
-        measure(own)
+        if times:
+            measure(own)
         check_delayed(own)
     own.hosts.least(0)
 
@@ -289,12 +261,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which nothing more is begun")
     parser.add_argument("--checks", type=int, default=20_000, help="sums under random delays")
+    parser.add_argument("--no-times", action="store_true")
     args = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    spawn = multiprocessing.get_context("spawn")
+    spawn, options = multiprocessing.get_context("spawn"), (args.limit, args.checks, not args.no_times)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            spawn.Process(target=run_rank, args=(rank, args.ranks, Path(folder), args.limit, args.checks))
+            spawn.Process(target=run_rank, args=(rank, args.ranks, Path(folder), *options))
             for rank in range(args.ranks)
         ]
         for one in ranks:

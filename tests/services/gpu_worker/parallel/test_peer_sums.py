@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,11 +17,13 @@ from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
 from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.norm import NoNorm
+from blockyard.services.gpu_worker.parallel import sum_measurement
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
 from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
-from blockyard.services.gpu_worker.parallel.sum_table import SumWay, same_way
+from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
+from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
 from blockyard.shared.errors import RankLostError
 
 HALF_BYTES, EPS = 1 << 16, 1e-5
@@ -43,7 +46,7 @@ class OwnMemory:
 def sums(memory: OwnMemory, way: SumWay = SumWay.ONE_STEP, most_bytes: int = 1 << 30) -> RankGroup:
     """A group of one rank that sums by kernels."""
     group = RankGroup(Shard(), GROUP, DEVICE)
-    group.kernels = PeerSums(cast("PeerMemory", memory), same_way(way, most_bytes))
+    group.kernels = PeerSums(cast("PeerMemory", memory), None, same_way(way, most_bytes))
     return group
 
 
@@ -90,7 +93,7 @@ def test_kernels_take_what_fits_their_buffers(way: SumWay) -> None:
 
 def test_a_part_that_does_not_come_is_an_error_of_the_step() -> None:
     memory = OwnMemory(num_ranks=2)
-    kernels = PeerSums(cast("PeerMemory", memory), same_way(SumWay.ONE_STEP, 1 << 20))
+    kernels = PeerSums(cast("PeerMemory", memory), None, same_way(SumWay.ONE_STEP, 1 << 20))
     group = RankGroup(Shard(), GROUP, DEVICE)
     group.kernels = kernels
     done = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
@@ -105,6 +108,37 @@ def test_a_part_that_does_not_come_is_an_error_of_the_step() -> None:
         event.synchronize()
 
 
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_all_ranks_have_the_table_that_the_leader_has_measured(
+    is_leader: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = SumTable(SIZES, (SumWay.TRANSPORT,) * len(SIZES), (SumWay.ONE_STEP,) * len(SIZES))
+
+    def copy_from_leader(words: torch.Tensor) -> None:
+        if not is_leader:
+            words.copy_(torch.tensor(told.encode()))
+
+    def seconds(group: RankGroup, call: Callable[[], object], device: torch.device) -> float:
+        return 1.0 if isinstance(getattr(getattr(call, "func", None), "__self__", None), PeerSums) else 2.0
+
+    group = RankGroup(Shard(0 if is_leader else 1, 2), GROUP, torch.device("cpu"))
+    monkeypatch.setattr(group, "copy_from_leader", copy_from_leader)
+    monkeypatch.setattr(sum_measurement, "_time", seconds)
+    memory = cast("PeerMemory", OwnMemory(num_ranks=2))
+    found = SumMeasurement(group, memory, None, 64, torch.float16)
+    for sums in (found.quickest(), found.in_order()):
+        assert sums.describe() == (
+            "sums of ranks: one step to 16 KiB, transport to 32 MiB; with a norm: one step to 16 KiB, "
+            "transport to 32 MiB"
+            if is_leader
+            else told.describe()
+        )
+    of_three = RankGroup(Shard(0, 3), GROUP, torch.device("cpu"))
+    in_order = SumMeasurement(of_three, memory, None, 64, torch.float16).in_order()
+    for rows in (1, 60):
+        assert in_order.way(torch.zeros(rows, 64), has_norm=True) is SumWay.ONE_STEP
+
+
 def run_rank(rank: int, size: int, folder: Path) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -115,7 +149,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         parts = torch.randn(size, rows, cols, generator=numbers, device=device).bfloat16()
         residual, weight = parts[0] * 2, parts[1][0].abs()
         for way in (SumWay.ONE_STEP, SumWay.TWO_STEPS):
-            kernels = PeerSums(memory, same_way(way, 1 << 22))
+            kernels = PeerSums(memory, None, same_way(way, 1 << 22))
             total = kernels.sum(parts[rank].clone())
             assert total is not None
             assert torch.equal(total, sum_ranks_reference(list(parts)))

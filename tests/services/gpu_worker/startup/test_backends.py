@@ -139,25 +139,31 @@ def test_ranks_sum_by_kernels_unless_a_flag_or_the_gpus_forbid_it(
         return SimpleNamespace()
 
     kernels = SimpleNamespace(describe=lambda: "sums of ranks: one step to 1 MiB")
-    measured: list[tuple[int, bool]] = []
+    measured: list[int] = []
 
-    def measure(group: object, memory: object, width: int, dtype: torch.dtype, *, in_order: bool) -> SimpleNamespace:
-        measured.append((width, in_order))
-        return kernels
+    def measure(group: object, memory: object, symmetric: object, width: int, dtype: torch.dtype) -> SimpleNamespace:
+        assert symmetric is None
+        measured.append(width)
+        return SimpleNamespace(in_order=lambda: kernels)
 
+    def no_symmetric(*_: object) -> None:
+        raise RuntimeError("no symmetric memory")
+
+    monkeypatch.setattr(cuda, "SymmetricSums", no_symmetric)
     monkeypatch.setattr(cuda, "PeerMemory", open_memory)
-    monkeypatch.setattr(cuda, "measure_sums", measure)
+    monkeypatch.setattr(cuda, "SumMeasurement", measure)
     lines: list[str] = []
     report = StartReport(lambda phase, done, notes: lines.__setitem__(slice(None), notes))
     linears = [SimpleNamespace(is_partial=False, shape=(8, 16)), SimpleNamespace(is_partial=True, shape=(16, 8))]
     model: Any = SimpleNamespace(linears=lambda: linears, table=SimpleNamespace(dtype=torch.bfloat16))
     ranks = RankGroup(Shard(0, 2), cast("Any", None), GPU)
+    monkeypatch.setattr(ranks, "least", lambda value: value)
     config = settings(Path("model"), custom_all_reduce=asked, batch_invariant=True, tensor_parallel_size=2)
     for _ in range(2):  # again after deep sleep
         CudaBackend(GPU).pick_sums(model, ranks, config, report)
     report.phase("ready")
     if asked and not refused:
-        assert ranks.kernels is kernels and measured == [(8, True)] and len(opened) == 1
+        assert ranks.kernels is kernels and measured == [8] and len(opened) == 1
         assert lines[-1] == "sums of ranks: one step to 1 MiB"
     else:
         assert ranks.kernels is None and not measured and len(opened) == 2 * asked
