@@ -32,8 +32,8 @@ class Collectives(Protocol):
     """The methods of `ProcessGroupGloo` and `ProcessGroupNCCL` that are used."""
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective: ...
-    def allreduce(self, tensors: list[Tensor]) -> PendingCollective: ...
-    def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective: ...
+    def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
+    def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective: ...
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> PendingCollective: ...
 
@@ -76,8 +76,10 @@ class RankGroup:
         self._group, self._sums_in_order = collectives, sums_in_order
         self._is_alone, self.host_waits = False, host_waits
         self.kernels: SumKernels | None = None  # the same on all ranks; None: the transport sums
-        self._from_leader = _dist.BroadcastOptions()
+        self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
+        # on the stream of steps and not on one of NCCL's own: a CUDA graph then has no fork and join for each sum
+        self._summed.asyncOp = self._from_leader.asyncOp = host_waits
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -95,7 +97,8 @@ class RankGroup:
         if self.kernels is not None and (total := self.kernels.sum(part)) is not None:
             return total
         if not self._sums_in_order:
-            self.wait(self._group.allreduce([part]))
+            part = part.contiguous()  # NCCL takes no other
+            self.wait(self._group.allreduce([part], self._summed))
             return part
         parts = self.collect(part)
         total = parts[0].float() if part.dtype.itemsize < 4 else parts[0]  # rounded once
@@ -167,8 +170,10 @@ class RankGroup:
         """Returns the largest value of all ranks, element by element."""
         return torch.stack(self.collect(values)).amax(0)
 
-    def wait(self, work: PendingCollective) -> None:
-        """Waits for the end of a collective: on a GPU its stream does."""
+    def wait(self, work: PendingCollective | None) -> None:
+        """Waits for the end of a collective: on a GPU the stream of steps does. None: it is on that stream."""
+        if work is None:
+            return
         try:
             work.wait()
         except RuntimeError as e:

@@ -74,7 +74,7 @@ class CpuBackend:
         """gloo sums."""
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        return CpuPlaces(model, num_places)
+        return CpuPlaces(model, num_places, fully_sharded=limits.fully_sharded)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return ["weights in host memory: all, this is a CPU (--cpu-offload-gb)"] if config.cpu_offload_gib else []

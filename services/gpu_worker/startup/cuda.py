@@ -291,7 +291,11 @@ class CudaBackend:
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         model, pool, ranks, geometry = loaded
-        return DeviceFollowerSteps(model, pool, ranks, geometry, make_device_ops(pool, config.fused_steps))
+        self.end_compiling()  # the leader measures kernels
+        ops, install = make_device_ops(pool, config.fused_steps), None
+        if self._tuner is not None:
+            install = self._tuner.install_those_of
+        return DeviceFollowerSteps(model, pool, ranks, geometry, ops, install)
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return (STAGING_BYTES if host_plan.num_blocks else 0) + planned_bytes(transfers)
@@ -333,6 +337,8 @@ class CudaBackend:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
         mirror = None if runner.send is None else DeviceMirror(runner.send, self._ranks)
+        if mirror is not None and self._tuner is not None:
+            mirror.install_kernels(self._tuner.installed())
         steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning, mirror)
         runner.use(steps)
         report.phase("first steps")

@@ -108,6 +108,8 @@ class CudaSteps:
         if not self.decodes.capture_one() and not self.graphs.capture_one() and self._tuning is not None:
             tuned_rows = self._tuning.step()
             if tuned_rows is not None:
+                if self.decodes.mirror is not None:
+                    self.decodes.mirror.install_kernels(self._tuning.installed(tuned_rows))
                 self.decodes.capture_again(tuned_rows)
         self._on_captured()
         return self.captured < 1.0
