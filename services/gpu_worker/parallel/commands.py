@@ -58,8 +58,8 @@ class ForwardPass(Frame, frozen=True):
 
 
 class DeviceForward(Frame, frozen=True):
-    """Compute the layers on a GPU. Words follow as a collective, int64: ids, positions and slots of tokens, first rows
-    of prefills, and rows, slots and positions of tokens that need logits."""
+    """Compute the layers on a GPU. Words are ids, positions and slots of tokens, first rows of prefills, and rows,
+    slots and positions of tokens that need logits."""
 
     num_tokens: int
     num_starts: int  # 0: there are no prefills
@@ -68,6 +68,7 @@ class DeviceForward(Frame, frozen=True):
     max_seq_len: int | None  # these are those of `AttentionMetadata`
     prefill_max_seq_len: int | None
     max_context_len: int
+    words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
 
 
 class ScatterWords(Frame, frozen=True):

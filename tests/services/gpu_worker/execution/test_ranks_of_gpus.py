@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from rank_logits import CPU
-from reference_ops import ReferenceOps
-from slot_plans import collected, greedy, prompt_of, started
+from reference_ops import ReferenceOps, run_ahead
+from slot_plans import collected, greedy, plan, prompt_of, started
 from tiny_models import BY_NAME, start
 from two_ranks import CAPACITY, TwoRanks
 
@@ -61,6 +61,29 @@ def test_a_prefill_that_sends_blocks_records_layers_and_is_computed_by_all(
         tokens.append(collected(runner)[1][0].token_ids)
     assert tokens[0] == tokens[1] and len(tokens[0]) == 1
     assert len(ranks.forwards) == 2
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
+def test_prompts_alone_do_not_wait_for_the_leaders_device(size: int, num_stages: int, tmp_path: Path) -> None:
+    folder, group, prompt = tmp_path / "model", tmp_path / "group", prompt_of(20)
+    group.mkdir()
+    BY_NAME["llama"].save(folder)
+    alone = start(folder, max_num_seqs=CAPACITY)
+    run_ahead(alone, CAPACITY, masks=False)
+    ranks = TwoRanks(folder, group, alone.geometry, size, num_stages)
+    found = []
+    for runner in (alone, ranks.runner):
+        runner.reset(4)
+        starts = [started(0, prompt, greedy(), [3, 4, 5, 6, 7, 8])]
+        runner.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 9)]))
+        runner.launch(StepPlan(1, 2, [], [], [], [SlotRun(0, 11)]))
+        runner.launch(plan(3, 0))
+        results = collected(runner)
+        found.append(results[2][0].token_ids + results[3][0].token_ids)
+    ranks.close()
+    assert found[0] == found[1] and len(found[0]) == 2
+    assert [bool(one.words) for one in ranks.forwards] == [True, True, False]
+    assert [one.num_logits for one in ranks.forwards][:2] == [0, 1]
 
 
 def test_graphs_that_are_captured_again_are_dropped_by_all(ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
