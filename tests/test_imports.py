@@ -17,7 +17,9 @@ USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launc
 USES |= {"cli": {"launcher", "offline", "bench", "api_gateway"}}
 # the others start at __main__
 MAINS = {"cli": ".main", "launcher": ".serve", "offline": ".llm", "bench": ".suite.command"}
-ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "inbound", "outbound", "poller", "registry_link")}
+ZMQ_HOMES = {
+    f"shared/bus/{name}.py" for name in ("curve", "frame_links", "inbound", "outbound", "poller", "registry_link")
+}
 ZMQ_HOMES |= {"shared/bus/registry_socket.py", "shared/bus/sockets.py"}
 # what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
 READS_CLIENT_TEXT = ("services/api_gateway", "services/tokenizer_pool", "services/detokenizer", "services/scheduler")
@@ -120,7 +122,7 @@ LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "poolin
 LAYERS["shared/messages"] += ("text", "controls", "model_settings", "membership", "metrics", "stored_responses")
 LAYERS["shared/messages"] += ("rank_bench",)
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
-LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
+LAYERS["shared/bus"] += ("frame_links", "ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
     "text_part",
     "services",
@@ -290,6 +292,7 @@ LAYERS["kernels"] = (
     "tensor_checks",
     "slots",
     "sampling",
+    "all_reduce",
     "layers",
     "kv_cache",
 )

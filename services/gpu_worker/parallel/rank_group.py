@@ -38,6 +38,24 @@ class Collectives(Protocol):
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> PendingCollective: ...
 
 
+class SumKernels(Protocol):
+    """Sums over ranks by kernels of the device itself, for parts for which they are quicker than the transport."""
+
+    def sum(self, part: Tensor) -> Tensor | None:
+        """See `RankGroup.sum`. None: the transport is quicker."""
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    ) -> Tensor | None:
+        """See `RankGroup.sum_add_rms_norm`."""
+
+    def describe(self) -> str:
+        """Returns a line about what they sum."""
+
+    def check(self) -> None:
+        """Raises RankLostError if a kernel has given up waiting for another rank: its sums are wrong from then on."""
+
+
 class RankGroup:
     """One rank's end of its group. All methods are collective, and raise RankLostError if another rank is gone."""
 
@@ -57,6 +75,7 @@ class RankGroup:
         self.is_leader = shard.rank == LEADER
         self._group, self._sums_in_order = collectives, sums_in_order
         self._is_alone, self.host_waits = False, host_waits
+        self.kernels: SumKernels | None = None  # the same on all ranks; None: the transport sums
         self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
         # on the stream of steps and not on one of NCCL's own: a CUDA graph then has no fork and join for each sum
@@ -75,6 +94,8 @@ class RankGroup:
         """Returns the sum of all ranks' parts, with the same bits on all ranks. May write to `part`."""
         if self._is_alone:
             return part
+        if self.kernels is not None and (total := self.kernels.sum(part)) is not None:
+            return total
         if not self._sums_in_order:
             part = part.contiguous()  # NCCL takes no other
             self.wait(self._group.allreduce([part], self._summed))
@@ -84,6 +105,20 @@ class RankGroup:
         for one in parts[1:]:
             total.add_(one)
         return total.to(part.dtype)
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    ) -> Tensor | None:
+        """Adds the sum of all ranks' parts [rows, size] to residual in place, or with `total` there, and returns the
+        RMSNorm. None: nothing is done, it takes several kernels."""
+        if self._is_alone or self.kernels is None:
+            return None
+        return self.kernels.sum_add_rms_norm(part, residual, weight, eps, total)
+
+    def check(self) -> None:
+        """Raises RankLostError if sums are wrong since another rank's part has not come in time. Not collective."""
+        if self.kernels is not None:
+            self.kernels.check()
 
     def collect(self, part: Tensor) -> list[Tensor]:
         """Returns all ranks' parts, of equal shape and dtype, in the order of ranks."""

@@ -144,7 +144,8 @@ class CudaSteps:
 
         outcomes, tokens, computed = buffers.results
         results = outcomes, tokens, computed
-        return LaunchedStep(results, buffers.done, stored, read_logprobs, host_logits, prompt_logprobs)
+        done = buffers.done if self.decodes.mirror is None else self.decodes.mirror.checked(buffers.done)
+        return LaunchedStep(results, done, stored, read_logprobs, host_logits, prompt_logprobs)
 
     def _launch_prefill(self, step: StepRequest) -> tuple[StepBuffers, Sequence[StoredLayers], Sequence[ScoredRows]]:
         """Launches a step with prefill, as a CUDA graph if one fits. The result has its layers if it sends blocks."""

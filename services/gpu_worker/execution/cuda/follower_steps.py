@@ -65,13 +65,15 @@ class DeviceFollowerSteps:
         self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
+        if self._ranks.tensor is not None:
+            self._ranks.tensor.check()
         match command:
             case ReplayGraph(key):
                 self._graphs[key].replay()
             case DeviceForward():
                 self._hidden = self._forward(command)
-            case ComputeLogits(num_rows):
-                compute_logits(self._model, self._ranks, self._hidden, num_rows)
+            case ComputeLogits():
+                compute_logits(self._model, self._ranks, self._hidden, command)
             case ScatterWords(index, values):
                 pairs = np.frombuffer(index + values, np.int32).reshape(2, -1).copy()
                 self._ops.scatter(self._state.arena, self._on_device(pairs), pairs.shape[1])
@@ -97,13 +99,14 @@ class DeviceFollowerSteps:
 
     def _forward(self, command: DeviceForward) -> Tensor:
         num_tokens, num_logits = command.num_tokens, max(command.num_logits, 0)
-        parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3
+        parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3 + [num_tokens * command.has_adapters]
         if command.words:
             words = self._on_device(np.frombuffer(command.words, np.int32).copy()).long()
         else:
             words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
             self._ranks.everyone.copy_from_leader(words)
-        token_ids, positions, slots, starts, *needed = torch.split(words, parts)
+        token_ids, positions, slots, starts, *needed, places = torch.split(words, parts)
+        self._model.adapter_rows.begin(places.int() if command.has_adapters else None)
         metadata = AttentionMetadata(
             PagedKVMetadata(slots, positions, self._state.tables),
             query_start_loc=starts.int() if command.num_starts else None,

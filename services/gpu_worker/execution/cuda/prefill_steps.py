@@ -161,7 +161,8 @@ class PrefillSteps:
         max_seq_len = int((table.num_computed[step.slots] + step.counts).max())
         max_context_len = max_context(step, table)
         # followers of a leader get what the host has without waiting for the leader's device
-        host = words if self._steps.mirror is not None and not descriptor.num_decodes else None
+        is_of_host = self._steps.mirror is not None and not (descriptor.num_decodes or descriptor.is_adapted)
+        host = words if is_of_host else None
         words = words.to(self._device, non_blocking=True)
         return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, host)
 
