@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 import socket
@@ -83,9 +84,14 @@ class SuiteServer:
         return WorkerCounters(*experts, seconds("step"), seconds("launch"))
 
     def stream(
-        self, requests: Sequence[SampleRequest], each_token: bool = True, due_s: Sequence[float] | None = None
+        self,
+        requests: Sequence[SampleRequest],
+        each_token: bool = True,
+        due_s: Sequence[float] | None = None,
+        models: Sequence[str] = (),
     ) -> list[RequestResult]:
-        """Sends each on its own connection, `due_s` after the start (all at once).
+        """Sends each on its own connection, `due_s` after the start (all at once). models: those that requests name
+        in turn, "" is the server's own.
 
         Raises BenchError if a request fails or has another length.
 
@@ -94,7 +100,11 @@ class SuiteServer:
         """
         endpoint = find(self.url, None).endpoint("completions")
         more = {"return_token_ids": True} if each_token else {}
-        bodies = [endpoint.request(_body(request) | more) for request in requests]
+        named = itertools.cycle(models or [""])
+        bodies = [
+            endpoint.request(_body(request) | more | ({"model": model} if model else {}))
+            for request, model in zip(requests, named, strict=False)
+        ]
         plan = LoadPlan(bodies, [0.0] * len(bodies) if due_s is None else due_s)
         output_lens = [request.num_output for request in requests]
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

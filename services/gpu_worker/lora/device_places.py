@@ -147,6 +147,7 @@ class DevicePlaces:
             yield
         return HostAdapter(adapter.digest, deltas, memory=memory)
 
+    @torch.inference_mode()  # as the memory was made
     def put(self, place: int, adapter: HostAdapter) -> None:
         memory = adapter.memory
         assert 0 <= place < self.num_places and memory is not None and len(memory) <= self._place_size

@@ -46,7 +46,9 @@ def on_device(folders: list[Path]) -> Runner:
     """A runner with the steps of a GPU, and its adapters in places of a device."""
     runner = start(folders[0], lora=LORA)
     assert runner.adapters is not None
-    runner.adapters.places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
+    with torch.inference_mode():  # as a worker starts
+        places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
+    runner.adapters.places = places
     run_ahead(runner, 16)
     runner.reset(8)
     load_adapters(runner, folders[1:])
