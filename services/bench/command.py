@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from blockyard.services.bench import latency_throughput, serve
+from blockyard.services.bench.parallel import command as parallel
 from blockyard.services.bench.prefill_decode import command as prefill_decode
 from blockyard.services.bench.suite import command as suite
 from blockyard.shared.errors import ConfigError
@@ -16,6 +17,7 @@ usage: blockyard bench serve [flags]                    a running server: its TT
        blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
        blockyard bench suite [ITEM ...] [flags]         performance figures of this GPU, with targets and floors
        blockyard bench pd [ITEM ...] [flags]            two GPUs: prefill and decode apart against unified workers
+       blockyard bench parallel MODEL [ITEM ...]        several GPUs, as --layouts says, against one
 
 `--help` after any of them lists its flags and defines its figures."""
 
@@ -55,4 +57,5 @@ BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
     "kernels": kernels,
     "suite": suite.main,
     "pd": prefill_decode.main,
+    "parallel": parallel.main,
 }
