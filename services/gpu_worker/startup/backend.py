@@ -9,6 +9,7 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.encoders.text_threads import TextThreads
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
@@ -99,6 +100,9 @@ class Backend(Protocol):
 
         most_tokens: of a step. has_types: the model knows token types.
         """
+
+    def text_threads(self, config: WorkerConfig) -> TextThreads | None:
+        """Returns the threads that compute the texts of a step without KV; None: a step is launched whole."""
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""
