@@ -10,8 +10,8 @@ from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
-from blockyard.services.gpu_worker.encoders.text_threads import TextThreads
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
+from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk

@@ -9,10 +9,10 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
-from blockyard.services.gpu_worker.encoders.text_threads import TextThreads
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
+from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
-from blockyard.services.gpu_worker.encoders import text_threads
-from blockyard.services.gpu_worker.encoders.text_threads import LEAST_TOKENS, TextThreads, divide
+from blockyard.services.gpu_worker.execution import text_threads
+from blockyard.services.gpu_worker.execution.text_threads import LEAST_TOKENS, TextThreads, divide
 
 
 @pytest.fixture(autouse=True)
