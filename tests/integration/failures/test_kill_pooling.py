@@ -1,4 +1,4 @@
-"""kill -9 of a service amid 2,000 texts: none is missing, none is answered twice, and the vectors are those of before."""
+"""kill -9 of a service amid 2,000 texts: none is missing, none is answered twice, and all vectors are as before."""
 
 import asyncio
 from collections.abc import Iterator
