@@ -4,7 +4,7 @@ Prefills and decodes ahead of the host, chunks, preemption, log-probabilities: t
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -12,23 +12,38 @@ import numpy as np
 import pytest
 import torch
 from equality import noisy
+from peft_adapters import Batch, finished, load_adapters, read_adapter, save_adapter
 from plan_driver import Driver, Stream
-from rank_logits import CPU, connect, load
+from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
 from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
 
+from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward, Followers
+from blockyard.services.gpu_worker.parallel.team import RankGroups
 from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import Geometry, Sampling
+from blockyard.shared.config.services.lora import LoraConfig
+from blockyard.shared.messages import AdapterPlaced, Geometry, Sampling
 from blockyard.shared.messages.base import Frame
 
 CAPACITY = 16
+LIMITS = AdapterLimits(dtype=torch.float32, max_rank=16, fully_sharded=True)
+KERNELS = AdapterKernels(add_adapters_reference, add_to_heads_reference)
+TARGETS = {  # of two adapters; on GPUs experts are no layers that they may change
+    "llama": (["q_proj", "o_proj", "down_proj"], ["k_proj", "gate_proj", "up_proj", "lm_head"]),
+    "deepseek-v3": (["kv_b_proj", "q_b_proj"], ["kv_b_proj", "o_proj"]),
+}
 NAMES = ("llama", "gemma4-moe", "deepseek-v3")
 LAYOUTS = [*((name, 2, 1) for name in NAMES), ("gemma4-moe", 1, 2)]  # ranks of a stage, and stages
 
@@ -36,7 +51,11 @@ LAYOUTS = [*((name, 2, 1) for name in NAMES), ("gemma4-moe", 1, 2)]  # ranks of 
 class TwoRanks:
     """A leader's runner, and a follower in a thread that does what comes."""
 
-    def __init__(self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int) -> None:
+    def __init__(
+        self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int, adapters: Sequence[Path] = ()
+    ) -> None:
+        """adapters: in places 0, 1, ... of the device."""
+        self._adapters = adapters
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._folder, self._group, self._geometry = folder, group, geometry
         self._size, self._num_stages = size, num_stages
@@ -45,11 +64,21 @@ class TwoRanks:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         ranks = connect(0, size, group, num_stages)
-        model, send = load(folder, ranks), self._send
+        model, send = self._load(ranks), self._send
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
         run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+
+    def _load(self, ranks: RankGroups) -> Model:
+        model = load(self._folder, ranks)
+        if self._adapters:
+            undivided = load_undivided(self._folder)
+            places = DevicePlaces(model, len(self._adapters), LIMITS, KERNELS, CPU, SameMemory())
+            targets = ModelTargets(model, undivided, fully_sharded=LIMITS.fully_sharded)
+            for place, folder in enumerate(self._adapters):
+                places.put(place, finished(places.prepare(read_adapter(folder, targets, LIMITS))))
+        return model
 
     def _send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
         assert isinstance(frame, Command)
@@ -62,7 +91,7 @@ class TwoRanks:
     def _follow(self) -> None:
         try:
             ranks = connect(1, self._size, self._group, self._num_stages)
-            model = load(self._folder, ranks)
+            model = self._load(ranks)
             pool = self._pool(model)
             steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())
             follower = Follower(model, pool, None, steps)
@@ -120,3 +149,28 @@ def test_tokens_are_those_of_one_rank(name: str, size: int, num_stages: int, tmp
         ranks.close()
     assert any(one.num_starts for one in ranks.forwards)
     assert any(one.num_starts == 0 and one.num_logits < 0 for one in ranks.forwards)
+
+
+@pytest.mark.parametrize(("name", "size", "num_stages"), [("llama", 2, 1), ("deepseek-v3", 2, 1), ("llama", 1, 2)])
+def test_adapters_divided_among_ranks(name: str, size: int, num_stages: int, tmp_path: Path, threads: None) -> None:
+    """Both matrices of a pair, in graphs with and without adapters."""
+    folder, group, adapters = tmp_path / "model", tmp_path / "group", list[Path]()
+    group.mkdir()
+    for seed, targets in enumerate(TARGETS[name]):
+        adapters.append(tmp_path / str(seed))
+        save_adapter(BY_NAME[name].save(folder), adapters[-1], seed, target_modules=targets)
+    alone = start(folder, max_num_seqs=CAPACITY, lora=LoraConfig(max_loras=2, max_cpu_loras=2))
+    alone.reset(CAPACITY)
+    load_adapters(alone, adapters)
+    ranks, mixed = TwoRanks(folder, group, alone.geometry, size, num_stages, adapters), [0, None, 1, 0]
+    try:
+        for places, placed in ((mixed, [AdapterPlaced(0, 1), AdapterPlaced(1, 2)]), ([None, None], [])):
+            for runner in (alone, ranks.runner):
+                runner.reset(CAPACITY)
+            want, got = (Batch(runner, places, placed).run(5) for runner in (alone, ranks.runner))
+            for a, b in zip(want, got, strict=True):
+                assert [ids for ids, _ in a] == [ids for ids, _ in b]
+                assert [p for _, p in a] == pytest.approx([p for _, p in b], abs=1e-4)
+        assert {forward.has_adapters for forward in ranks.forwards} == {True, False}
+    finally:
+        ranks.close()
