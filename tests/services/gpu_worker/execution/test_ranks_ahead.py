@@ -17,11 +17,16 @@ from plan_driver import Driver, Stream
 from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
 from ties import Ties
-from tiny_models import BY_NAME, VOCAB, greedy_score, start
+from tiny_models import BY_NAME, VOCAB, greedy_score, settings, start
 
 from blockyard.kernels.lora.adapter_table import add_adapters_reference
 from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
+from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.engine import read_settings
+from blockyard.services.gpu_worker.execution.cuda import pooled_attention
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention
+from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
 from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
 from blockyard.services.gpu_worker.host_link import SameMemory
@@ -32,9 +37,12 @@ from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward, Followers
 from blockyard.services.gpu_worker.parallel.team import RankGroups
+from blockyard.services.gpu_worker.pooling.output import PoolingOutput
+from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.runner import Runner
+from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.shared.config.services.lora import LoraConfig
-from blockyard.shared.messages import AdapterPlaced, Geometry, Sampling
+from blockyard.shared.messages import AdapterPlaced, Geometry, Sampling, SlotRun, SlotStart, StepPlan
 from blockyard.shared.messages.base import Frame
 
 CAPACITY = 16
@@ -52,9 +60,16 @@ class TwoRanks:
     """A leader's runner, and a follower in a thread that does what comes."""
 
     def __init__(
-        self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int, adapters: Sequence[Path] = ()
+        self,
+        folder: Path,
+        group: Path,
+        geometry: Geometry,
+        size: int,
+        num_stages: int,
+        adapters: Sequence[Path] = (),
+        output: PoolingOutput | None = None,
     ) -> None:
-        """adapters: in places 0, 1, ... of the device."""
+        """adapters: in places 0, 1, ... of the device. output: of a model that pools; None: it generates."""
         self._adapters = adapters
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._folder, self._group, self._geometry = folder, group, geometry
@@ -68,7 +83,12 @@ class TwoRanks:
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
-        run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+        if output is None:
+            run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+        else:
+            attention = TritonChunkAttention(pool, SameMemory(), has_followers=True)
+            runner = self.runner
+            runner.use(PooledSteps(runner.model, pool, runner.batch, geometry, output, attention))
 
     def _load(self, ranks: RankGroups) -> Model:
         model = load(self._folder, ranks)
@@ -174,3 +194,37 @@ def test_adapters_divided_among_ranks(name: str, size: int, num_stages: int, tmp
         assert {forward.has_adapters for forward in ranks.forwards} == {True, False}
     finally:
         ranks.close()
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
+def test_vectors_are_those_of_one_rank(
+    size: int, num_stages: int, tmp_path: Path, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sequences in unlike chunks: followers get their block tables with the step."""
+    monkeypatch.setattr(pooled_attention, "build_attention", lambda *given: ReferenceOps().attend(*given))
+    folder, group = tmp_path / "model", tmp_path / "group"
+    group.mkdir()
+    BY_NAME["llama"].save(folder)
+    config = settings(folder, max_num_seqs=CAPACITY, task="embed")
+    alone = engine.start(config, lambda *_: None)
+    assert isinstance(alone, Runner)
+    output = choose_output(config, read_settings(config, StartReport(lambda *_: None)), alone.model)[1]
+    ranks = TwoRanks(folder, group, alone.geometry, size, num_stages, output=output)
+    try:
+        want, got = (vectors(runner) for runner in (alone, ranks.runner))
+        assert want.keys() == {0, 1} and got.keys() == {0, 1}
+        for slot, vector in want.items():
+            np.testing.assert_allclose(got[slot], vector, atol=1e-5)
+    finally:
+        ranks.close()
+
+
+def vectors(runner: Runner) -> dict[int, np.ndarray]:
+    runner.reset(CAPACITY)
+    ids, starts = np.arange(2, 42, dtype="<u4"), list[SlotStart]()
+    for slot, length in enumerate((30, 13)):
+        blocks = list(range(8 * slot, 8 * slot + 8))
+        starts.append(SlotStart(slot, ids[:length].tobytes(), length, 0, blocks, Sampling(1), 0, has_text=False))
+    found = runner.execute(StepPlan(0, 1, [], starts, [], [SlotRun(0, 11), SlotRun(1, 1)]))
+    found += runner.execute(StepPlan(0, 2, [], [], [], [SlotRun(0, 64), SlotRun(1, 64)]))
+    return {one.slot: np.frombuffer(one.vector, "<f4") for one in found if one.finish is not None}
