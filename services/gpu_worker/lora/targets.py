@@ -12,7 +12,7 @@ from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjecti
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
 from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart, Split
-from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, listed
+from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, is_finite, listed
 from blockyard.services.gpu_worker.lora.ranks.layer_share import LayerShare
 from blockyard.services.gpu_worker.lora.token_rows import TokenTargets
 from blockyard.services.gpu_worker.models.interface import Model
@@ -278,5 +278,5 @@ def _check_shape(module: ModuleTensors, name: str, tensor: Tensor | None, dim: i
 
 
 def _check_finite(module: ModuleTensors, dtype: torch.dtype, *tensors: Tensor | None) -> None:
-    if not all(bool(torch.isfinite(one).all()) for one in tensors if one is not None):
+    if not all(is_finite(one) for one in tensors if one is not None):
         raise AdapterError(f"the matrices of {module.name} are too large for {str(dtype).removeprefix('torch.')}")

@@ -84,16 +84,21 @@ def _with_invariant(
 
 
 def test_base_sequences_have_the_bits_of_a_worker_without_adapters(folders: list[Path], device: str) -> None:
-    """Also after steps with adapters."""
+    """Also after steps with adapters. On a GPU each worker times its kernels and may choose others."""
     runner, plain = loaded(folders, device), start(folders[0], device=device)
     plain.reset(8)
     expected = run(plain, [None, None, None], [])
-    assert run(runner, [None, None, None], []) == expected
+    before = run(runner, [None, None, None], [])
+    if device == "cpu":
+        assert before == expected
+    for got, want in zip(before, expected, strict=True):
+        assert [ids for ids, _ in got] == [ids for ids, _ in want]
+        assert [p for _, p in got] == pytest.approx([p for _, p in want], abs=1e-4)
     runner.reset(8)
     with_adapter = run(runner, [0, 0, 0], [AdapterPlaced(0, 1)])
-    assert with_adapter != expected
+    assert with_adapter != before
     runner.reset(8)
-    assert run(runner, [None, None, None], []) == expected
+    assert run(runner, [None, None, None], []) == before
 
 
 def test_a_place_that_gets_another_adapter(folders: list[Path], device: str) -> None:

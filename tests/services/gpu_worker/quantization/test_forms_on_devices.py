@@ -1,6 +1,7 @@
 """Every kept form on a GPU, against the same checkpoint on the CPU, whose logits are judged by `test_forms_in_use`.
 
-Where inputs are rounded, a last bit before can move a rounding: such rows are compared by their mean error.
+Where inputs are rounded, a last bit before can move a rounding: such rows are compared by their mean error. Sums of
+products in 8-bit floats have few more bits than their inputs on tensor cores, so that more of them move.
 """
 
 from pathlib import Path
@@ -27,13 +28,13 @@ def test_logits_in_float32(name: str, model: str, tmp_path: Path) -> None:
         runner = check_logits(made, device="cuda")
         assert greedy_tokens(runner) == greedy_tokens(start(made.packed, max_model_len=64))
     else:
-        assert row_error(made.packed, dtype="float32") < 0.02
+        assert row_error(made.packed, dtype="float32") < (0.06 if name.startswith("Fp8") else 0.02)
 
 
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[1] != "deepseek-v2-lite"])
 def test_logits_in_bfloat16(name: str, model: str, tmp_path: Path) -> None:
     made = (FORMS | MORE_FORMS)[name].write(tmp_path, model)
-    assert row_error(made.packed, dtype="bfloat16") < 0.08
+    assert row_error(made.packed, dtype="bfloat16") < (0.12 if name.startswith("Fp8") else 0.08)
 
 
 def row_error(folder: Path, dtype: str) -> float:
