@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from model_logits import hidden_in_chunks
-from peft_adapters import adapt_model
+from placed_adapters import adapt_model
 from tiny_checkpoint import VOCAB
 
 from blockyard.services.gpu_worker.kv.pool import KVPool

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from equality import noisy
-from peft_adapters import Batch, finished, load_adapters, read_adapter, save_adapter
+from peft_adapters import Batch, load_adapters, save_adapter
+from placed_adapters import finished, read_adapter
 from plan_driver import Driver, Stream
 from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
