@@ -59,12 +59,12 @@ def expected(folders: list[Path]) -> list[Found]:
     return found
 
 
-@pytest.mark.parametrize(("size", "num_stages", "levels"), [(3, 1, (0, 1, 2)), (2, 2, (0,))])
+@pytest.mark.parametrize(("size", "num_stages", "levels"), [(2, 1, (0, 1, 2)), (2, 2, (0,))])
 def test_tokens_are_those_of_one_rank(
     folders: list[Path], tmp_path: Path, expected: list[Found], size: int, num_stages: int, levels: tuple[int, ...]
 ) -> None:
-    """levels: of sleep. Three ranks divide both matrices."""
-    lora = LoraConfig(max_loras=2, max_cpu_loras=3, fully_sharded=size == 3)
+    """levels: of sleep. Without stages ranks divide both matrices."""
+    lora = LoraConfig(max_loras=2, max_cpu_loras=3, fully_sharded=num_stages == 1)
     made = Group(config(folders[0], size, num_stages, lora=lora), tmp_path)
     try:
         sleeping = SleepingRunner(made.start, lambda: 0)
@@ -98,7 +98,8 @@ def test_an_adapter_that_cannot_be_read_fails_with_the_cause_and_the_next_is_ser
     assert adapters is not None
     adapters.load(7, str(other))
     adapters.load(8, str(tmp_path / "nowhere"))
-    adapters.load(9, str(folders[1]))
+    for _ in range(2):  # the second time before the first is answered
+        adapters.load(9, str(folders[1]))
     done, end_s = {}, time.monotonic() + 30
     while adapters.is_loading and time.monotonic() < end_s:
         done |= {one.adapter: one for one in adapters.poll()}
