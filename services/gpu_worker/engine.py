@@ -172,10 +172,7 @@ def load(
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
     share = check(build, settings, whole, config, backend, stage)
     ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
-    table = WeightTable(dtype, backend.device, share, shard)
-    table.link, table.spreads_experts = backend.link, config.expert_parallel
-    table.ranks = None if ranks is None else ranks.tensor
-    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    table = make_table(config, dtype, backend, share, shard, ranks)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
     model = build(settings, table)
@@ -201,6 +198,8 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
+        if table.ranks is not None:
+            backend.pick_sums(model, table.ranks, config, report)
         undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
         adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
@@ -226,6 +225,17 @@ def load(
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     return LoadedModel(model, pool, store, geometry, config, ranks, adapters)
+
+
+def make_table(
+    config: WorkerConfig, dtype: torch.dtype, backend: Backend, share: HostShare, shard: Shard, ranks: RankGroups | None
+) -> WeightTable:
+    """Returns the table that a model's layers place this rank's weights in. share: of weights in host memory."""
+    table = WeightTable(dtype, backend.device, share, shard)
+    table.link, table.spreads_experts = backend.link, config.expert_parallel
+    table.ranks = None if ranks is None else ranks.tensor
+    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    return table
 
 
 def alone(ranks: RankGroups | None) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from blockyard.services.kv_transfer.protocol.events import IncomingEvent, Sender
 from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import AdapterPlaced, KVAbort, KVReceive, KVSend, NamedCount
-from blockyard.shared.messages.base import Frame
+from blockyard.shared.messages.base import Frame, FrameStruct
 
 
 class Followers(Enum):
@@ -29,6 +29,42 @@ class RankSetup(Frame, frozen=True):
     rank: int
     folder: str  # private to the group
     leader_pid: int
+
+
+class GroupDigest(FrameStruct, frozen=True):
+    """What all ranks of a group have in common."""
+
+    build: str
+    weights: str
+    flags: bytes  # JSON object of settings
+
+
+class RankJoin(Frame, frozen=True):
+    """A rank that the leader has not started asks to be of its group, first on the link for signs, then on that for
+    commands."""
+
+    rank: int
+    place: str  # where it is, in words
+    digest: GroupDigest
+    pid: int
+
+
+class JoinAccepted(Frame, frozen=True):
+    """The rank opens its link for commands."""
+
+
+class JoinRefused(Frame, frozen=True):
+    """The rank is none of this group."""
+
+    detail: str
+    exit_code: int
+    is_taken: bool = False  # another process has its number, and may be gone without the leader knowing it yet
+
+
+class GroupComplete(Frame, frozen=True):
+    """All ranks have joined. The first command of one that has: `Begin` follows."""
+
+    store: str  # host and port of torch's store
 
 
 class Begin(Frame, frozen=True):
@@ -101,6 +137,18 @@ class EndGraph(Frame, frozen=True):
 
 class ReplayGraph(Frame, frozen=True):
     """Run a graph."""
+
+    key: int
+
+
+class InstallKernels(Frame, frozen=True):
+    """Use the kernels that the leader has measured, for numbers of rows."""
+
+    tuned: bytes  # see `Tuner.installed`
+
+
+class DropGraph(Frame, frozen=True):
+    """A graph is not run again."""
 
     key: int
 
@@ -267,6 +315,7 @@ class RankFailed(Frame, frozen=True):
 
 Command = (
     RankSetup
+    | GroupComplete
     | Begin
     | ForwardPass
     | DeviceForward
@@ -275,6 +324,8 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
+    | DropGraph
+    | InstallKernels
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks
@@ -300,3 +351,4 @@ AdapterCommand = ReadAdapter | ForgetAdapter | ForgetAdapters | PlaceAdapters
 TransferAnswer = TransfersOpened | TransferEvents | TransfersClosed
 Answer = TransferAnswer | AdapterRead
 Sign = LifeSign | RankFailed
+JoinAnswer = JoinAccepted | JoinRefused

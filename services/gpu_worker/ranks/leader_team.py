@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from blockyard.services.gpu_worker.parallel.commands import (
     AdapterRead,
     Answer,
@@ -36,8 +38,15 @@ if TYPE_CHECKING:
 MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
 END_S = 2.0  # that a killed process may take to be gone
 # multicast of NVLink fails where one process may not see all GPUs of a host
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank sees its own GPU alone, as number 0
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
+
+_encode = msgspec.msgpack.Encoder().encode
 
 OnEnd = Callable[[BlockyardError], None]
 
@@ -102,7 +111,7 @@ class LeaderTeam:
         for rank, pipe in self._commands.items():
             if to is not Followers.ALL and (rank < self.place.shard.size) != (to is Followers.LAST_STAGE):
                 continue
-            data = data or pipe.encode(frame)
+            data = data or _encode(frame)
             try:
                 pipe.send_encoded(data)
             except OSError as e:

@@ -3,6 +3,7 @@
 A follower keeps the block tables of slots, as the leader's host writes them. It samples nothing and advances no slot.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.services.gpu_worker.arrays import Words
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS
 from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
+from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -24,7 +27,9 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Command,
     ComputeLogits,
     DeviceForward,
+    DropGraph,
     EndGraph,
+    InstallKernels,
     ReplayGraph,
     ScatterWords,
 )
@@ -36,8 +41,18 @@ from blockyard.shared.messages import Geometry
 class DeviceFollowerSteps:
     """Implements `FollowerSteps`."""
 
-    def __init__(self, model: Model, pool: KVPool, ranks: RankGroups, geometry: Geometry, ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        ranks: RankGroups,
+        geometry: Geometry,
+        ops: DeviceOps,
+        install_kernels: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """install_kernels: takes those that the leader has measured; None: it measures none."""
         self._model, self._pool, self._ranks, self._ops = model, pool, ranks, ops
+        self._install_kernels = install_kernels
         width = blocks_of(geometry.max_model_len, geometry.block_size)
         self._state = SlotState.make(SLOTS * geometry.max_num_seqs, geometry.max_num_seqs, width, pool.device)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
@@ -47,8 +62,11 @@ class DeviceFollowerSteps:
 
     def forget(self) -> None:
         self._graphs.clear()
+        self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
+        if self._ranks.tensor is not None:
+            self._ranks.tensor.check()
         match command:
             case ReplayGraph(key):
                 self._graphs[key].replay()
@@ -57,8 +75,13 @@ class DeviceFollowerSteps:
             case ComputeLogits():
                 compute_logits(self._model, self._ranks, self._hidden, command)
             case ScatterWords(index, values):
-                places, words = (self._on_device(np.frombuffer(one, np.int32).copy()) for one in (index, values))
-                self._state.arena.index_copy_(0, places.long(), words)
+                pairs = np.frombuffer(index + values, np.int32).reshape(2, -1).copy()
+                self._ops.scatter(self._state.arena, self._on_device(pairs), pairs.shape[1])
+            case DropGraph(key):
+                del self._graphs[key]
+            case InstallKernels(tuned):
+                assert self._install_kernels is not None
+                self._install_kernels(tuned)
             case BeginGraph(key):
                 self._begin(key)
             case EndGraph():
@@ -98,5 +121,6 @@ class DeviceFollowerSteps:
         attend = self._ops.attend(self._pool, metadata)
         return self._model.forward(Step(token_ids, positions, attend, indices))
 
-    def _on_device(self, words: np.ndarray) -> Tensor:
-        return torch.from_numpy(words).to(self._pool.device)
+    def _on_device(self, words: Words) -> Tensor:
+        """Does not wait for the device, which may be some steps behind."""
+        return put(words, self._pool.device, self._model.table.link)

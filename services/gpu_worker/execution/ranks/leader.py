@@ -13,6 +13,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -24,11 +25,13 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ComputeLogits,
     CopyBlocks,
     DeviceForward,
+    DropGraph,
     EndGraph,
     FetchBlocks,
     Followers,
     ForgetSequences,
     ForwardPass,
+    InstallKernels,
     ReclaimMemory,
     ReleaseMemory,
     ReplayGraph,
@@ -36,6 +39,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ScatterWords,
     ScrubBlocks,
 )
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.team import RankGroups, SendCommand
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
@@ -172,11 +176,36 @@ class DeviceAttend:
         return self.attend.of_rows(indices)
 
 
+class CheckedEvent:
+    """The end of a step whose sums over ranks may have failed. Implements `DeviceEvent`."""
+
+    def __init__(self, event: DeviceEvent, ranks: RankGroup) -> None:
+        self._event, self._ranks = event, ranks
+
+    def record(self) -> None:
+        self._event.record()
+
+    def query(self) -> bool:
+        is_done = self._event.query()
+        if is_done:
+            self._ranks.check()
+        return is_done
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self._ranks.check()
+
+
 class DeviceMirror:
     """Tells followers with GPUs of what a leader does to its slots and CUDA graphs."""
 
-    def __init__(self, send: SendCommand) -> None:
-        self._send, self._num_graphs = send, 0
+    def __init__(self, send: SendCommand, ranks: RankGroup | None = None) -> None:
+        """ranks: that share the layers of the leader's stage; None: it is alone."""
+        self._send, self._ranks, self._num_graphs = send, ranks, 0
+
+    def checked(self, done: DeviceEvent) -> DeviceEvent:
+        """Returns the event, which raises RankLostError where a step has got no sum."""
+        return done if self._ranks is None else CheckedEvent(done, self._ranks)
 
     def scatter(self, index: Words, values: Words) -> None:
         self._send(ScatterWords(index.tobytes(), values.tobytes()))
@@ -193,6 +222,12 @@ class DeviceMirror:
 
     def replay(self, key: int) -> None:
         self._send(ReplayGraph(key))
+
+    def drop(self, key: int) -> None:
+        self._send(DropGraph(key))
+
+    def install_kernels(self, tuned: bytes) -> None:
+        self._send(InstallKernels(tuned))
 
 
 class LeaderMetadata:
