@@ -8,9 +8,10 @@ import pytest
 from peft_adapters import Batch, load_adapters, save_adapter
 from rank_group import Group, config, report
 from slot_plans import greedy, prompt_of
-from tiny_models import BY_NAME
+from tiny_models import BY_NAME, start
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.interfaces import LoadedAdapter
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
@@ -45,6 +46,16 @@ def sequences(runner: Runner, folders: list[Path]) -> list[Found]:
     return found
 
 
+def loaded_bytes(runner: Runner, folder: Path) -> int:
+    """Of all ranks together."""
+    adapters, done, end_s = runner.adapters, list[LoadedAdapter](), time.monotonic() + 30
+    assert adapters is not None
+    adapters.load(20, str(folder))
+    while not done and time.monotonic() < end_s:
+        done = adapters.poll()
+    return done[0].size_bytes
+
+
 def assert_same(got: list[Found], want: list[Found]) -> None:
     for mine, theirs in zip(got, want, strict=True):
         for a, b in zip(mine, theirs, strict=True):
@@ -74,6 +85,9 @@ def test_tokens_are_those_of_one_rank(
                 sleeping.reset(0)
             assert isinstance(sleeping._runner, Runner)
             assert_same(sequences(sleeping._runner, folders), expected)
+        if num_stages == 1:
+            whole = loaded_bytes(start(folders[0], lora=LORA), folders[2])
+            assert loaded_bytes(sleeping._runner, folders[2]) == whole, "each number is on one rank"
     finally:
         made.team.close()
     assert not made.errors
@@ -104,7 +118,7 @@ def test_an_adapter_that_cannot_be_read_fails_with_the_cause_and_the_next_is_ser
     while adapters.is_loading and time.monotonic() < end_s:
         done |= {one.adapter: one for one in adapters.poll()}
     assert "this model has" in done[7].error and "is no folder" in done[8].error
-    assert not done[9].error and done[9].size_bytes > 0
+    assert not done[9].error and done[9].size_bytes > loaded_bytes(start(folders[0], lora=LORA), folders[1])
     adapters.load(10, str(folders[1]))
     adapters.reset()  # answers to what was asked before are none of a later load
     load_adapters(pair, folders[1:])
