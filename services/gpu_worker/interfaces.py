@@ -81,6 +81,7 @@ class LoadedAdapter:
     size_bytes: int = 0
     error: str = ""
     notes: list[str] = field(default_factory=list)
+    job: int = 0  # of the load, on a worker with several ranks
 
 
 class AdapterHost(Protocol):

@@ -108,7 +108,7 @@ class Backend(Protocol):
         """Returns the threads that compute the texts of a step without KV; None: a step is launched whole."""
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
-        """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""
+        """Returns the attention of prefills of a model that pools. send: to followers; None: there is one rank."""
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         """Returns the forward passes of a rank that follows a leader."""
