@@ -235,7 +235,7 @@ def _model(card: ModelCard, name: str) -> ModelView:
 
 
 def _adapter(card: ModelCard, adapter: AdapterCard) -> ModelView:
-    """An adapter, as a model of its own whose parent is its base."""
+    """An adapter, as a model of its own with its base as parent."""
     name, root, parent = adapter.name, adapter.root, adapter.parent
     return ModelView(name, "model", adapter.created, "blockyard", root, parent, card.max_model_len)
 

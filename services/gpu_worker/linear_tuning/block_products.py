@@ -39,17 +39,13 @@ SKINNY_TILES = {
     2: ((8, 512, 1, 4), (8, 512, 2, 4), (16, 512, 1, 8), (16, 512, 2, 8), (8, 1024, 1, 8), (16, 256, 2, 4)),
     4: ((8, 512, 1, 4), (16, 512, 1, 8), (16, 256, 1, 4), (8, 512, 2, 4)),
 }  # fmt: skip
+# the same of weights of 4 bits, for its fused forms: each takes seconds to compile
+SKINNY_BESIDE_MMA = {1: ((8, 512, 2, 4), (8, 512, 4, 4), (16, 512, 2, 8), (8, 1024, 2, 8))}
+MMA_ALONE = 8  # rows, up to which the stream-K GEMM took twice as long
 # candidates for up to MAX_ROWS rows: out_tile, warps, steps loaded before the PDL wait
 MMA_TILES = (
-    (16, 8, 2),
-    (16, 8, 4),
-    (32, 8, 2),
-    (32, 4, 2),
-    (16, 4, 4),
-    (16, 16, 1),
-    (16, 16, 2),
-    (64, 4, 1),
-    (32, 8, 4),
+    *((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (16, 8, 2), (16, 8, 4), (32, 8, 2), (32, 8, 4), (16, 4, 1)),
+    *((16, 4, 7), (64, 4, 2)),
 )
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
 TILES = {
@@ -76,13 +72,17 @@ class BlockProducts:
     def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
         if rows > kernel_configs.MAX_ROWS:
             return []
+        in_registers = rows <= MAX_ROWS and can_multiply(_blocks(group[0].method).weights, self._dtype)
+        skinny = (SKINNY_BESIDE_MMA if in_registers else SKINNY_TILES).get(rows, ())
         made = [
             KernelConfig("skinny", out, 0, size, early, warps)
-            for out, size, early, warps in SKINNY_TILES.get(rows, ())
+            for out, size, early, warps in skinny
             if layer.in_features % (size * early) == 0
         ]
-        if rows <= MAX_ROWS and group and can_multiply(_blocks(group[0].method).weights, self._dtype):
+        if in_registers:
             made += [KernelConfig("mma", out, 0, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
+            if rows <= MMA_ALONE:
+                return made
         made += [
             self._config(layer, tiles, split)
             for tiles in TILES[next(most for most in TILES if rows <= most)]

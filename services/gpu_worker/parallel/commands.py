@@ -95,8 +95,8 @@ class ForwardPass(Frame, frozen=True):
 
 
 class DeviceForward(Frame, frozen=True):
-    """Compute the layers on a GPU. Words follow as a collective, int64: ids, positions and slots of tokens, first rows
-    of prefills, rows, slots and positions of tokens that need logits, and places of the tokens' adapters."""
+    """Compute the layers on a GPU. Words are ids, positions and slots of tokens, first rows of prefills, rows, slots
+    and positions of tokens that need logits, and places of the tokens' adapters."""
 
     num_tokens: int
     num_starts: int  # 0: there are no prefills
@@ -106,6 +106,7 @@ class DeviceForward(Frame, frozen=True):
     prefill_max_seq_len: int | None
     max_context_len: int
     has_adapters: bool = False
+    words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
 
 
 class ScatterWords(Frame, frozen=True):

@@ -84,7 +84,7 @@ class LeaderModel:
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
         if isinstance(attend, DeviceAttend):
-            self._send_inputs(step, attend.metadata)
+            self._send_inputs(step, attend)
             step = replace(step, attend=attend.attend)
         else:
             assert step.logits_indices is None, "steps on the CPU compute all rows"
@@ -96,13 +96,10 @@ class LeaderModel:
         self._last = self._model.forward(step)
         return self._last
 
-    def _send_inputs(self, step: Step, metadata: AttentionMetadata) -> None:
-        """Sends what is on the device from there: in a CUDA graph each replay sends it again."""
+    def _send_inputs(self, step: Step, attend: "DeviceAttend") -> None:
+        """Sends what only the device has from there: in a CUDA graph each replay sends it again."""
+        metadata = attend.metadata
         starts, needed = metadata.query_start_loc, step.logits_indices
-        words = [step.token_ids, step.positions, metadata.rows.slots]
-        words += [] if starts is None else [starts.long()]
-        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
-        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
         self._send(
             DeviceForward(
                 len(step.token_ids),
@@ -113,8 +110,15 @@ class LeaderModel:
                 metadata.prefill_max_seq_len,
                 metadata.max_context_len,
                 self.adapter_rows.is_active,
+                attend.words,
             )
         )
+        if attend.words:
+            return
+        words = [step.token_ids, step.positions, metadata.rows.slots]
+        words += [] if starts is None else [starts.long()]
+        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
+        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
         self._ranks.everyone.copy_from_leader(torch.cat(words))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -158,8 +162,9 @@ class CalledAttend:
 class DeviceAttend:
     """Implements `Attend` on a GPU, with what it was built from: followers build theirs of the same."""
 
-    def __init__(self, attend: Attend, metadata: AttentionMetadata) -> None:
-        self.attend, self.metadata = attend, metadata
+    def __init__(self, attend: Attend, metadata: AttentionMetadata, words: bytes = b"") -> None:
+        """words: see `DeviceForward`."""
+        self.attend, self.metadata, self.words = attend, metadata, words
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         return self.attend(layer, qkv, rotation, norm)
