@@ -61,6 +61,8 @@ def start_encoder(
     geometry = geometry_of(model, config, max_model_len, card)
     graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
     threads = backend.text_threads(config)
+    if threads is not None and threads.num_threads > 1:
+        report.note(f"steps: texts are divided among {threads.num_threads} threads")
     steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads)
     runner = EncoderRunner(model, steps, geometry)
     report.phase("first step")
