@@ -60,7 +60,8 @@ def start_encoder(
         announce, mirror = EncoderLeader(ranks, team.send).announce, LeaderPool(team.send)
     else:
         graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
-    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, announce)
+    threads = None if announce is not None else backend.text_threads(config)  # ranks compute a step in one order
+    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads, announce)
     runner = EncoderRunner(model, steps, geometry, mirror)
     report.phase("first step")
     first_step(steps, max_model_len)

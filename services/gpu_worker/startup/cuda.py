@@ -284,6 +284,9 @@ class CudaBackend:
         capture = CudaForwardCapture(self.device)
         return PackedGraphs(model, capture, make_product, most_tokens=most_tokens, has_types=has_types)
 
+    def text_threads(self, config: WorkerConfig) -> None:
+        return None
+
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         return TritonChunkAttention(pool, self.link, has_followers=send is not None)
 

@@ -31,7 +31,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Sequence[str]]]:
         def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]:
             started.append(flags)
             if "--pipeline-parallel-size" in flags:
-                raise BenchError("the server ended\nwith a long log")
+                raise BenchError("the server ended\nand said\nwith a long log\n")
             yield SuiteServer(running.url, running.launched_s)
 
         monkeypatch.setattr(command, "serve", serve)
@@ -58,7 +58,7 @@ def test_a_layout_that_does_not_start_is_a_row_for_each_of_its_figures(
         ("ttft", "pp2"),
         ("start", "pp2"),
     ]
-    assert {row[2] for row in found[6:]} == {"failed: the server ended"}
+    assert {row[2] for row in found[6:]} == {"failed: the server ended with a long log"}
     assert all(row[2].endswith((" ms", " s")) for row in found[:6])
     assert [flags[-2:] for flags in starts[2:4]] == [("--tensor-parallel-size", "2")] * 2
 
