@@ -29,6 +29,7 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eo
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
@@ -43,6 +44,7 @@ from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
+from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import AdapterHosts, make_hosts, prompt_limits
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
@@ -59,7 +61,7 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
-MakeReader = Callable[[AdapterLimits], AdapterReader]
+MakeReader = Callable[[AdapterLimits, PromptLimits | None], AdapterReader]
 DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -79,7 +81,7 @@ class LoadedModel:
     geometry: Geometry
     config: WorkerConfig  # settled for this model
     ranks: RankGroups | None  # None: one rank
-    adapters: WorkerAdapters | None  # None: it serves none
+    adapters: AdapterHosts | None  # None: it serves none
 
 
 def start(
@@ -87,12 +89,12 @@ def start(
     report_start: Report,
     processes: CompileProcesses | None = None,
     team: RankTeam | None = None,
-    make_reader: MakeReader = ReaderProcess,
+    make_reader: MakeReader | None = None,
 ) -> Runner | EncoderRunner:
     """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
 
     processes: compile processes that are already started, if any. team: of this leader; None: there is one rank.
-    make_reader: of adapters.
+    make_reader: of adapters; None: one that starts a process.
     """
     backend, report = pick_backend(config.device), StartReport(report_start)
     config = of_host(config)
@@ -109,7 +111,7 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and config.lora is not None:
+    if team is not None and (config.lora is not None or config.prompts is not None):
         raise ConfigError(f"{config.describe_ranks()}: a model with adapters runs on one rank")
     if not generates and config.pipeline_parallel_size > 1:
         raise ConfigError(f"{config.describe_ranks()}: a model that pools runs in one stage")
@@ -137,7 +139,17 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower:
 def readers(first: Child | None) -> MakeReader:
     """Returns what makes readers of adapters. first: the process of the first one, if it is already started."""
     started = [] if first is None else [first]
-    return lambda limits: ReaderProcess(limits, started.pop() if started else None)
+    return lambda limits, prompts: ReaderProcess(limits, started.pop() if started else None, prompts)
+
+
+def start_reader(
+    config: WorkerConfig, model: Model, max_model_len: int, make_reader: MakeReader | None
+) -> AdapterReader | None:
+    """Starts the reader of adapters, while weights are loaded. None: the worker serves none."""
+    if config.lora is None and config.prompts is None:
+        return None
+    prompts = prompt_limits(config.prompts, model, max_model_len)
+    return (make_reader or readers(None))(adapter_limits(config.lora, model.table.dtype), prompts)
 
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
@@ -159,7 +171,7 @@ def load(
     backend: Backend,
     report: StartReport,
     team: RankTeam | None,
-    make_reader: MakeReader = ReaderProcess,
+    make_reader: MakeReader | None = None,
     *,
     generates: bool = True,
 ) -> LoadedModel:
@@ -186,7 +198,7 @@ def load(
         report.note(f"--enable-expert-parallel spreads no experts: {what}")
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    reader = None if config.lora is None else make_reader(adapter_limits(config.lora, dtype))  # starts meanwhile
+    reader = start_reader(config, model, max_model_len, make_reader)
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config):
@@ -200,7 +212,7 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
-        adapters = make_adapters(model, config.lora, backend, report, reader)
+        adapters = make_hosts(make_adapters(model, config.lora, backend, report, reader), config, reader, model)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
@@ -312,8 +324,10 @@ def make_adapters(
     return WorkerAdapters(targets, places, limits, reader)
 
 
-def adapter_limits(config: LoraConfig, dtype: torch.dtype) -> AdapterLimits:
+def adapter_limits(config: LoraConfig | None, dtype: torch.dtype) -> AdapterLimits:
     """dtype: of the model."""
+    if config is None:
+        return AdapterLimits(dtype=dtype)
     return AdapterLimits(
         dtype=dtype if config.dtype == "auto" else DTYPES[config.dtype],
         max_rank=config.max_rank,
@@ -378,6 +392,7 @@ def geometry_of(
         num_host_adapters=0 if config.lora is None else config.lora.max_cpu_loras,
         num_stages=config.pipeline_parallel_size,
         balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
+        num_prompt_adapters=0 if config.prompts is None else config.prompts.max_adapters,
     )
 
 

@@ -136,7 +136,8 @@ class CpuSteps:
         places = torch.from_numpy(table.adapter_places[rows]) if table.are_adapted(slots) else None
         self._model.adapter_rows.begin(places)
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
-        return Step(token_ids, torch.from_numpy(positions), attend)
+        vectors = self._batch.input_vectors(rows, positions) if step.rows.has_prefill else None
+        return Step(token_ids, torch.from_numpy(positions), attend, vectors=vectors)
 
     def _sample_some(
         self, step: StepRequest, hidden: Tensor, lengths: Ints, places: Ints, prompts: Sequence[ScoredRows]

@@ -113,9 +113,7 @@ class Decoder:
         return self._ops.add_norm(residual, delta, self._norm if self._has_head else NoNorm())
 
     def _embed(self, step: Step) -> Tensor:
-        hidden = self._embedding(step.token_ids)
-        if step.vectors is not None:
-            step.vectors.put(hidden)
+        hidden = self._embedding(step.token_ids, step.vectors)
         if self._positions is not None:
             hidden.add_(self._positions(step.positions))
         return hidden

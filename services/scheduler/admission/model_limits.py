@@ -20,7 +20,7 @@ from blockyard.shared.messages import (
     Pool,
     PoolingCard,
 )
-from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, unpack
+from blockyard.shared.token_ids import ID_BYTES, first_outside, num_ids, unpack, virtual_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,35 @@ class Refusal:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class RequestAdapters:
+    """The adapters that a request names."""
+
+    lora: Adapter | None = None
+    prompt: Adapter | None = None
+
+    @property
+    def num_virtual(self) -> int:
+        """Tokens before the client's prompt."""
+        return 0 if self.prompt is None else self.prompt.num_virtual_tokens
+
+    def frame(self, frame: Generate) -> Generate:
+        """The request with the virtual tokens before its prompt.
+
+        Hashes of an adapter that was replaced meanwhile are left out.
+        """
+        if self.lora is not None and self.lora.digest != frame.adapter_digest:
+            frame = msgspec.structs.replace(frame, adapter_digest=self.lora.digest, block_hashes=b"")
+        if self.prompt is None or not frame.prompt_ids:
+            return frame
+        if self.prompt.digest != frame.prompt_adapter_digest:
+            frame = msgspec.structs.replace(frame, prompt_adapter_digest=self.prompt.digest, block_hashes=b"")
+        return msgspec.structs.replace(frame, prompt_ids=virtual_ids(self.num_virtual) + frame.prompt_ids)
+
+
+NO_ADAPTERS = RequestAdapters()
+
+
 class ModelLimits:
     """Owns the model's limits, for the check of requests and for gateways."""
 
@@ -219,15 +248,21 @@ class ModelLimits:
             return Refusal(400, "input", message)
         return None
 
-    def find_adapter(self, frame: Generate) -> tuple[Adapter | None, Refusal | None]:
-        """The adapter of a request that names one, or the response if it is not there.
+    def find_adapters(self, frame: Generate) -> RequestAdapters | Refusal:
+        """The adapters of a request, or the response if one is not there.
 
-        A request that has tokens of other bytes than the name has now is refused.
+        A request that has tokens of other bytes than a name has now is refused.
         """
-        adapter = self._adapters.find(frame.adapter, frame.adapter_digest)
-        if adapter is None:
-            text = f"The model `{frame.adapter}` does not exist any more: the adapter was unloaded."
-            return None, Refusal(404, "model", text)
-        if adapter.digest != frame.adapter_digest and any(choice.output_ids for choice in frame.choices):
-            return None, Refusal(409, "model", f"the adapter {frame.adapter!r} was replaced while the request ran")
-        return adapter, None
+        if not frame.adapter and not frame.prompt_adapter:
+            return NO_ADAPTERS
+        lora, prompt = (frame.adapter, frame.adapter_digest), (frame.prompt_adapter, frame.prompt_adapter_digest)
+        found: list[Adapter | None] = []
+        for is_prompt, (name, digest) in ((False, lora), (True, prompt)):
+            adapter = self._adapters.find(name, digest) if name else None
+            if name and (adapter is None or adapter.is_prompt != is_prompt):
+                text = f"The model `{name}` does not exist any more: the adapter was unloaded."
+                return Refusal(404, "model", text)
+            if adapter is not None and adapter.digest != digest and any(one.output_ids for one in frame.choices):
+                return Refusal(409, "model", f"the adapter {name!r} was replaced while the request ran")
+            found.append(adapter)
+        return RequestAdapters(*found)

@@ -4,7 +4,6 @@ from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 from blockyard.shared.quantization import TABLE, refusals
 
 _LONG = not_built("adapters for longer contexts than the model's")
-_PROMPT_ADAPTERS = not_built("prompt adapters")
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")
 _TRACES = not_built("OpenTelemetry traces")
@@ -69,9 +68,10 @@ LORA = (
         "Seconds that an adapter waits for a place before the least recently used one takes no new requests.",
         ge=0,
     ),
-    Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters.", refused=_PROMPT_ADAPTERS),
-    Flag("max-prompt-adapters", FlagKind.INT, 1, "Prompt adapters in a batch.", refused=_PROMPT_ADAPTERS, ge=1),
-    Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Tokens of a prompt adapter.", refused=_PROMPT_ADAPTERS, ge=0),
+    Flag("enable-prompt-adapter", FlagKind.BOOL, False, "Serve prompt adapters; --prompt-adapters implies it."),
+    Flag("prompt-adapters", FlagKind.LIST, [], "Prompt adapters, each as name=path."),
+    Flag("max-prompt-adapters", FlagKind.INT, 64, "Prompt adapters that are loaded at a time.", ge=1),
+    Flag("max-prompt-adapter-token", FlagKind.INT, 0, "Most virtual tokens of a prompt adapter.", ge=0),
 )
 
 SPECULATIVE = (

@@ -1,0 +1,71 @@
+"""The adapters of both kinds that one worker has, as its session asks for them."""
+
+from collections.abc import Sequence
+
+from blockyard.services.gpu_worker.interfaces import LoadedAdapter
+from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits
+from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
+from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
+from blockyard.services.gpu_worker.models.interface import Model
+from blockyard.services.gpu_worker.prompt_adapters.prompt_vectors import PromptVectors
+from blockyard.shared.config.services.lora import PromptConfig
+from blockyard.shared.config.services.worker import WorkerConfig
+from blockyard.shared.messages import AdapterPlaced
+
+
+def prompt_limits(config: PromptConfig | None, model: Model, max_model_len: int) -> PromptLimits | None:
+    """What is taken of prompt adapters. max_model_len: a prompt has a token besides, and an output has one."""
+    if config is None:
+        return None
+    width = model.embeddings()[0].shape[1]
+    return PromptLimits(min(config.max_tokens, max_model_len - 2), width, model.table.dtype)
+
+
+def make_hosts(
+    lora: WorkerAdapters | None, config: WorkerConfig, reader: AdapterReader | None, model: Model
+) -> "AdapterHosts | None":
+    """reader: of both kinds; None: the worker serves neither."""
+    if reader is None:
+        return None
+    table, serves_prompts = model.table, config.prompts is not None
+    return AdapterHosts(lora, PromptVectors(reader, table.device, table.link) if serves_prompts else None)
+
+
+class AdapterHosts:
+    """Implements `AdapterHost`. The scheduler's numbers are of both kinds together."""
+
+    def __init__(self, lora: WorkerAdapters | None, prompts: PromptVectors | None) -> None:
+        """None: the worker serves none of this kind."""
+        self.lora, self.prompts = lora, prompts
+        self._kinds = [kind for kind in (lora, prompts) if kind is not None]
+        self._refused: list[LoadedAdapter] = []
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._refused) or any(kind.is_loading for kind in self._kinds)
+
+    def load(self, adapter: int, path: str, *, is_prompt: bool = False) -> None:
+        kind = self.prompts if is_prompt else self.lora
+        if kind is None:
+            what = "prompt adapters" if is_prompt else "LoRA adapters"
+            self._refused.append(LoadedAdapter(adapter, error=f"this worker serves no {what}"))
+        else:
+            kind.load(adapter, path)
+
+    def drop(self, adapter: int) -> None:
+        for kind in self._kinds:
+            kind.drop(adapter)
+
+    def reset(self) -> None:
+        self._refused.clear()
+        for kind in self._kinds:
+            kind.reset()
+
+    def poll(self) -> list[LoadedAdapter]:
+        refused, self._refused = self._refused, []
+        return [*refused, *(done for kind in self._kinds for done in kind.poll())]
+
+    def place(self, placed: Sequence[AdapterPlaced]) -> None:
+        """Call it at the launch of the plan that places them."""
+        assert self.lora is not None, "a place is given to an adapter that was read"
+        self.lora.place(placed)
