@@ -17,7 +17,9 @@ USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launc
 USES |= {"cli": {"launcher", "offline", "bench", "api_gateway"}}
 # the others start at __main__
 MAINS = {"cli": ".main", "launcher": ".serve", "offline": ".llm", "bench": ".suite.command"}
-ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "inbound", "outbound", "poller", "registry_link")}
+ZMQ_HOMES = {
+    f"shared/bus/{name}.py" for name in ("curve", "frame_links", "inbound", "outbound", "poller", "registry_link")
+}
 ZMQ_HOMES |= {"shared/bus/registry_socket.py", "shared/bus/sockets.py"}
 # what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
 READS_CLIENT_TEXT = ("services/api_gateway", "services/tokenizer_pool", "services/detokenizer", "services/scheduler")
@@ -118,8 +120,9 @@ LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "e
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
 LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps")
 LAYERS["shared/messages"] += ("text", "controls", "model_settings", "membership", "metrics", "stored_responses")
+LAYERS["shared/messages"] += ("rank_bench",)
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
-LAYERS["shared/bus"] += ("ring_query", "inbound", "outbound", "links")
+LAYERS["shared/bus"] += ("frame_links", "ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
     "text_part",
     "services",
@@ -189,7 +192,8 @@ LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "repetition", "
 LAYERS["services/detokenizer"] += ("__main__",)
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
-LAYERS["services/bench/suite"] = ("shapes", "served", "measures", "items", "command")
+LAYERS["services/bench/parallel"] = ("layouts", "busy", "rank_sums", "measures", "rows", "command")
+LAYERS["services/bench/suite"] = ("shapes", "adapters", "served", "measures", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host")
 LAYERS["services/launcher"] += ("batches",)
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
@@ -212,7 +216,15 @@ LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
-LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
+LAYERS["services/bench"] += (
+    "latency_throughput",
+    "suite",
+    "parallel",
+    "engine_commands",
+    "prefill_decode",
+    "simulate",
+    "command",
+)
 LAYERS["services/kv_transfer"] = (
     "layout",
     "routes",
@@ -281,6 +293,7 @@ LAYERS["kernels"] = (
     "tensor_checks",
     "slots",
     "sampling",
+    "all_reduce",
     "layers",
     "kv_cache",
 )

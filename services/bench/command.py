@@ -15,6 +15,7 @@ usage: blockyard bench serve [flags]                    a running server: its TT
        blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
        blockyard bench suite [ITEM ...] [flags]         performance figures of this GPU, with targets and floors
        blockyard bench pd [ITEM ...] [flags]            two GPUs: prefill and decode apart against unified workers
+       blockyard bench parallel MODEL [ITEM ...]        several GPUs, as --layouts says, against one
 
 `--help` after any of them lists its flags and defines its figures."""
 
@@ -24,7 +25,7 @@ usage: blockyard bench kernels [FAMILY ...]
 Measures the GPU's ceilings, then the worker's kernels in CUDA graphs with inputs that no cache holds, and prints a
 table: kernel, shape, us, rate, share of the ceiling. Without names all families are measured."""
 
-BENCHES = ("serve", "latency", "throughput", "kernels", "suite", "pd")
+BENCHES = ("serve", "latency", "throughput", "kernels", "suite", "pd", "parallel")
 
 
 def main(args: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
 """Builds a ready runner from the settings: device, weights, memory. Imports torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,7 @@ from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
-from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
-from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits
+from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
@@ -44,7 +43,12 @@ from blockyard.services.gpu_worker.parallel.stages import Stage
 from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, SendCommand, connect_groups
 from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.pooling.selection import choose_output
-from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import AdapterHosts, make_hosts, prompt_limits
+from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
+    MakeReader,
+    adapter_limits,
+    make_hosts,
+    start_reader,
+)
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.backend import Backend, pick_backend
 from blockyard.services.gpu_worker.startup.stage_choice import choose_stage, describe_stage, make_stage_model
@@ -61,7 +65,6 @@ from blockyard.shared.errors import ConfigError
 from blockyard.shared.messages import Geometry, PoolingCard, PoolingTask
 from blockyard.shared.quantization import KEY
 
-MakeReader = Callable[[AdapterLimits, PromptLimits | None], AdapterReader]
 DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
@@ -81,7 +84,8 @@ class LoadedModel:
     geometry: Geometry
     config: WorkerConfig  # settled for this model
     ranks: RankGroups | None  # None: one rank
-    adapters: AdapterHosts | None  # None: it serves none
+    adapters: WorkerAdapters | None  # LoRA adapters; None: it serves none
+    reader: AdapterReader | None  # of adapters of both kinds; None: it serves neither
 
 
 def start(
@@ -111,14 +115,14 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and (config.lora is not None or config.prompts is not None):
-        raise ConfigError(f"{config.describe_ranks()}: a model with adapters runs on one rank")
+    if team is not None and config.prompts is not None:
+        raise ConfigError(f"{config.describe_ranks()}: a model with prompt adapters runs on one rank")
     if not generates and config.pipeline_parallel_size > 1:
         raise ConfigError(f"{config.describe_ranks()}: a model that pools runs in one stage")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
-    return make_runner(loaded, settings, backend, report, None if team is None else team.send, generates=generates)
+    return make_runner(loaded, settings, backend, report, team, generates=generates)
 
 
 def follow(config: WorkerConfig, team: RankTeam) -> Follower:
@@ -133,23 +137,14 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower:
     loaded = load(config, settings, build, dtype, backend, report, team)
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)
-    return Follower(loaded.model, loaded.pool, loaded.store, backend.follower_steps(needs, loaded.config))
+    steps = backend.follower_steps(needs, loaded.config)
+    return Follower(loaded.model, loaded.pool, loaded.store, steps, loaded.adapters)
 
 
 def readers(first: Child | None) -> MakeReader:
     """Returns what makes readers of adapters. first: the process of the first one, if it is already started."""
     started = [] if first is None else [first]
     return lambda limits, prompts: ReaderProcess(limits, started.pop() if started else None, prompts)
-
-
-def start_reader(
-    config: WorkerConfig, model: Model, max_model_len: int, make_reader: MakeReader | None
-) -> AdapterReader | None:
-    """Starts the reader of adapters, while weights are loaded. None: the worker serves none."""
-    if config.lora is None and config.prompts is None:
-        return None
-    prompts = prompt_limits(config.prompts, model, max_model_len)
-    return (make_reader or readers(None))(adapter_limits(config.lora, model.table.dtype), prompts)
 
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
@@ -183,10 +178,7 @@ def load(
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
     share = check(build, settings, whole, config, backend, stage)
     ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
-    table = WeightTable(dtype, backend.device, share, shard)
-    table.link, table.spreads_experts = backend.link, config.expert_parallel
-    table.ranks = None if ranks is None else ranks.tensor
-    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    table = make_table(config, dtype, backend, share, shard, ranks)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
     model = build(settings, table)
@@ -198,7 +190,7 @@ def load(
         report.note(f"--enable-expert-parallel spreads no experts: {what}")
     scales = kv_scales.place_scales(model.table, model.shape.num_layers, kv_scales.are_in_checkpoint(config))
     max_model_len = pick_length(config.max_model_len, model.shape.max_positions)
-    reader = start_reader(config, model, max_model_len, make_reader)
+    reader = start_reader(config, model, max_model_len, make_reader or readers(None))
     progress = Throttle(lambda done: report.phase("loading weights", done))
     slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
     with torch.inference_mode(), page_cache.read_ahead(config):
@@ -212,7 +204,10 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
-        adapters = make_hosts(make_adapters(model, config.lora, backend, report, reader), config, reader, model)
+        if table.ranks is not None:
+            backend.pick_sums(model, table.ranks, config, report)
+        undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
+        adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
@@ -235,7 +230,18 @@ def load(
         report.note(*kv_scales.set_pool_scales(pool, scales, config, first_layer))
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
-    return LoadedModel(model, pool, store, geometry, config, ranks, adapters)
+    return LoadedModel(model, pool, store, geometry, config, ranks, adapters, reader)
+
+
+def make_table(
+    config: WorkerConfig, dtype: torch.dtype, backend: Backend, share: HostShare, shard: Shard, ranks: RankGroups | None
+) -> WeightTable:
+    """Returns the table that a model's layers place this rank's weights in. share: of weights in host memory."""
+    table = WeightTable(dtype, backend.device, share, shard)
+    table.link, table.spreads_experts = backend.link, config.expert_parallel
+    table.ranks = None if ranks is None else ranks.tensor
+    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    return table
 
 
 def alone(ranks: RankGroups | None) -> AbstractContextManager[None]:
@@ -269,18 +275,22 @@ def make_runner(
     settings: dict[str, Any],
     backend: Backend,
     report: StartReport,
-    send: SendCommand | None,
+    team: RankTeam | None,
     *,
     generates: bool,
 ) -> Runner:
-    """Makes what runs plans on a loaded model, and runs first steps. send: to followers, if there are some."""
+    """Makes what runs plans on a loaded model, and runs first steps. team: of this leader; None: there is one rank."""
     config, geometry, model, store = loaded.config, loaded.geometry, loaded.model, loaded.store
     matchers = make_matchers(config, geometry) if generates else None
+    lora: WorkerAdapters | LeaderAdapters | None = loaded.adapters
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
         geometry = msgspec.structs.replace(geometry, pooling=card_of(config, pools[0], settings, geometry))
         report.note(pools[0].describe())
-    if loaded.ranks is not None and send is not None:
+    send: SendCommand | None = None
+    if loaded.ranks is not None and team is not None and team.send is not None:
+        send = team.send
+        lora = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
         store = None if store is None else LeaderStore(store, send)
 
@@ -290,9 +300,8 @@ def make_runner(
         else:
             start_pooled_steps(again, pools[1], backend, report)
 
-    runner = Runner(
-        model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, loaded.adapters, send
-    )
+    hosts = make_hosts(lora, config, loaded.reader, loaded.model)
+    runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, hosts, send)
     start_steps(runner)
     return runner
 
@@ -308,12 +317,21 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
 
 
 def make_adapters(
-    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport, reader: AdapterReader | None
+    model: Model,
+    undivided: Model | None,
+    config: LoraConfig | None,
+    backend: Backend,
+    report: StartReport,
+    reader: AdapterReader | None,
 ) -> WorkerAdapters | None:
-    """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
+    """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have.
+
+    undivided: the declared model of which this rank has a part; None: there is one rank.
+    """
     if config is None or reader is None:
         return None
-    targets, limits = ModelTargets(model), adapter_limits(config, model.table.dtype)
+    limits = adapter_limits(config, model.table.dtype)
+    targets = ModelTargets(model, undivided, fully_sharded=limits.fully_sharded)
     known = {last_name(name) for name in targets.names()}
     if unknown := sorted(set(limits.target_modules) - known):
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
@@ -322,19 +340,6 @@ def make_adapters(
     on_device = f", {size / 2**30:.2f} GiB of device memory" if size else ""
     report.note(f"adapters: {config.max_loras} in a step{on_device}, {held}, of rank {config.max_rank} at most")
     return WorkerAdapters(targets, places, limits, reader)
-
-
-def adapter_limits(config: LoraConfig | None, dtype: torch.dtype) -> AdapterLimits:
-    """dtype: of the model."""
-    if config is None:
-        return AdapterLimits(dtype=dtype)
-    return AdapterLimits(
-        dtype=dtype if config.dtype == "auto" else DTYPES[config.dtype],
-        max_rank=config.max_rank,
-        with_bias=config.with_bias,
-        max_rows=config.extra_vocab_size,
-        target_modules=tuple(config.target_modules),
-    )
 
 
 def start_pooled_steps(runner: Runner, output: PoolingOutput, backend: Backend, report: StartReport) -> None:

@@ -21,18 +21,23 @@ class KeyPair:
     secret: bytes
 
 
+def new_keys() -> KeyPair:
+    """Returns a new pair, for links of one start."""
+    return KeyPair(*zmq.curve_keypair())
+
+
 def write_keys(folder: Path) -> KeyPair:
     """Writes a new pair into `folder`. Raises ConfigError if one exists: its members would be locked out."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name in (PUBLIC_NAME, SECRET_NAME):
         if (folder / name).exists():
             raise ConfigError(f"{folder / name} exists; remove it first if every member is to get new keys")
-    public, secret = zmq.curve_keypair()
-    for name, text in ((PUBLIC_NAME, public), (SECRET_NAME, secret)):
+    pair = new_keys()
+    for name, text in ((PUBLIC_NAME, pair.public), (SECRET_NAME, pair.secret)):
         fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(text + b"\n")
-    return KeyPair(public, secret)
+    return pair
 
 
 def read_keys(public_file: str, secret_file: str) -> KeyPair:

@@ -85,14 +85,14 @@ class Bound:
 class Sockets:
     """One ZeroMQ context with the deployment's security; makes and closes sockets."""
 
-    def __init__(self, bus: BusConfig, part_bytes: int = PART_BYTES) -> None:
-        """part_bytes: upper bound of one part of a message. A larger one closes the connection."""
+    def __init__(self, bus: BusConfig, part_bytes: int = PART_BYTES, keys: KeyPair | None = None) -> None:
+        """part_bytes: upper bound of one part of a message. A larger one closes the connection. keys: instead of those
+        in the files of `bus`."""
         self._bus, self._part_bytes = bus, part_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys: KeyPair | None = None
+        self._keys = keys or (read_keys(bus.curve_public, bus.curve_secret) if bus.curve_public else None)
         self._zap: ThreadAuthenticator | None = None
-        if bus.curve_public:
-            self._keys = read_keys(bus.curve_public, bus.curve_secret)
+        if self._keys is not None:
             self._zap = ThreadAuthenticator(self._context)
             self._zap.start()
             self._zap.configure_curve_callback(domain="blockyard", credentials_provider=_OneKey(self._keys.public))
@@ -118,23 +118,35 @@ class Sockets:
         router.bind(endpoint)
         return Bound(router, self._dialled_as(router.getsockopt_string(zmq.LAST_ENDPOINT)))
 
-    def connect_dealer(self, endpoint: str, prefix: bytes, only_when_connected: bool = False) -> zmq.Socket[bytes]:
+    def connect_dealer(
+        self,
+        endpoint: str,
+        prefix: bytes,
+        only_when_connected: bool = False,
+        reconnects: bool = True,
+        monitored: int = 0,
+    ) -> zmq.Socket[bytes]:
         """Returns a DEALER with a new routing id, so that no peer mistakes a reopened link for the one that broke.
 
-        Raises zmq.ZMQError if `endpoint` is not valid.
+        reconnects: after a connection that broke. monitored: events of its monitor, from the first attempt on; 0: it
+        has none. Raises zmq.ZMQError if `endpoint` is not valid.
         """
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, b"%b-%b-%d" % (prefix, os.urandom(6).hex().encode(), next(_routing_ids)))
-        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS if reconnects else -1)
         dealer.setsockopt(zmq.IMMEDIATE, int(only_when_connected))
         self._set_common(dealer)
         if self._keys is not None:
             dealer.curve_serverkey = self._keys.public
             dealer.curve_publickey = self._keys.public
             dealer.curve_secretkey = self._keys.secret
+        monitor = dealer.get_monitor_socket(monitored) if monitored else None
         try:
             dealer.connect(endpoint)
         except zmq.ZMQError:
+            if monitor is not None:
+                dealer.disable_monitor()
+                monitor.close()
             dealer.close()
             raise
         return dealer

@@ -43,6 +43,7 @@ from blockyard.shared.messages.membership import (
     MembersRequest,
     ModelCard,
     NamedCount,
+    RankAddress,
     RankStats,
     RefusalCount,
     Stats,

@@ -85,6 +85,14 @@ class RankStats(FrameStruct, frozen=True):
     silent_s: float = 0.0  # since its last sign of life
 
 
+class RankAddress(FrameStruct, frozen=True):
+    """Where ranks that a leader has not started itself join its group."""
+
+    group: str  # name: ranks look for it
+    signs: str  # endpoints
+    commands: str
+
+
 class Stats(FrameStruct, frozen=True):
     """Counters since start, and gauges. Fields that do not apply to a role stay 0."""
 
@@ -159,6 +167,7 @@ class Member(FrameStruct, frozen=True):
     card: ModelCard | None = None  # schedulers only, once settled
     stats: Stats = Stats()
     kv_role: KVRole | None = None  # workers with KV transfers only
+    ranks: RankAddress | None = None  # workers with ranks on several hosts only
 
 
 class Announce(Frame, frozen=True):

@@ -21,17 +21,20 @@ class FramePipe(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(accepts)
         self._encoder, self._sending = msgspec.msgpack.Encoder(), threading.Lock()
 
-    def encode(self, frame: msgspec.Struct) -> bytes:
-        body = self._encoder.encode(frame)
-        return _LENGTH.pack(len(body)) + body
-
     def send(self, frame: msgspec.Struct) -> None:
         """Waits for room. Raises OSError if the other end is closed."""
-        self.send_encoded(self.encode(frame))
+        self.send_encoded(self._encoder.encode(frame))
 
-    def send_encoded(self, data: bytes) -> None:
+    def send_encoded(self, body: bytes) -> None:
+        """As `send`, of a frame in msgpack."""
+        data = _LENGTH.pack(len(body)) + body
         with self._sending:
             self.socket.sendall(data)
+
+    @property
+    def sources(self) -> tuple[int]:
+        """For a poller."""
+        return (self.socket.fileno(),)
 
     @property
     def is_readable(self) -> bool:
@@ -54,3 +57,6 @@ class FramePipe(Generic[T]):
                 return None
             parts += part
         return bytes(parts)
+
+    def close(self) -> None:
+        self.socket.close()

@@ -3,7 +3,6 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -16,8 +15,10 @@ FLOAT_BYTES = 4
 FIELD = "input"  # of prompts in refusals of a scheduler
 
 
-class Result(NamedTuple):
-    numbers: memoryview
+class Result(msgspec.Struct, frozen=True, gc=False):
+    """Of one prompt. The garbage collector does not visit it: a call has many thousands."""
+
+    numbers: bytes  # float32
     width: int  # of a row; 0: there are no rows
     cached_tokens: int
 
@@ -68,11 +69,11 @@ class PooledEntry(OpenEntry):
         cached = array("I", block.cached_tokens) or array("I", [0]) * len(indexes)
         if len(cached) != len(indexes):
             raise TokensMissing
-        data, end, new = memoryview(block.data), 0, []
+        end, new = 0, []
         for index, length, found in zip(indexes, lengths, cached, strict=True):
             first, end = end, end + FLOAT_BYTES * length
             if self.results[index] is None:
-                self.results[index] = Result(data[first:end], block.width, found)
+                self.results[index] = Result(block.data[first:end], block.width, found)
                 new.append(self.lengths[index])
         self.num_open -= len(new)
         self.heard_s, self.gaps = now, 0

@@ -14,7 +14,7 @@ import blockyard
 from blockyard.services.bench import report
 from blockyard.services.bench.flags import Parser
 from blockyard.services.bench.load.results import BenchError
-from blockyard.services.bench.suite import measures, shapes
+from blockyard.services.bench.suite import adapters, measures, shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import serve
@@ -123,14 +123,15 @@ def measure(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> 
 
 
 def _measured(items: Sequence[SuiteItem], folder: Path, more: tuple[str, ...]) -> Iterator[SuiteRow]:
-    """Consecutive items with the same model and flags share a server."""
-    for (model, flags), group in itertools.groupby(items, key=lambda item: (item.model, item.flags)):
+    """Consecutive items with the same model, flags and adapters share a server."""
+    for (model, flags, ranks), group in itertools.groupby(items, key=lambda one: (one.model, one.flags, one.adapters)):
         together = list(group)
         named = shapes.architectures(model)
         if find_architecture(named) is None:
             yield from (_row(item, None, skipped=f"no architecture {', '.join(named)} here") for item in together)
             continue
-        context = SuiteContext(shapes.write(model, folder), flags + more, folder)
+        adapted = adapters.serve_flags(model, ranks, folder)
+        context = SuiteContext(shapes.write(model, folder), flags + more + adapted, folder)
         on_server = [item for item in together if item.measure_server is not None]
         yield from _on_one_server(on_server, context)
         context = msgspec.structs.replace(context, has_started=bool(on_server))

@@ -1,14 +1,16 @@
 """The table of items: figure, model, flags, and its target and floor on one NVIDIA H200.
 
-Those of quantized models are times divided by that of the same model in bfloat16 on the same machine.
+Those of quantized models and of adapters are divided by that of the same model in bfloat16, without adapters, on the
+same machine.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from blockyard.services.bench.datasets import RandomIds, SampleRequest
 from blockyard.services.bench.suite import measures
+from blockyard.services.bench.suite.adapters import names
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import VOCAB, SuiteServer, random_requests
 
@@ -35,6 +37,7 @@ class SuiteItem:
     measure_server: Callable[[SuiteServer], Measurement] | None = None
     measure_alone: Callable[[SuiteContext], Measurement] | None = None
     base: str = ""  # an item before: target and floor are of this item's value divided by that one's
+    adapters: tuple[int, ...] = ()  # the ranks of LoRA adapters that the server has, `adapters.names`
 
     def meets_target(self, value: float) -> bool:
         return value >= self.target if self.more_is_better else value <= self.target
@@ -132,6 +135,40 @@ QUANTIZED = (
     _of_bf16(_stream("v3-fp8", V3, "DeepSeek-V3, 5 layers, block fp8", 0.72, 0.54, ONE), "itl-v3"),
     _of_bf16(_batch("v3-fp8", V3, "DeepSeek-V3, 5 layers, block fp8", 0.64, 0.54, ONE), "decode-64-v3"),
 )
+
+
+def _adapted(item: SuiteItem, base: str, adapters: tuple[int, ...]) -> SuiteItem:
+    return replace(item, base=base, adapters=adapters)
+
+
+def _adapted_batch(name: str, what: str, target: float, floor: float, ranks: tuple[int, ...], models: Sequence[str]
+                   ) -> SuiteItem:  # fmt: skip
+    item = _low(f"decode-64-8b-{name}", f"8B, 64 at 1,024, {what}, ITL", "ms", B8, ONE, target, floor,
+                measures.inter_token(64, 960, 128, models))  # fmt: skip
+    return _adapted(item, "decode-64", ranks)
+
+
+RANK_16, TO_128 = (16,) * 64, (8, 16, 16, 32, 32, 64, 64, 128)
+NAMES = names(64)
+ADAPTED = (
+    _adapted(_stream("8b-adapters-off", B8, "8B with adapters that no row has", 1.01, 1.0, ONE), "itl-8b", RANK_16),
+    _adapted(
+        _low("itl-8b-adapter", "8B with an adapter of rank 16, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 1.14,
+             1.08, measures.inter_token(1, 128, 256, NAMES[:1])), "itl-8b", RANK_16),
+    _adapted_batch("adapters-off", "no row has an adapter", 1.01, 1.0, RANK_16, ()),
+    _adapted_batch("adapters-1", "one adapter", 1.09, 1.05, RANK_16, NAMES[:1]),
+    _adapted_batch("adapters-8", "8 adapters", 1.13, 1.07, RANK_16, NAMES[:8]),
+    _adapted_batch("adapters-half", "8 adapters, half the rows without", 1.12, 1.07, RANK_16,
+                   [name for one in NAMES[:8] for name in (one, "")]),
+    _adapted_batch("adapters-64", "64 adapters", 1.37, 1.24, RANK_16, NAMES),
+    _adapted_batch("adapters-ranks", "8 adapters of ranks 8 to 128", 1.20, 1.12, TO_128, NAMES[:8]),
+    _adapted(
+        _low("ttft-8b-adapter-8192", "8B with an adapter of rank 16, first token of a prompt of 8,192", "ms", B8,
+             UNCACHED + LONG, 1.10, 1.0, measures.first_token(8192, NAMES[:1])), "ttft-8b-8192", RANK_16[:1]),
+    _adapted(
+        _high("http-8b-adapters-16", "8B over HTTP, 252 streams, 512 in / 256 out, 16 adapters", B8, (*ONE, *SPREAD),
+              0.88, 1.0, measures.streamed_rate(252, 512, 256, NAMES[:16])), "http-8b", RANK_16[:16]),
+)  # fmt: skip
 ITEMS = (
     _low("itl-8b", "8B, one stream, 128 in / 256 out, ITL", "ms", B8, ONE, 4.2, 3.58,
           measures.inter_token(1, 128, 256)),
@@ -168,4 +205,5 @@ ITEMS = (
          measure_alone=measures.cost_of_the_ring(64, 512, 256)),
     *FAMILIES,
     *QUANTIZED,
+    *ADAPTED,
 )  # fmt: skip

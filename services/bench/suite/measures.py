@@ -70,9 +70,9 @@ def median_of(runs: Sequence[float], **spreads: Percentiles | None) -> Measureme
     return Measurement(percentile(sorted(runs), 50), list(runs), found)
 
 
-def warm_up(served: SuiteServer, num: int = 1, num_input: int = 64) -> None:
+def warm_up(served: SuiteServer, num: int = 1, num_input: int = 64, models: Sequence[str] = ()) -> None:
     """Triggers what happens on first use only."""
-    served.stream(random_requests(num, num_input, 8, seed=-1), each_token=False)
+    served.stream(random_requests(num, num_input, 8, seed=-1), each_token=False, models=models)
 
 
 def _streams(
@@ -80,26 +80,29 @@ def _streams(
     lengths: tuple[int, int, int],
     value: Callable[[list[RequestResult]], float],
     each_token: bool = True,
+    models: Sequence[str] = (),
 ) -> tuple[Measurement, list[RequestResult]]:
     """Runs `lengths` (streams, input tokens, output tokens) RUNS times; `value` is a run's figure."""
     num, num_input, num_output = lengths
-    warm_up(served, num, num_input)
+    warm_up(served, num, num_input, models)
     runs, every = [], []
     for run in range(RUNS):
-        results = served.stream(random_requests(num, num_input, num_output, seed=run), each_token)
+        results = served.stream(random_requests(num, num_input, num_output, seed=run), each_token, models=models)
         runs.append(value(results))
         every += results
     return median_of(runs, itl=_itl(every), ttft=_ttft(every)), every
 
 
-def inter_token(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
-    """ms: p50 of the gaps between tokens of `num` streams while all of them run."""
+def inter_token(
+    num: int, num_input: int, num_output: int, models: Sequence[str] = ()
+) -> Callable[[SuiteServer], Measurement]:
+    """ms: p50 of the gaps between tokens of `num` streams while all of them run. models: as `SuiteServer.stream`."""
 
     def median_gap(results: list[RequestResult]) -> float:
         return percentile(sorted(1e3 * gap for one in results for gap in gaps_among(results, one)), 50)
 
     def measure(served: SuiteServer) -> Measurement:
-        found, every = _streams(served, (num, num_input, num_output), median_gap)
+        found, every = _streams(served, (num, num_input, num_output), median_gap, models=models)
         tpot = percentiles_of((t for one in every if (t := metrics.tpot_s(one)) is not None), 1000)
         return found if tpot is None else msgspec.structs.replace(found, spreads=found.spreads | {"tpot": tpot})
 
@@ -131,15 +134,16 @@ def rate_while_all_run(num: int, num_input: int, num_output: int) -> Callable[[S
     return lambda served: _streams(served, (num, num_input, num_output), rate)[0]
 
 
-def first_token(num_input: int) -> Callable[[SuiteServer], Measurement]:
+def first_token(num_input: int, models: Sequence[str] = ()) -> Callable[[SuiteServer], Measurement]:
     """ms from sending a prompt to its first token; each run is three prompts, one after another.
 
     There is no second token, so samples of chosen experts are of prefills.
     """
 
     def measure(served: SuiteServer) -> Measurement:
-        warm_up(served, 1, num_input)
-        return _median_ttft([served.stream(random_requests(1, num_input, 1, seed=i))[0] for i in range(3 * RUNS)])
+        warm_up(served, 1, num_input, models)
+        requests = [random_requests(1, num_input, 1, seed=i) for i in range(3 * RUNS)]
+        return _median_ttft([served.stream(one, models=models)[0] for one in requests])
 
     return measure
 
@@ -162,7 +166,9 @@ def _median_ttft(every: Sequence[RequestResult]) -> Measurement:
     return median_of([percentile(sorted(times[i::RUNS]), 50) for i in range(RUNS)], ttft=_ttft(every))
 
 
-def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[SuiteServer], Measurement]:
+def streamed_rate(
+    num: int, num_input: int, num_output: int, models: Sequence[str] = ()
+) -> Callable[[SuiteServer], Measurement]:
     """Output tokens/s over HTTP with an event per token, from sending the first request to the end of the last."""
 
     def rate(results: list[RequestResult]) -> float:
@@ -171,7 +177,7 @@ def streamed_rate(num: int, num_input: int, num_output: int) -> Callable[[SuiteS
             raise BenchError(f"{num_events:,} events for {num * num_output:,} tokens: not one for each")
         return num * num_output / (max(one.ended_s for one in results) - min(one.sent_s for one in results))
 
-    return lambda served: _streams(served, (num, num_input, num_output), rate, each_token=False)[0]
+    return lambda served: _streams(served, (num, num_input, num_output), rate, each_token=False, models=models)[0]
 
 
 def launch_to_first_token(context: SuiteContext) -> Measurement:

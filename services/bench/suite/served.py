@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 import socket
@@ -65,6 +66,9 @@ class SuiteServer:
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
+    def members(self) -> "list[MemberState]":
+        return _members(self.url)
+
     def counters(self) -> "WorkerCounters":
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
@@ -83,9 +87,14 @@ class SuiteServer:
         return WorkerCounters(*experts, seconds("step"), seconds("launch"))
 
     def stream(
-        self, requests: Sequence[SampleRequest], each_token: bool = True, due_s: Sequence[float] | None = None
+        self,
+        requests: Sequence[SampleRequest],
+        each_token: bool = True,
+        due_s: Sequence[float] | None = None,
+        models: Sequence[str] = (),
     ) -> list[RequestResult]:
-        """Sends each on its own connection, `due_s` after the start (all at once).
+        """Sends each on its own connection, `due_s` after the start (all at once). models: those that requests name
+        in turn, "" is the server's own.
 
         Raises BenchError if a request fails or has another length.
 
@@ -94,7 +103,11 @@ class SuiteServer:
         """
         endpoint = find(self.url, None).endpoint("completions")
         more = {"return_token_ids": True} if each_token else {}
-        bodies = [endpoint.request(_body(request) | more) for request in requests]
+        named = itertools.cycle(models or [""])
+        bodies = [
+            endpoint.request(_body(request) | more | ({"model": model} if model else {}))
+            for request, model in zip(requests, named, strict=False)
+        ]
         plan = LoadPlan(bodies, [0.0] * len(bodies) if due_s is None else due_s)
         output_lens = [request.num_output for request in requests]
         with client.QuietProcess(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -153,11 +166,28 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
 
 
 @dataclass(frozen=True, slots=True)
+class RankState:
+    """A process of a worker with several."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The counters of a member in `/ring` that are needed here."""
+
+    blocks_total: int = 0  # KV blocks, of schedulers
+
+
+@dataclass(frozen=True, slots=True)
 class MemberState:
     """The fields of a member in `/ring` that are needed here."""
 
     role: str
     progress: float
+    stats: BlockCounts = BlockCounts()
+    ranks: list[RankState] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The frames between a leader and its followers. Imports no torch.
 
 `Command` frames are one ordered stream: a follower's steps follow from it alone. `Answer` frames go back on the same
-socket, of transfers of KV blocks only. Signs of life and failures travel on a socket of their own, which threads read
-and write while a rank computes.
+socket, of transfers of KV blocks and of adapters that are read. Signs of life and failures travel on a socket of their
+own, which threads read and write while a rank computes.
 """
 
 from enum import Enum
@@ -10,8 +10,8 @@ from enum import Enum
 from blockyard.services.kv_transfer.protocol.events import IncomingEvent, SenderEnded
 from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.messages import KVAbort, KVReceive, KVSend, NamedCount
-from blockyard.shared.messages.base import Frame
+from blockyard.shared.messages import AdapterPlaced, KVAbort, KVReceive, KVSend, NamedCount
+from blockyard.shared.messages.base import Frame, FrameStruct
 
 
 class Followers(Enum):
@@ -29,6 +29,42 @@ class RankSetup(Frame, frozen=True):
     rank: int
     folder: str  # private to the group
     leader_pid: int
+
+
+class GroupDigest(FrameStruct, frozen=True):
+    """What all ranks of a group have in common."""
+
+    build: str
+    weights: str
+    flags: bytes  # JSON object of settings
+
+
+class RankJoin(Frame, frozen=True):
+    """A rank that the leader has not started asks to be of its group, first on the link for signs, then on that for
+    commands."""
+
+    rank: int
+    place: str  # where it is, in words
+    digest: GroupDigest
+    pid: int
+
+
+class JoinAccepted(Frame, frozen=True):
+    """The rank opens its link for commands."""
+
+
+class JoinRefused(Frame, frozen=True):
+    """The rank is none of this group."""
+
+    detail: str
+    exit_code: int
+    is_taken: bool = False  # another process has its number, and may be gone without the leader knowing it yet
+
+
+class GroupComplete(Frame, frozen=True):
+    """All ranks have joined. The first command of one that has: `Begin` follows."""
+
+    store: str  # host and port of torch's store
 
 
 class Begin(Frame, frozen=True):
@@ -55,11 +91,12 @@ class ForwardPass(Frame, frozen=True):
     attention: AttentionCall
     token_ids: bytes  # int64
     positions: bytes
+    adapter_places: bytes = b""  # int32, of each token; empty: none has an adapter
 
 
 class DeviceForward(Frame, frozen=True):
     """Compute the layers on a GPU. Words follow as a collective, int64: ids, positions and slots of tokens, first rows
-    of prefills, and rows, slots and positions of tokens that need logits."""
+    of prefills, rows, slots and positions of tokens that need logits, and places of the tokens' adapters."""
 
     num_tokens: int
     num_starts: int  # 0: there are no prefills
@@ -68,6 +105,7 @@ class DeviceForward(Frame, frozen=True):
     max_seq_len: int | None  # these are those of `AttentionMetadata`
     prefill_max_seq_len: int | None
     max_context_len: int
+    has_adapters: bool = False
 
 
 class ScatterWords(Frame, frozen=True):
@@ -93,6 +131,18 @@ class ReplayGraph(Frame, frozen=True):
     key: int
 
 
+class InstallKernels(Frame, frozen=True):
+    """Use the kernels that the leader has measured, for numbers of rows."""
+
+    tuned: bytes  # see `Tuner.installed`
+
+
+class DropGraph(Frame, frozen=True):
+    """A graph is not run again."""
+
+    key: int
+
+
 LAST_OUTPUT = -1
 
 
@@ -100,6 +150,7 @@ class ComputeLogits(Frame, frozen=True):
     """Compute the output layer of hidden states, which follow as a collective, or of the last forward pass's."""
 
     num_rows: int  # or LAST_OUTPUT
+    has_adapters: bool = False  # their places follow, too, int32
 
 
 class ForgetSequences(Frame, frozen=True):
@@ -143,6 +194,30 @@ class ReclaimMemory(Frame, frozen=True):
 
     weights: bool
     kv: bool
+
+
+class ReadAdapter(Frame, frozen=True):
+    """Read an adapter into host memory. The answer is `AdapterRead`."""
+
+    job: int  # random, so that answers to an earlier start are known
+    adapter: int  # the scheduler's number
+    path: str
+
+
+class ForgetAdapter(Frame, frozen=True):
+    """Free an adapter's host memory."""
+
+    adapter: int
+
+
+class ForgetAdapters(Frame, frozen=True):
+    """Drop all adapters, and those that are being read."""
+
+
+class PlaceAdapters(Frame, frozen=True):
+    """Adapters of the steps from here on."""
+
+    placed: list[AdapterPlaced]
 
 
 class OpenTransfers(Frame, frozen=True):
@@ -205,6 +280,15 @@ class TransfersClosed(Frame, frozen=True):
     """Answers `CloseTransfers`."""
 
 
+class AdapterRead(Frame, frozen=True):
+    """Answers `ReadAdapter`."""
+
+    job: int
+    digest: bytes = b""
+    size_bytes: int = 0  # of the rank's part
+    error: str = ""
+
+
 class LifeSign(Frame, frozen=True):
     """The process runs."""
 
@@ -221,6 +305,7 @@ class RankFailed(Frame, frozen=True):
 
 Command = (
     RankSetup
+    | GroupComplete
     | Begin
     | ForwardPass
     | DeviceForward
@@ -228,6 +313,8 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
+    | DropGraph
+    | InstallKernels
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks
@@ -236,6 +323,10 @@ Command = (
     | FetchBlocks
     | ReleaseMemory
     | ReclaimMemory
+    | ReadAdapter
+    | ForgetAdapter
+    | ForgetAdapters
+    | PlaceAdapters
     | OpenTransfers
     | SharePlaces
     | ReceiveBlocks
@@ -245,5 +336,8 @@ Command = (
     | CloseTransfers
 )
 TransferCommand = OpenTransfers | SharePlaces | ReceiveBlocks | SendBlocks | AbortBlocks | LosePeer | CloseTransfers
-Answer = TransfersOpened | TransferEvents | TransfersClosed
+AdapterCommand = ReadAdapter | ForgetAdapter | ForgetAdapters | PlaceAdapters
+TransferAnswer = TransfersOpened | TransferEvents | TransfersClosed
+Answer = TransferAnswer | AdapterRead
 Sign = LifeSign | RankFailed
+JoinAnswer = JoinAccepted | JoinRefused

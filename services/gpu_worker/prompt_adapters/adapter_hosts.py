@@ -1,16 +1,36 @@
-"""The adapters of both kinds that one worker has, as its session asks for them."""
+"""The adapters of both kinds that one worker has, as its session asks for them, and their reader."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
+from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.prompt_adapters.prompt_vectors import PromptVectors
-from blockyard.shared.config.services.lora import PromptConfig
+from blockyard.shared.config.services.lora import LoraConfig, PromptConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.messages import AdapterPlaced
+
+MakeReader = Callable[[AdapterLimits, PromptLimits | None], AdapterReader]
+
+
+def adapter_limits(config: LoraConfig | None, dtype: torch.dtype) -> AdapterLimits:
+    """dtype: of the model."""
+    if config is None:
+        return AdapterLimits(dtype=dtype)
+    return AdapterLimits(
+        dtype=dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+        max_rank=config.max_rank,
+        with_bias=config.with_bias,
+        max_rows=config.extra_vocab_size,
+        target_modules=tuple(config.target_modules),
+        fully_sharded=config.fully_sharded,
+    )
 
 
 def prompt_limits(config: PromptConfig | None, model: Model, max_model_len: int) -> PromptLimits | None:
@@ -21,8 +41,18 @@ def prompt_limits(config: PromptConfig | None, model: Model, max_model_len: int)
     return PromptLimits(min(config.max_tokens, max_model_len - 2), width, model.table.dtype)
 
 
+def start_reader(
+    config: WorkerConfig, model: Model, max_model_len: int, make_reader: MakeReader
+) -> AdapterReader | None:
+    """Starts the reader of adapters, while weights are loaded. None: the worker serves none."""
+    if config.lora is None and config.prompts is None:
+        return None
+    prompts = prompt_limits(config.prompts, model, max_model_len)
+    return make_reader(adapter_limits(config.lora, model.table.dtype), prompts)
+
+
 def make_hosts(
-    lora: WorkerAdapters | None, config: WorkerConfig, reader: AdapterReader | None, model: Model
+    lora: WorkerAdapters | LeaderAdapters | None, config: WorkerConfig, reader: AdapterReader | None, model: Model
 ) -> "AdapterHosts | None":
     """reader: of both kinds; None: the worker serves neither."""
     if reader is None:
@@ -34,7 +64,7 @@ def make_hosts(
 class AdapterHosts:
     """Implements `AdapterHost`. The scheduler's numbers are of both kinds together."""
 
-    def __init__(self, lora: WorkerAdapters | None, prompts: PromptVectors | None) -> None:
+    def __init__(self, lora: WorkerAdapters | LeaderAdapters | None, prompts: PromptVectors | None) -> None:
         """None: the worker serves none of this kind."""
         self.lora, self.prompts = lora, prompts
         self._kinds = [kind for kind in (lora, prompts) if kind is not None]

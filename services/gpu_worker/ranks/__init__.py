@@ -2,6 +2,7 @@
 
 - `LeaderTeam`: the leader's: starts the processes before torch is imported, sends commands, and watches.
 - `rank_process`: the process of another rank: loads its share and does what comes.
+- `joining`: how a rank that the leader has not started finds its leader and joins: on another host, or started by Ray.
 - `RankSigns`: signs of life, in both directions. A rank that ends, fails or is silent for 4 s ends all.
 
 The leader is the worker process that the launcher knows. It alone is attached to a scheduler.

@@ -11,13 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from blockyard.services.gpu_worker.parallel.commands import (
+    AdapterRead,
     Answer,
     Begin,
     Followers,
     RankFailed,
     RankSetup,
     Sign,
+    TransferAnswer,
 )
 from blockyard.services.gpu_worker.parallel.stages import place_of
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
@@ -34,8 +38,15 @@ if TYPE_CHECKING:
 MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
 END_S = 2.0  # that a killed process may take to be gone
 # multicast of NVLink fails where one process may not see all GPUs of a host
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank sees its own GPU alone, as number 0
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
+
+_encode = msgspec.msgpack.Encoder().encode
 
 OnEnd = Callable[[BlockyardError], None]
 
@@ -55,6 +66,8 @@ class LeaderTeam:
         self._watch: RankSigns | None = None
         self._groups: RankGroups | None = None
         self._stage_layers: list[int] = []  # empty: there is one stage
+        self._of_adapters: list[tuple[int, AdapterRead]] = []  # answers that were read and not taken
+        self._of_transfers: list[tuple[int, TransferAnswer]] = []
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         """Starts the other ranks. environments: by rank, variables that differ from this process's."""
@@ -98,7 +111,7 @@ class LeaderTeam:
         for rank, pipe in self._commands.items():
             if to is not Followers.ALL and (rank < self.place.shard.size) != (to is Followers.LAST_STAGE):
                 continue
-            data = data or pipe.encode(frame)
+            data = data or _encode(frame)
             try:
                 pipe.send_encoded(data)
             except OSError as e:
@@ -114,23 +127,41 @@ class LeaderTeam:
         """Implements `TransferFollowers`."""
         return [pipe.socket.fileno() for pipe in self._commands.values()]
 
-    def take_answers(self) -> list[tuple[int, Answer]]:
+    def take_answers(self) -> list[tuple[int, TransferAnswer]]:
         """Implements `TransferFollowers`."""
-        found: list[tuple[int, Answer]] = []
-        for rank, pipe in self._commands.items():
-            while pipe.is_readable:
-                found.append((rank, self.wait_answer(rank)))
+        self._read_answers()
+        found, self._of_transfers = self._of_transfers, []
         return found
 
-    def wait_answer(self, rank: int) -> Answer:
+    def take_adapter_answers(self) -> list[tuple[int, AdapterRead]]:
+        """Implements `AdapterFollowers`."""
+        self._read_answers()
+        found, self._of_adapters = self._of_adapters, []
+        return found
+
+    def wait_answer(self, rank: int) -> TransferAnswer:
         """Implements `TransferFollowers`."""
+        while (place := next((i for i, one in enumerate(self._of_transfers) if one[0] == rank), None)) is None:
+            self._read_answer(rank)
+        return self._of_transfers.pop(place)[1]
+
+    def _read_answers(self) -> None:
+        """Reads all that has come."""
+        for rank, pipe in self._commands.items():
+            while pipe.is_readable:
+                self._read_answer(rank)
+
+    def _read_answer(self, rank: int) -> None:
         try:
             answer = self._commands[rank].receive()
         except TimeoutError:
             raise RankLostError(f"rank {rank} does not answer") from None
         if answer is None:
             raise RankLostError(f"rank {rank} has ended")
-        return answer
+        if isinstance(answer, AdapterRead):
+            self._of_adapters.append((rank, answer))
+        else:
+            self._of_transfers.append((rank, answer))
 
     def stats(self) -> list[RankStats]:
         """Implements `WorkerRanks`."""

@@ -69,6 +69,9 @@ class Backend(Protocol):
         at_once: measures all batch sizes now. Otherwise some may be measured in idle times.
         """
 
+    def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
+        """Picks how the ranks of a stage sum. All of them call it, once their weights are loaded."""
+
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         """Adapts the linear layers of a model, whose kernels are picked."""
 

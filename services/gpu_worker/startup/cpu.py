@@ -70,8 +70,11 @@ class CpuBackend:
             for linear in model.linears():
                 linear.make_batch_invariant()
 
+    def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
+        """gloo sums."""
+
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        return CpuPlaces(model, num_places)
+        return CpuPlaces(model, num_places, fully_sharded=limits.fully_sharded)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return ["weights in host memory: all, this is a CPU (--cpu-offload-gb)"] if config.cpu_offload_gib else []

@@ -62,8 +62,8 @@ PARALLEL = (
         "disable-custom-all-reduce",
         FlagKind.BOOL,
         False,
-        "Use NCCL's all-reduce.",
-        mapped="sums of ranks on GPUs are NCCL's already",
+        "Sum over ranks by NCCL alone, and not by kernels that write to other GPUs' memory.",
+        ("!worker.custom_all_reduce",),
     ),
     Flag(
         "worker-cls",

@@ -123,6 +123,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
     pipeline_layers: list[int] = []  # number of layers of each stage; empty: by cost and KV memory
+    custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
 
     @property
     def num_ranks(self) -> int:

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from rig import serve as rig_serve
 
 from blockyard.services.bench.datasets import SampleRequest
 from blockyard.services.bench.load import results
 from blockyard.services.bench.load.results import BenchError, RequestResult
-from blockyard.services.bench.suite import command, measures, served, shapes
+from blockyard.services.bench.suite import adapters, command, measures, served, shapes
 from blockyard.services.bench.suite.items import ITEMS, SuiteItem
 from blockyard.services.bench.suite.measures import Measurement, SuiteContext
 from blockyard.services.bench.suite.served import SuiteServer, WorkerCounters, random_requests
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.shared import tokenizer_files
 from blockyard.shared.config import parsed_flags
 from blockyard.shared.config.text_part import text_part
@@ -153,7 +155,7 @@ def test_items_are_chosen_by_name_and_by_model() -> None:
         command.choose(["gemma"])
 
 
-def test_items_of_quantized_models_are_compared_with_the_same_model_in_bfloat16(
+def test_items_of_quantized_models_and_adapters_are_compared_with_the_same_model_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index, item in enumerate(ITEMS):
@@ -164,7 +166,8 @@ def test_items_of_quantized_models_are_compared_with_the_same_model_in_bfloat16(
         assert shapes.read(item.model) | {"quantization_config": None} == shapes.read(base.model) | {
             "quantization_config": None
         }
-        assert "quantization_config" in shapes.read(item.model) and not base.base
+        assert ("quantization_config" in shapes.read(item.model)) != bool(item.adapters)
+        assert not base.base and not base.adapters
         assert set(base.flags) <= set(item.flags)
     assert [one.name for one in command.choose(["itl-8b-w4"])] == ["itl-8b", "itl-8b-w4"]
     values = iter([4.0, 1.9])
@@ -261,3 +264,13 @@ def test_flags_become_keywords_of_the_offline_api(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(measures, "LLM", lambda model, **options: seen.update(options, model=model))
     measures.offline_llm(SuiteContext(tmp_path, ("--no-enable-prefix-caching", "--max-model-len", "8192"), tmp_path))
     assert seen["enable_prefix_caching"] is False and seen["max_model_len"] == 8192
+
+
+def test_adapters_have_the_shapes_of_the_model(tmp_path: Path) -> None:
+    """As a worker reads them; those of a rank differ, though they share a file."""
+    flags = adapters.serve_flags("qwen3-0.6b", (2, 2, 8), tmp_path)
+    assert flags[:6] == ("--max-loras", "3", "--max-cpu-loras", "3", "--max-lora-rank", "8")
+    paths = [Path(one.partition("=")[2]) for one in flags[7:]]
+    read = [read_modules(path, AdapterLimits(dtype=torch.bfloat16, max_rank=8)) for path in paths]
+    assert len({one.digest for one in read}) == 3
+    assert [len(one.modules) for one in read] == [28 * 7] * 3

@@ -239,8 +239,6 @@ class PrefillStep:
             prefill_max_seq_len=self._max_seq_len,
             max_context_len=self._max_context_len,
         )
-        attend = steps.attend(metadata)
-        if self._layers is not None:
-            attend = self._layers.around(attend)
+        attend = steps.attend(metadata, self._layers)
         steps.begin_adapters(inputs.slots, is_adapted=self._descriptor.is_adapted)
         return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices, self._vectors))

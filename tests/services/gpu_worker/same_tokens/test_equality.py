@@ -16,7 +16,7 @@ def asked() -> list[Request]:
 
 
 FALLBACK = "llama by transformers"  # with windows in all layers, nothing would be preempted
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.cpu), pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch-invariant"])
@@ -41,6 +41,8 @@ def model(request: pytest.FixtureRequest) -> str:
 def it(
     request: pytest.FixtureRequest, batch_invariant: bool, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Bench:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
     name, _, model_impl = model.partition(" by ")
     name, _, form = name.partition(" in ")
     folder, written = tmp_path_factory.mktemp("tiny"), None

@@ -58,7 +58,7 @@ def test_hidden_states_and_outputs(pair: tuple[Tiny, Any, Model]) -> None:
             got = ours.logits(hidden.mean(0, keepdim=True))
         else:
             got = ours.logits(hidden[:1])
-        assert outputs.numel() == 1 or float(outputs.std()) > 0.05
+        assert outputs.numel() == 1 or float(outputs.std()) > 0.03
         torch.testing.assert_close(got, outputs.reshape(got.shape), atol=1e-4, rtol=1e-4)
 
 

@@ -1,0 +1,76 @@
+"""Writes LoRA adapters of a model's true shape in PEFT's layout, with random numbers, and says how they are served.
+
+Without torch, as all that measures from outside: a safetensors file is a header in JSON behind its length, and bytes.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from blockyard.services.bench.suite import shapes
+from blockyard.shared.config.text_part import text_part
+
+# by a random byte, the upper half of a bfloat16: numbers of 0.002 to 0.03, of both signs
+HIGH = bytes([0x3B, 0xBB, 0x3C, 0xBC] * 64)
+
+
+def names(num: int) -> list[str]:
+    """The adapters' names, which requests give as their model."""
+    return [f"adapter-{i}" for i in range(num)]
+
+
+def serve_flags(model: str, ranks: Sequence[int], folder: Path) -> tuple[str, ...]:
+    """Writes an adapter of each rank into new folders in `folder`. Returns the flags of a server with all of them.
+
+    Those of a rank share the file of their matrices and have other scales, so that each is read and placed by itself.
+    """
+    if not ranks:
+        return ()
+    modules = list[str]()
+    for name, rank in zip(names(len(ranks)), ranks, strict=True):
+        made = folder / f"{model}-{name}-{rank}"
+        made.mkdir(exist_ok=True)
+        matrices = folder / f"{model}-rank-{rank}.safetensors"
+        if not matrices.exists():
+            _write_matrices(model, rank, matrices)
+        file = made / "adapter_model.safetensors"
+        if not file.exists():
+            file.hardlink_to(matrices)
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank + len(modules), "target_modules": "all-linear"}
+        (made / "adapter_config.json").write_bytes(msgspec.json.encode(config))
+        modules.append(f"{name}={made}")
+    num, most = str(len(ranks)), str(max(ranks))
+    return ("--max-loras", num, "--max-cpu-loras", num, "--max-lora-rank", most, "--lora-modules", *modules)
+
+
+def _write_matrices(model: str, rank: int, file: Path) -> None:
+    """In bfloat16, of the seven linear layers of each of a dense model's layers."""
+    config = text_part(shapes.read(model))
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    kv = config["num_key_value_heads"] * head_dim
+    sizes = {  # inputs, outputs
+        "self_attn.q_proj": (hidden, heads * head_dim),
+        "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv),
+        "self_attn.o_proj": (heads * head_dim, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    header, end = dict[str, dict[str, object]](), 0
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in sizes.items():
+            for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                begin, end = end, end + 2 * shape[0] * shape[1]
+                key = f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight"
+                header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": (begin, end)}
+    encoded, rng, numbers = msgspec.json.encode(header), random.Random(rank), bytearray(end)
+    encoded += b" " * (-len(encoded) % 8)
+    numbers[0::2] = rng.randbytes(end // 2)
+    numbers[1::2] = rng.randbytes(end // 2).translate(HIGH)
+    with file.open("wb") as out:
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
+        out.write(numbers)
