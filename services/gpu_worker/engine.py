@@ -46,6 +46,7 @@ from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.prompt_adapters.adapter_hosts import (
     MakeReader,
     adapter_limits,
+    add_long_rotations,
     make_hosts,
     start_reader,
 )
@@ -203,13 +204,14 @@ def load(
         config = backend.fit_num_seqs(config, kv_block_bytes)
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
-        prepare(model, config, max_model_len, backend, report)
+        longest = add_long_rotations(model, config.lora, max_model_len)
+        prepare(model, config, longest, backend, report)
         if table.ranks is not None:
             backend.pick_sums(model, table.ranks, config, report)
         undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
         adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
-        need = need_of(model, config, max_model_len, kv_block_bytes)
+        need = need_of(model, config, longest, kv_block_bytes)
         if generates:
             with alone(ranks):
                 backend.compile_kernels(model, need, kv_dtype, len(eos_ids), config, report)
@@ -398,6 +400,7 @@ def geometry_of(
         num_stages=config.pipeline_parallel_size,
         balanced_context=model.balanced_context() if isinstance(model, StageModel) else 0,
         num_prompt_adapters=0 if config.prompts is None else config.prompts.max_adapters,
+        base_len=0 if not config.long_factors else min(max_model_len, need.max_model_len // max(config.long_factors)),
     )
 
 

@@ -82,6 +82,7 @@ class LoadedAdapter:
     error: str = ""
     notes: list[str] = field(default_factory=list)
     num_virtual_tokens: int = 0  # of a prompt adapter
+    max_len: int = 0  # tokens of its longest sequence; 0: as without it
 
 
 class AdapterHost(Protocol):

@@ -88,7 +88,7 @@ class SchedulerSession:
         for done in adapters.poll():
             if self._scheduler is not None and self._next > 0:
                 me = self._links.me.incarnation
-                columns = (done.digest, done.size_bytes, done.error, done.notes, done.num_virtual_tokens)
+                columns = (done.digest, done.size_bytes, done.error, done.notes, done.num_virtual_tokens, done.max_len)
                 self._links.answer(self._scheduler, AdapterLoaded(me, done.adapter, *columns))
         return adapters.is_loading
 

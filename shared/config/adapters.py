@@ -13,6 +13,7 @@ QLORA = "qlora-adapter-name-or-path"
 PROMPTS = "prompt-adapters"
 ENABLING = (MODULES, QLORA, "enable-lora")  # each of these flags alone makes workers serve LoRA adapters
 ENABLING_PROMPTS = (PROMPTS, "enable-prompt-adapter")  # ... and prompt adapters
+LONG = "long-lora-scaling-factors"
 MOST_TOKENS = "max-prompt-adapter-token"
 OF_PROMPTS = ("max-prompt-adapters", MOST_TOKENS)  # flags that do nothing without prompt adapters
 # flags that do nothing without LoRA adapters
@@ -27,6 +28,7 @@ OF_ADAPTERS = (
     "lora-max-wait",
     "enable-lora-bias",
     "fully-sharded-loras",
+    LONG,
 )
 MOST_SHOWN = 80  # characters of a wrong value
 
@@ -61,7 +63,19 @@ def worker_config(values: Values) -> LoraConfig | None:
         extra_vocab_size=values.get("lora-extra-vocab-size", int),
         fully_sharded=values.get("fully-sharded-loras", bool),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
+        long_factors=_long_factors(values),
     )
+
+
+def _long_factors(values: Values) -> list[int]:
+    given = values.maybe(LONG, str) or ""
+    try:
+        factors = [float(one) for one in given.strip("()[] ").replace(",", " ").split()]
+    except ValueError as e:
+        raise ConfigError(f"{values.where(LONG)} {given}: numbers are expected, such as 2,4") from e
+    if wrong := [one for one in factors if one < 2 or one != int(one)]:
+        raise ConfigError(f"{values.where(LONG)} {given}: {wrong[0]:g} is not a whole number of at least 2")
+    return sorted({int(one) for one in factors})
 
 
 def serves_prompts(values: Values) -> bool:

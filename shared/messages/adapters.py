@@ -28,6 +28,7 @@ class AdapterLoaded(Frame, frozen=True):
     error: str = ""  # why it cannot be served; empty: it is in host memory
     notes: list[str] = []
     num_virtual_tokens: int = 0  # of a prompt adapter
+    max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
 
 
 class AdapterPlaced(FrameStruct, frozen=True):
@@ -46,6 +47,8 @@ class AdapterCard(FrameStruct, frozen=True):
     digest: bytes
     created: int = 0  # seconds since the epoch
     num_virtual_tokens: int = 0  # of a prompt adapter: they are before each prompt; 0: it is a LoRA adapter
+
+    max_len: int = 0  # tokens of its longest sequence, if it is for longer contexts than the model; 0: it is not
 
     @property
     def is_prompt(self) -> bool:

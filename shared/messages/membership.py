@@ -44,7 +44,7 @@ class ModelCard(FrameStruct, frozen=True):
     def with_adapter(self, adapter: AdapterCard) -> "ModelCard":
         """The card of a request that names an adapter. Virtual tokens take room of its context."""
         if not adapter.is_prompt:
-            return msgspec.structs.replace(self, adapter=adapter)
+            return msgspec.structs.replace(self, adapter=adapter, max_model_len=adapter.max_len or self.max_model_len)
         length = self.max_model_len - adapter.num_virtual_tokens
         return msgspec.structs.replace(self, prompt_adapter=adapter, max_model_len=length)
 

@@ -45,6 +45,7 @@ class Geometry(FrameStruct, frozen=True):
     # unknown, or no layer attends to all
     balanced_context: int = 0
     num_prompt_adapters: int = 0  # that it holds at a time; 0: it serves none
+    base_len: int = 0  # longest sequence without an adapter for longer contexts; 0: `max_model_len`
 
     @property
     def vector_size(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from blockyard.services.gpu_worker.interfaces import LoadedAdapter
+from blockyard.services.gpu_worker.layers.long_rotations import LongRotations
 from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.read_prompt import PromptLimits
@@ -31,6 +32,19 @@ def adapter_limits(config: LoraConfig | None, dtype: torch.dtype) -> AdapterLimi
         target_modules=tuple(config.target_modules),
         fully_sharded=config.fully_sharded,
     )
+
+
+def add_long_rotations(model: Model, config: LoraConfig | None, max_model_len: int) -> int:
+    """Prepares a model for adapters of longer contexts. Returns the length of the longest sequence of all.
+
+    Call it before `Model.prepare`, with that length. max_model_len: of sequences without such an adapter.
+    """
+    if config is None or not config.long_factors:
+        return max_model_len
+    longest, factors = max_model_len * max(config.long_factors), config.long_factors
+    rotations = LongRotations(factors, max_model_len, longest, config.max_loras, model.table.device)
+    model.adapter_rows.long_rotations = rotations
+    return longest
 
 
 def prompt_limits(config: PromptConfig | None, model: Model, max_model_len: int) -> PromptLimits | None:

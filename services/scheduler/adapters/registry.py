@@ -16,6 +16,7 @@ class Adapter:
     created: int  # seconds since the epoch
     is_prompt: bool = False  # a prompt adapter; False: a LoRA adapter
     num_virtual_tokens: int = 0  # of a prompt adapter, once a worker has read it
+    max_len: int = 0  # of its longest sequence, if it is for longer contexts than the model
     digest: bytes = b""  # empty: no worker has read it yet
     error: str = ""  # why a worker could not read it, the last time
     is_served: bool = False  # requests may name it
@@ -23,7 +24,7 @@ class Adapter:
     requests: set[str] = field(default_factory=set)  # ids of requests that use it
 
     def card(self) -> AdapterCard:
-        columns = (self.name, self.path, self.parent, self.digest, self.created, self.num_virtual_tokens)
+        columns = (self.name, self.path, self.parent, self.digest, self.created, self.num_virtual_tokens, self.max_len)
         return AdapterCard(*columns)
 
 

@@ -47,11 +47,11 @@ class ModelCapacity:
     def max_model_len(self) -> int:
         return min(self.model_len, self.max_cached_len)
 
-    def validate(self, num_prompt: int, max_tokens: int) -> str:
-        """An error message if a prompt can never run, empty if it can."""
-        need = num_prompt + min(1, max_tokens)
-        if need > self.model_len:
-            return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {self.model_len}"
+    def validate(self, num_prompt: int, max_tokens: int, model_len: int = 0) -> str:
+        """An error message if a prompt can never run, empty if it can. model_len: of its adapter; 0: the model's."""
+        need, model_len = num_prompt + min(1, max_tokens), model_len or self.model_len
+        if need > model_len:
+            return f"the prompt's {num_prompt} tokens need a context of {need}, this model has {model_len}"
         if need > self.max_cached_len:
             num_blocks = -(-need // self.block_size)
             return (
@@ -120,7 +120,7 @@ def exchange(source: Geometry, target: Geometry) -> bool:
 
 def _least_of(geometries: list[Geometry]) -> ModelCapacity:
     return ModelCapacity(
-        min(g.max_model_len for g in geometries),
+        min(g.base_len or g.max_model_len for g in geometries),
         min(g.num_blocks for g in geometries),
         geometries[0].block_size,
         min(g.vocab_size for g in geometries),
@@ -150,6 +150,11 @@ class RequestAdapters:
     def num_virtual(self) -> int:
         """Tokens before the client's prompt."""
         return 0 if self.prompt is None else self.prompt.num_virtual_tokens
+
+    @property
+    def model_len(self) -> int:
+        """Tokens of the longest sequence; 0: as without adapters."""
+        return 0 if self.lora is None else self.lora.max_len
 
     def frame(self, frame: Generate) -> Generate:
         """The request with the virtual tokens before its prompt.
@@ -194,8 +199,8 @@ class ModelLimits:
         if card != self.card:
             self.card = card
 
-    def validate(self, frame: Generate) -> Refusal | None:
-        """The response to an invalid request; None if it is valid."""
+    def validate(self, frame: Generate, model_len: int = 0) -> Refusal | None:
+        """The response to an invalid request; None if it is valid. model_len: of its adapter; 0: the model's."""
         if frame.model not in self._model.names:
             return Refusal(404, "model", f"the model {frame.model!r} does not exist")
         if not frame.prompt_ids or len(frame.prompt_ids) % ID_BYTES:
@@ -212,7 +217,7 @@ class ModelLimits:
         if self._capacity is not None and (pooling := self._capacity.pooling) is not None:
             return Refusal(400, "model", f"the model {frame.model!r} serves {pooling.task}, and generates no text")
         num_prompt = num_ids(frame.prompt_ids)
-        problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens) if self._capacity else ""
+        problem = self._capacity.validate(num_prompt, frame.sampling.max_tokens, model_len) if self._capacity else ""
         if problem:
             return Refusal(400, "prompt", problem)
         if frame.kv_transfer_params and (problem := self._transfer_problem(frame)):

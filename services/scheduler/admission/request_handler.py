@@ -192,7 +192,9 @@ class RequestHandler:
         found = self._model_limits.find_adapters(frame)
         adapters = NO_ADAPTERS if isinstance(found, Refusal) else found
         frame = adapters.frame(frame)
-        refusal = self._model_limits.validate(frame) or (found if isinstance(found, Refusal) else None)
+        refusal = self._model_limits.validate(frame, adapters.model_len) or (
+            found if isinstance(found, Refusal) else None
+        )
         if refusal is not None:
             if request is not None:
                 self._lifecycle.drop(request)

@@ -3,7 +3,6 @@
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 from blockyard.shared.quantization import TABLE, refusals
 
-_LONG = not_built("adapters for longer contexts than the model's")
 _SPECULATION = not_built("speculative decoding")
 _IMAGES = not_built("image and video input")
 _TRACES = not_built("OpenTelemetry traces")
@@ -43,7 +42,12 @@ LORA = (
         "Type of adapters; auto: the model's.",
         choices=("auto", "float16", "bfloat16", "float32"),
     ),
-    Flag("long-lora-scaling-factors", FlagKind.TEXT, None, "Scaling factors.", refused=_LONG),
+    Flag(
+        "long-lora-scaling-factors",
+        FlagKind.TEXT,
+        None,
+        "Factors of the context, such as 2,4, that adapters for longer contexts may have.",
+    ),
     Flag("max-cpu-loras", FlagKind.INT, None, "Adapters kept in host memory; unset: --max-loras.", ge=1),
     Flag(
         "fully-sharded-loras",

@@ -126,6 +126,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
 
     @property
+    def long_factors(self) -> list[int]:
+        """Of the model's context, that adapters may have."""
+        return [] if self.lora is None else self.lora.long_factors
+
+    @property
     def num_ranks(self) -> int:
         """Processes of the worker, each with its own device."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
