@@ -216,15 +216,7 @@ LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
-LAYERS["services/bench"] += (
-    "latency_throughput",
-    "suite",
-    "parallel",
-    "engine_commands",
-    "prefill_decode",
-    "simulate",
-    "command",
-)
+LAYERS["services/bench"] += ("latency_throughput", "suite", "parallel", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
     "layout",
     "routes",
@@ -242,7 +234,15 @@ LAYERS["services/kv_transfer"] += ("receiver", "transfer_blocks", "link_counts",
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("events", "bit_masks", "drops", "frames", "outgoing", "incoming")
-LAYERS["services/kv_transfer/connectors"] = ("interface", "mapped", "tcp", "nixl_agent", "nixl", "nixl_access")
+LAYERS["services/kv_transfer/connectors"] = (
+    "interface",
+    "mapped",
+    "tcp",
+    "nixl_import",
+    "nixl_agent",
+    "nixl",
+    "nixl_access",
+)
 LAYERS["services/kv_transfer/connectors"] += ("faults", "selection")
 LAYERS["services/gpu_worker"] = (
     "arrays",

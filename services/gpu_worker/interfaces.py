@@ -83,6 +83,7 @@ class LoadedAdapter:
     notes: list[str] = field(default_factory=list)
     num_virtual_tokens: int = 0  # of a prompt adapter
     max_len: int = 0  # tokens of its longest sequence; 0: as without it
+    job: int = 0  # of the load, on a worker with several ranks
 
 
 class AdapterHost(Protocol):

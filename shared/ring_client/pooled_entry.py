@@ -9,7 +9,7 @@ import msgspec
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Pool, VectorBlock
 from blockyard.shared.ring_client.open_entry import OpenEntry, TokensMissing
-from blockyard.shared.token_ids import num_ids
+from blockyard.shared.token_ids import ID_BYTES
 
 FLOAT_BYTES = 4
 FIELD = "input"  # of prompts in refusals of a scheduler
@@ -33,7 +33,7 @@ class PooledEntry(OpenEntry):
         self.results: list[Result | None] = [None] * len(prompts)
         self.num_open = len(prompts)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.lengths = [num_ids(prompt) for prompt in prompts]  # tokens
+        self.lengths = [len(prompt) // ID_BYTES for prompt in prompts]  # tokens
         self._request, self._prompts = request, prompts
         self._seconds = array("I", request.second_starts)
 

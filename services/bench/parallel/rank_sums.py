@@ -26,6 +26,7 @@ def measure(
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
     if done.returncode or not lines:
         raise BenchError(f"the sums over {num_ranks} ranks could not be measured: {done.stderr.strip()[-TAIL:]}")
+    print(done.stderr, end="", file=sys.stderr, flush=True)  # how ranks sum
     rates, *times = (msgspec.json.decode(line, type=RankBenchLine) for line in lines)
     if not isinstance(rates, DeviceRates):
         raise BenchError(f"the benchmark of sums began with {lines[0]}")

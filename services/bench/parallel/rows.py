@@ -102,7 +102,8 @@ class ParallelRow(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         name = f"{self.item}: {self.what}"
         if self.value is None:
-            return f"| {name} | {self.layout} | {self.problem.splitlines()[0]} | | | | |"
+            lines = [line.strip() for line in self.problem.splitlines() if line.strip()]
+            return f"| {name} | {self.layout} | {' '.join(dict.fromkeys((lines[0], lines[-1])))} | | | | |"
         base = "" if self.base_value is None else f"{self.base}: {_figure(self.base_value)} {self.unit}".rstrip()
         ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
         floors = [] if self.bar is None or self.bar.floor is None else [f"{self.bar.floor:g}"]

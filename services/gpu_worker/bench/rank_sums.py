@@ -27,12 +27,21 @@ from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT
 from blockyard.shared.messages.rank_bench import DeviceRates, SumTime
 from blockyard.shared.process import pipes, settings
 
+if torch.cuda.is_available():
+    # they import Triton, which comes only with CUDA builds of torch
+    from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
+    from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES, PeerSums
+    from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
+    from blockyard.services.gpu_worker.parallel.sum_table import SIZES
+    from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
+
 MODULE = "blockyard.services.gpu_worker.bench.rank_sums"
 HIDDEN, DTYPE = 4096, torch.bfloat16  # of a row
 RUNS, WARM_RUNS = 9, 25
 RUN_S, LEAST_S, BYTES_PER_S = 2e-3, 1e-5, 390e9  # of a run; of a call, about
 MOST_CALLS, HOST_CALLS = 200, 5  # of a run
 HOST_READ_BYTES = 64 << 20
+CHOICE = "worker's choice"
 
 Call = Callable[[], object]
 
@@ -85,7 +94,12 @@ class GpuRank:
     device = torch.device("cuda", 0)
 
     def transports(self, shard: Shard, folder: Path) -> dict[str, RankGroup]:
-        return {"NCCL": connect_gpus(shard, folder, self.device)}
+        own = folder / CHOICE
+        own.mkdir(exist_ok=True)
+        found = {"NCCL": connect_gpus(shard, folder, self.device), CHOICE: connect_gpus(shard, own, self.device)}
+        with torch.inference_mode():
+            found[CHOICE].kernels = choose_sums(found[CHOICE], own, self.device)
+        return found
 
     def rates(self) -> DeviceRates:
         return DeviceRates(torch.cuda.get_device_name(self.device), ceilings().read_bytes_per_s)
@@ -147,6 +161,25 @@ def run_rank(shard: Shard, folder: Path, rank: RankDevice, sizes: Sequence[int])
                 alone_s, normed_s = (rank.seconds(call, part.nbytes) for call in calls)
                 if shard.rank == 0:
                     _tell(SumTime(name, part.nbytes, alone_s, normed_s))
+
+
+def choose_sums(ranks: RankGroup, folder: Path, device: torch.device) -> "PeerSums | None":
+    """Measures how ranks of a worker would sum, as at its start. None: no GPU reaches another's memory."""
+    try:
+        memory = PeerMemory(ranks, device, HALF_BYTES)
+    except OSError as e:
+        print(f"rank {ranks.rank} sums by NCCL alone: {e}", file=sys.stderr)
+        return None
+    symmetric = None
+    try:
+        symmetric = SymmetricSums(ranks.shard, folder, device, SIZES[-1])
+    except RuntimeError as e:
+        print(f"rank {ranks.rank} has no symmetric memory: {str(e).splitlines()[0]}", file=sys.stderr)
+    shared = symmetric if ranks.least(int(symmetric is not None)) else None
+    found = SumMeasurement(ranks, memory, shared, HIDDEN, DTYPE).quickest()
+    if ranks.is_leader:
+        print(found.describe(), file=sys.stderr)
+    return found
 
 
 def _replay_s(graph: torch.cuda.CUDAGraph) -> float:

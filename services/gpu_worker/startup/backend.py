@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.compilation.compile_processes import CompileP
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
+from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -103,8 +104,11 @@ class Backend(Protocol):
         most_tokens: of a step. has_types: the model knows token types.
         """
 
+    def text_threads(self, config: WorkerConfig) -> TextThreads | None:
+        """Returns the threads that compute the texts of a step without KV; None: a step is launched whole."""
+
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
-        """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""
+        """Returns the attention of prefills of a model that pools. send: to followers; None: there is one rank."""
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         """Returns the forward passes of a rank that follows a leader."""

@@ -64,7 +64,7 @@ from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockS
 from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
-from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.errors import LoadError
 
 log = logging.getLogger(__name__)
 
@@ -284,10 +284,11 @@ class CudaBackend:
         capture = CudaForwardCapture(self.device)
         return PackedGraphs(model, capture, make_product, most_tokens=most_tokens, has_types=has_types)
 
+    def text_threads(self, config: WorkerConfig) -> None:
+        return None
+
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
-        if send is not None:
-            raise ConfigError("--tensor-parallel-size: on GPUs a model that pools runs on one rank")
-        return TritonChunkAttention(pool, self.link)
+        return TritonChunkAttention(pool, self.link, has_followers=send is not None)
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         model, pool, ranks, geometry = loaded

@@ -223,7 +223,7 @@ class PrefillPlanner:
                 self._schedule_chunk(group, builder, running, most)
 
     def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
-        """Sets a sequence aside whose adapter has no place yet."""
+        """Sets a sequence aside until its adapters may start."""
         lacking = group.lacking(sequence.request)
         if lacking is None:
             return False

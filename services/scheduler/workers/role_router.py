@@ -62,7 +62,7 @@ class Placement:
 
 
 def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup]:
-    """Those for sequences of so many tokens; all of them if there is none."""
+    """The groups for sequences of so many tokens; all of them if there is none."""
     return [group for group in groups if group.max_model_len >= num_tokens] or groups
 
 

@@ -110,6 +110,32 @@ def test_sums_are_added_to_the_residual_and_normalised(size: int, two_steps: boo
             assert torch.equal(next(results), total)
 
 
+def test_sums_of_all_kinds_follow_each_other() -> None:
+    """Each uses the half of the buffers that the last but one has emptied, whatever its shape and dtype."""
+    order = random.Random(4)
+    kinds = [
+        (order.choice([(1, 8), (3, 24), (2, 300), (5, 16)]), order.choice([torch.float16, torch.float32]), n % 5 < 2)
+        for n in range(40)
+    ]
+
+    def run(rank: int, buffers: PeerBuffers) -> list[Tensor]:
+        delays, results = random.Random(rank), []
+        for number, (shape, dtype, two_steps) in enumerate(kinds):
+            part, total = parts_of(3, shape, dtype, number)[rank], torch.ones(shape, dtype=dtype)
+            time.sleep(delays.random() * 0.003 if delays.random() < 0.3 else 0)
+            if number % 3:
+                total = sum_ranks(part, buffers, two_steps)
+            else:
+                sum_add_rms_norm(part, total, total[0].clone(), EPS, buffers, None, two_steps)
+            results.append(total)
+        return results
+
+    for results in run_ranks(3, run):
+        for number, (total, (shape, dtype, _)) in enumerate(zip(results, kinds, strict=True)):
+            wanted = sum_ranks_reference(parts_of(3, shape, dtype, number)).float()
+            assert torch.equal(total, (wanted if number % 3 else wanted + 1).to(dtype))
+
+
 def test_a_rank_that_gets_no_part_gives_up_and_says_so() -> None:
     memory = [empty_buffer(HALF_BYTES, CPU) for _ in range(2)]
     buffers = make_buffers(0, [one.data_ptr() for one in memory], HALF_BYTES, CPU, most_polls=3)

@@ -202,15 +202,15 @@ class DecodeSteps:
         hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
 
-    def attend(self, metadata: AttentionMetadata, layers: LayerRecorder | None = None) -> Attend:
+    def attend(self, metadata: AttentionMetadata, layers: LayerRecorder | None = None, words: bytes = b"") -> Attend:
         """Builds the attention of a step, of a leader with what followers need to build theirs.
 
-        layers: records which layers are stored.
+        layers: records which layers are stored. words: see `DeviceForward`.
         """
         attend = self.ops.attend(self.pool, metadata)
         if layers is not None:
             attend = layers.around(attend)
-        return attend if self.mirror is None else DeviceAttend(attend, metadata)
+        return attend if self.mirror is None else DeviceAttend(attend, metadata, words)
 
     @contextmanager
     def capturing(self, graph: Replay) -> Iterator[Replay]:

@@ -84,7 +84,7 @@ class LeaderModel:
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
         if isinstance(attend, DeviceAttend):
-            self._send_inputs(step, attend.metadata)
+            self._send_inputs(step, attend)
             step = replace(step, attend=attend.attend)
         else:
             assert step.logits_indices is None, "steps on the CPU compute all rows"
@@ -96,13 +96,12 @@ class LeaderModel:
         self._last = self._model.forward(step)
         return self._last
 
-    def _send_inputs(self, step: Step, metadata: AttentionMetadata) -> None:
-        """Sends what is on the device from there: in a CUDA graph each replay sends it again."""
+    def _send_inputs(self, step: Step, attend: "DeviceAttend") -> None:
+        """Sends what only the device has from there: in a CUDA graph each replay sends it again."""
+        metadata = attend.metadata
         starts, needed = metadata.query_start_loc, step.logits_indices
-        words = [step.token_ids, step.positions, metadata.rows.slots]
-        words += [] if starts is None else [starts.long()]
-        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
-        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
+        tables = metadata.rows.tables if attend.has_tables else None
+        num_tables, table_width = (0, 0) if tables is None else tables.shape
         self._send(
             DeviceForward(
                 len(step.token_ids),
@@ -113,8 +112,18 @@ class LeaderModel:
                 metadata.prefill_max_seq_len,
                 metadata.max_context_len,
                 self.adapter_rows.is_active,
+                num_tables,
+                table_width,
+                attend.words,
             )
         )
+        if attend.words:
+            return
+        words = [step.token_ids, step.positions, metadata.rows.slots]
+        words += [] if starts is None else [starts.long()]
+        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
+        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
+        words += [] if tables is None else [tables.long().flatten()]
         self._ranks.everyone.copy_from_leader(torch.cat(words))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -158,8 +167,12 @@ class CalledAttend:
 class DeviceAttend:
     """Implements `Attend` on a GPU, with what it was built from: followers build theirs of the same."""
 
-    def __init__(self, attend: Attend, metadata: AttentionMetadata) -> None:
-        self.attend, self.metadata = attend, metadata
+    def __init__(
+        self, attend: Attend, metadata: AttentionMetadata, words: bytes = b"", *, has_tables: bool = False
+    ) -> None:
+        """words: see `DeviceForward`. has_tables: followers do not know the block tables, because they are not those of
+        slots."""
+        self.attend, self.metadata, self.words, self.has_tables = attend, metadata, words, has_tables
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         return self.attend(layer, qkv, rotation, norm)
