@@ -61,6 +61,8 @@ def start_encoder(
     else:
         graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
     threads = None if announce is not None else backend.text_threads(config)  # ranks compute a step in one order
+    if threads is not None and threads.num_threads > 1:
+        report.note(f"steps: texts are divided among {threads.num_threads} threads")
     steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads, announce)
     runner = EncoderRunner(model, steps, geometry, mirror)
     report.phase("first step")

@@ -134,7 +134,7 @@ ANY_LENGTH = 1 << 30  # the tiles of long sequences, for all
 
 
 class CudaBackend:
-    """Implements `Backend`. Owns the compiler of kernels, and what is left to tune in idle times."""
+    """Implements `Backend`. Owns the compiler of kernels, and the tuning that is left for idle times."""
 
     auto_dtype: torch.dtype | None = None
     has_8_bit_kv = True
