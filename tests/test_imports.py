@@ -17,7 +17,9 @@ USES = {"gpu_worker": {"kv_transfer"}, "offline": {"launcher"}, "bench": {"launc
 USES |= {"cli": {"launcher", "offline", "bench", "api_gateway"}}
 # the others start at __main__
 MAINS = {"cli": ".main", "launcher": ".serve", "offline": ".llm", "bench": ".suite.command"}
-ZMQ_HOMES = {f"shared/bus/{name}.py" for name in ("curve", "frame_links", "inbound", "outbound", "poller", "registry_link")}
+ZMQ_HOMES = {
+    f"shared/bus/{name}.py" for name in ("curve", "frame_links", "inbound", "outbound", "poller", "registry_link")
+}
 ZMQ_HOMES |= {"shared/bus/registry_socket.py", "shared/bus/sockets.py"}
 # what reads text of clients: a regular expression over it may take time that is quadratic in its length, or worse
 READS_CLIENT_TEXT = ("services/api_gateway", "services/tokenizer_pool", "services/detokenizer", "services/scheduler")
@@ -190,8 +192,8 @@ LAYERS["services/detokenizer"] += ("__main__",)
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
 LAYERS["services/bench/suite"] = ("shapes", "adapters", "served", "measures", "items", "command")
-LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host")
-LAYERS["services/launcher"] += ("batches",)
+LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve")
+LAYERS["services/launcher"] += ("rank_host", "multi_host", "batches")
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
 LAYERS["services/offline"] += (
     "session",

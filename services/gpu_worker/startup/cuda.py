@@ -48,7 +48,7 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_gpus
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
@@ -146,8 +146,8 @@ class CudaBackend:
         self._compiler = record_kernels.make_compiler(processes, usable_cores())
         return note
 
-    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
-        return connect_gpus(shard, folder, self.device)
+    def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
+        return connect_gpus(shard, stores, name, self.device)
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)
