@@ -7,6 +7,7 @@
 - `moe/`: routing and grouped products of mixtures of experts.
 - `sampling/`: penalties, sampling with Gumbel noise from Philox, log-probabilities.
 - `lora/`: products of adapters, each row with its own.
+- `all_reduce/`: sums over the ranks of a host, through memory that all of them write to.
 - `slots/`: state of batch slots on the device, and the kernels that begin and end a decode step.
 
 `services/gpu_worker` calls them, and `services/kv_transfer` copies blocks. This package imports no service. Within it

@@ -1,7 +1,8 @@
 """Small tokenizers of the two great families, trained here, for every test that turns text into ids.
 
 A test that fails is named at once: a run that a time limit cuts off has no summary. The garbage collector passes over
-what collecting the tests left: walking it again and again took as long as the imports.
+what collecting the tests and earlier modules left: walking it again and again took as long as the imports, and a
+worker's sleep collects garbage itself.
 """
 
 import atexit
@@ -43,6 +44,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # for extension modules that report what outlives them
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pass_over_earlier_modules() -> None:
+    gc.collect()  # what is left is in use: imported modules and caches
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ LAYERS["shared/grammars"] += ("outlines_engine", "lm_format_enforcer_engine", "e
 LAYERS["shared/grammars/json_schemas"] = ("patterns", "keywords", "normal_form", "rules", "engine_schemas")
 LAYERS["shared/messages"] = ("base", "adapters", "grammars", "requests", "pooling", "streams", "kv_transfer", "steps")
 LAYERS["shared/messages"] += ("text", "controls", "model_settings", "membership", "metrics", "stored_responses")
+LAYERS["shared/messages"] += ("rank_bench",)
 LAYERS["shared/bus"] = ("curve", "frames", "member_list", "sockets", "poller", "registry_socket", "registry_link")
 LAYERS["shared/bus"] += ("frame_links", "ring_query", "inbound", "outbound", "links")
 LAYERS["shared/config"] = (
@@ -191,6 +192,7 @@ LAYERS["services/detokenizer"] = ("token_table", "text_decoder", "repetition", "
 LAYERS["services/detokenizer"] += ("__main__",)
 LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up", "supervisor", "ring")
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
+LAYERS["services/bench/parallel"] = ("layouts", "busy", "rank_sums", "measures", "rows", "command")
 LAYERS["services/bench/suite"] = ("shapes", "adapters", "served", "measures", "items", "command")
 LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve")
 LAYERS["services/launcher"] += ("rank_host", "multi_host", "batches")
@@ -214,7 +216,7 @@ LAYERS["services/offline/commands"] = ("tune", "quantize")
 LAYERS["services/offline/external_launcher"] = ("environment", "processes", "following_session")
 LAYERS["services/offline/engines"] = ("live_request", "llm_engine", "async_operations", "async_engine")
 LAYERS["services/bench"] = ("load", "metrics", "datasets", "workload", "server", "report", "flags", "serve")
-LAYERS["services/bench"] += ("latency_throughput", "suite", "engine_commands", "prefill_decode", "simulate", "command")
+LAYERS["services/bench"] += ("latency_throughput", "suite", "parallel", "prefill_decode", "simulate", "command")
 LAYERS["services/kv_transfer"] = (
     "layout",
     "routes",
@@ -232,7 +234,15 @@ LAYERS["services/kv_transfer"] += ("receiver", "transfer_blocks", "link_counts",
 LAYERS["services/kv_transfer/device"] = ("ipc_memory", "stream_copies")
 LAYERS["services/kv_transfer/host"] = ("host_store", "stream_store")
 LAYERS["services/kv_transfer/protocol"] = ("events", "bit_masks", "drops", "frames", "outgoing", "incoming")
-LAYERS["services/kv_transfer/connectors"] = ("interface", "mapped", "tcp", "nixl_agent", "nixl", "nixl_access")
+LAYERS["services/kv_transfer/connectors"] = (
+    "interface",
+    "mapped",
+    "tcp",
+    "nixl_import",
+    "nixl_agent",
+    "nixl",
+    "nixl_access",
+)
 LAYERS["services/kv_transfer/connectors"] += ("faults", "selection")
 LAYERS["services/gpu_worker"] = (
     "arrays",
@@ -282,6 +292,7 @@ LAYERS["kernels"] = (
     "tensor_checks",
     "slots",
     "sampling",
+    "all_reduce",
     "layers",
     "kv_cache",
 )

@@ -1,5 +1,6 @@
 """Where the matrices of a layer's adapters are, and their products in torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from blockyard.kernels.tensor_checks import check_tensor
 
 OFFSETS = 3  # of A, B and the bias
+Between = Callable[[Tensor], Tensor]
 NO_OFFSET = -1  # of a bias that an adapter does not have
 
 
@@ -22,6 +24,7 @@ class AdapterTable:
     sizes: Tensor  # [parts] int32, outputs
     largest: int  # of `sizes`
     max_rank: int  # no adapter has more
+    own_ranks: Tensor | None = None  # [places, parts, 2] int32: A has so many rows, from the first one; None: `ranks`
 
     @property
     def num_parts(self) -> int:
@@ -32,23 +35,41 @@ class AdapterTable:
         check_tensor("places", places, (x.shape[0],), torch.int32)
         check_tensor("offsets", self.offsets, (*self.ranks.shape, OFFSETS), torch.int64)
         check_tensor("ranks", self.ranks, (self.offsets.shape[0], self.num_parts), torch.int32)
+        if self.own_ranks is not None:
+            check_tensor("own_ranks", self.own_ranks, (*self.ranks.shape, 2), torch.int32)
         if x.dim() != 2 or out.dim() != 2 or len(x) != len(out) or x.stride(1) != 1 or out.stride(1) != 1:
             raise ValueError(f"expected rows of x and out alike, got {list(x.shape)} and {list(out.shape)}")
 
 
-def add_adapters_reference(x: Tensor, places: Tensor, table: AdapterTable, out: Tensor) -> None:
-    """Adds the products of adapters to out [rows, outputs], in place. places below 0: a row has none."""
+def add_adapters_reference(
+    x: Tensor, places: Tensor, table: AdapterTable, out: Tensor, between: Between | None = None
+) -> None:
+    """Adds the products of adapters to out [rows, outputs], in place. places below 0: a row has none.
+
+    between: see `add_adapters`.
+    """
     starts, sizes = table.starts.tolist(), table.sizes.tolist()
+    h = torch.zeros(len(x), table.num_parts, table.max_rank, device=x.device)
+    for row, place in enumerate(places.tolist()):
+        for part in range(table.num_parts if place >= 0 else 0):
+            first, count = 0, int(table.ranks[place, part])
+            if table.own_ranks is not None:
+                first, count = table.own_ranks[place, part].tolist()
+            if count:
+                a_at = int(table.offsets[place, part, 0])
+                a = table.arena[a_at : a_at + count * x.shape[1]].view(count, -1).float()
+                h[row, part, first : first + count] = a @ x[row].float()
+    if between is not None:
+        h = between(h)
     for row, place in enumerate(places.tolist()):
         if place < 0:
             continue
         for part, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            a_at, b_at, bias_at = table.offsets[place, part].tolist()
+            _, b_at, bias_at = table.offsets[place, part].tolist()
             rank, added = int(table.ranks[place, part]), torch.zeros(size, dtype=torch.float32, device=x.device)
-            if rank:
-                a = table.arena[a_at : a_at + rank * x.shape[1]].view(rank, -1).float()
+            if rank and size:
                 b = table.arena[b_at : b_at + size * rank].view(size, rank).float()
-                added += b @ (a @ x[row].float())
+                added += b @ h[row, part, :rank]
             if bias_at >= 0:
                 added += table.arena[bias_at : bias_at + size].float()
             out[row, start : start + size] = (out[row, start : start + size].float() + added).to(out.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from blockyard.kernels.int_math import ceil_div
-from blockyard.kernels.lora.adapter_table import OFFSETS, AdapterTable
+from blockyard.kernels.lora.adapter_table import OFFSETS, AdapterTable, Between
 from blockyard.kernels.programmatic_launch import pdl_options, supports_pdl
 
 _RANKS = 16  # of a tile
@@ -21,10 +21,10 @@ _OUTPUTS = 128
 
 @triton.jit
 def shrink_kernel(
-    x_ptr, places_ptr, arena_ptr, offsets_ptr, ranks_ptr, h_ptr, x_stride, inputs, parts, max_rank,
-    OFFSETS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, places_ptr, arena_ptr, offsets_ptr, ranks_ptr, own_ptr, h_ptr, x_stride, inputs, parts, max_rank,
+    OFFSETS: tl.constexpr, RANKS: tl.constexpr, INPUTS: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # program (i, p, t): ranks of tile t, of part p, of row i
+    # program (i, p, t): ranks of tile t, of part p, of row i; with OWN only those that A has
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -33,7 +33,11 @@ def shrink_kernel(
     if place < 0:
         return
     entry = place * parts + part
-    rank = tl.load(ranks_ptr + entry)
+    own_first = 0
+    if OWN:
+        own_first, rank = tl.load(own_ptr + entry * 2), tl.load(own_ptr + entry * 2 + 1)
+    else:
+        rank = tl.load(ranks_ptr + entry)
     first = tl.program_id(2) * RANKS
     if first >= rank:
         return
@@ -46,7 +50,7 @@ def shrink_kernel(
         inside = (ranks[:, None] < rank) & (cols[None, :] < inputs)
         a = tl.load(a_ptr + ranks[:, None].to(tl.int64) * inputs + cols[None, :], mask=inside, other=0.0)
         total += tl.sum(a.to(tl.float32) * x[None, :], axis=1)
-    tl.store(h_ptr + (row * parts + part) * max_rank + ranks, total, mask=ranks < rank)
+    tl.store(h_ptr + (row * parts + part) * max_rank + own_first + ranks, total, mask=ranks < rank)
 
 
 @triton.jit
@@ -86,22 +90,28 @@ def expand_kernel(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=cols < size)
 
 
-def add_adapters(x: Tensor, places: Tensor, table: AdapterTable, out: Tensor) -> None:
+def add_adapters(x: Tensor, places: Tensor, table: AdapterTable, out: Tensor, between: Between | None = None) -> None:
     """Adds the products of adapters to out [rows, outputs], in place.
 
     x [rows, in], places [rows] int32, below 0: a row has no adapter. Rows may be strided. Places and ranks must fit the
-    table: not checked on the device. Raises ValueError for other shapes.
+    table: not checked on the device. Raises ValueError for other shapes. between: adds what several GPUs have between
+    the two products, [rows, parts, max_rank] float32; None: this one has all.
     """
     table.check(x, places, out)
     rows, inputs = x.shape
     if not rows or not table.num_parts:
         return
-    h = torch.empty((rows, table.num_parts, table.max_rank), dtype=torch.float32, device=x.device)
+    make = torch.empty if between is None else torch.zeros  # of numbers that other GPUs have, it adds zeros
+    h = make((rows, table.num_parts, table.max_rank), dtype=torch.float32, device=x.device)
+    has_own, own = table.own_ranks is not None, table.ranks if table.own_ranks is None else table.own_ranks
     pdl = supports_pdl(x.device)
     shrink_kernel[rows, table.num_parts, ceil_div(table.max_rank, _RANKS)](
-        x, places, table.arena, table.offsets, table.ranks, h, x.stride(0), inputs, table.num_parts, table.max_rank,
-        OFFSETS=OFFSETS, RANKS=_RANKS, INPUTS=_INPUTS, PDL=pdl, **pdl_options(pdl),
+        x, places, table.arena, table.offsets, table.ranks, own, h, x.stride(0), inputs, table.num_parts,
+        table.max_rank,
+        OFFSETS=OFFSETS, RANKS=_RANKS, INPUTS=_INPUTS, OWN=has_own, PDL=pdl, **pdl_options(pdl),
     )  # fmt: skip
+    if between is not None:
+        h = between(h)
     expand_kernel[rows, table.num_parts, ceil_div(table.largest, _OUTPUTS)](
         h, places, table.arena, table.offsets, table.ranks, table.starts, table.sizes, out, out.stride(0),
         table.num_parts, table.max_rank,

@@ -3,7 +3,8 @@
 - `packed_weights`: `PackedWeights`, the codes and scales of a weight as files and kernels of experts have them.
   `unpack_tiles`: what kernels make of a tile of codes, in registers: numbers of 4- and 8-bit codes, and scales.
 - `block_weights`: `BlockWeights`, the same of a linear layer, in the order of its products: `linear_blocks` on tensor
-  cores, and `linear_blocks_skinny` of one to eight rows, with the norm, the gate and the sum around it. For these
+  cores, `linear_blocks_mma` of up to 16 rows with 4 bits, whose codes never leave registers, and
+  `linear_blocks_skinny` of one to eight rows, with the norm, the gate and the sum around it. For these
   `unpack_assembly` has a GPU's instructions. `unpack_blocks` writes its numbers to memory.
 - `quantize_rows`: rows as codes of 8 bits with scales. How they are rounded says `layers/rounding`; norm and gate
   kernels write the same bits by the device functions of `layers/round_row`.

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 class PoolingPipeline:
     def __init__(self, client: RingClient, open_requests: OpenRequests, config: GatewayConfig) -> None:
-        """`open_requests` counts them with those of generation."""
+        """`open_requests` counts them with requests for generation."""
         self._client, self._open_requests, self._config = client, open_requests, config
         self._running: dict[asyncio.Task[PooledAnswer], str] = {}  # to the id of its answer
-        self._errors: dict[asyncio.Task[PooledAnswer], RequestError] = {}  # of those that were ended
+        self._errors: dict[asyncio.Task[PooledAnswer], RequestError] = {}  # of ended requests
 
     async def answer(self, api: PoolingApi, request: PoolingRequest, tenant: str) -> bytes:
         """Returns the body of the answer. Cancelling it drops the request in the ring. Raises RequestError."""
@@ -48,7 +48,7 @@ class PoolingPipeline:
         return api.answer(request, pooled)
 
     def abort(self, answer_ids: set[str], error: RequestError) -> int:
-        """Ends the open requests whose answers have these ids. Returns how many."""
+        """Ends the open requests with these answer ids. Returns how many."""
         return self._end([task for task, answer_id in self._running.items() if answer_id in answer_ids], error)
 
     def abandon(self, error: RequestError) -> None:

@@ -243,7 +243,7 @@ class RequestPipeline:
             log_outputs(generation, self._config.max_log_len)
 
     def abort(self, answer_ids: set[str]) -> int:
-        """Ends the open requests whose answers have these ids, for an operator. Returns how many."""
+        """Ends the open requests with these answer ids, for an operator. Returns how many."""
         error = RequestError("An operator aborted this request.", status=499, code="request_aborted")
         return self._open.fail_named(answer_ids, error) + self.pooling.abort(answer_ids, error)
 

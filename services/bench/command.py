@@ -4,8 +4,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from blockyard.services.bench import serve
+from blockyard.services.bench import latency_throughput, serve
+from blockyard.services.bench.parallel import command as parallel
 from blockyard.services.bench.prefill_decode import command as prefill_decode
+from blockyard.services.bench.suite import command as suite
 from blockyard.shared.errors import ConfigError
 
 USAGE = """\
@@ -15,6 +17,7 @@ usage: blockyard bench serve [flags]                    a running server: its TT
        blockyard bench kernels [FAMILY ...]             the GPU's kernels: time, rate, share of the ceiling
        blockyard bench suite [ITEM ...] [flags]         performance figures of this GPU, with targets and floors
        blockyard bench pd [ITEM ...] [flags]            two GPUs: prefill and decode apart against unified workers
+       blockyard bench parallel MODEL [ITEM ...]        several GPUs, as --layouts says, against one
 
 `--help` after any of them lists its flags and defines its figures."""
 
@@ -23,8 +26,6 @@ usage: blockyard bench kernels [FAMILY ...]
 
 Measures the GPU's ceilings, then the worker's kernels in CUDA graphs with inputs that no cache holds, and prints a
 table: kernel, shape, us, rate, share of the ceiling. Without names all families are measured."""
-
-BENCHES = ("serve", "latency", "throughput", "kernels", "suite", "pd")
 
 
 def main(args: Sequence[str]) -> int:
@@ -35,26 +36,7 @@ def main(args: Sequence[str]) -> int:
         return 0
     if what not in BENCHES:
         raise ConfigError(f"{what}: no such benchmark; the benchmarks are {', '.join(BENCHES)}")
-    return _main_of(what)(rest)
-
-
-def _main_of(what: str) -> Callable[[Sequence[str]], int]:
-    match what:
-        case "serve":
-            return serve.main
-        case "pd":
-            return prefill_decode.main
-        case "kernels":
-            return kernels
-        case _:
-            return _engine_command(what)
-
-
-def _engine_command(what: str) -> Callable[[Sequence[str]], int]:
-    # it loads tokenizers, whose memory and time the load of `serve` would share
-    from blockyard.services.bench import engine_commands  # noqa: PLC0415
-
-    return engine_commands.MAINS[what]
+    return BENCHES[what](rest)
 
 
 def kernels(args: Sequence[str]) -> int:
@@ -66,3 +48,14 @@ def kernels(args: Sequence[str]) -> int:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "blockyard.services.gpu_worker.bench", *args])
     print(KERNELS_USAGE)
     return 0
+
+
+BENCHES: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": serve.main,
+    "latency": latency_throughput.latency,
+    "throughput": latency_throughput.throughput,
+    "kernels": kernels,
+    "suite": suite.main,
+    "pd": prefill_decode.main,
+    "parallel": parallel.main,
+}

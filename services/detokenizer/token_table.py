@@ -152,7 +152,7 @@ class TokenTable:
         return token.encode() if byte is None else byte
 
     def is_hidden(self, token_id: int, shown: Collection[str]) -> bool:
-        """True for special tokens whose text is not among `shown`."""
+        """True for special tokens that are not among `shown`."""
         return self.is_special(token_id) and self._added[token_id].content not in shown
 
     def pieces_showing(self, shown: Collection[str]) -> "Pieces":

@@ -28,6 +28,7 @@ from blockyard.services.gpu_worker.loading.expert_loads import ExpertLoads
 from blockyard.services.gpu_worker.loading.hf_config import read_config, read_eos_ids
 from blockyard.services.gpu_worker.loading.weights import HostShare, WeightTable
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
+from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.lora.reader_client import AdapterReader, ReaderProcess
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
@@ -109,14 +110,12 @@ def start(
         length = pick_length(config.max_model_len, shape.max_positions)
         return start_encoder(config, settings, build, dtype, length, backend, report)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if team is not None and config.lora is not None:
-        raise ConfigError(f"{config.describe_ranks()}: a model with adapters runs on one rank")
     if not generates and config.pipeline_parallel_size > 1:
         raise ConfigError(f"{config.describe_ranks()}: a model that pools runs in one stage")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
-    return make_runner(loaded, settings, backend, report, None if team is None else team.send, generates=generates)
+    return make_runner(loaded, settings, backend, report, team, generates=generates)
 
 
 def follow(config: WorkerConfig, team: RankTeam) -> Follower:
@@ -131,7 +130,8 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower:
     loaded = load(config, settings, build, dtype, backend, report, team)
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)
-    return Follower(loaded.model, loaded.pool, loaded.store, backend.follower_steps(needs, loaded.config))
+    steps = backend.follower_steps(needs, loaded.config)
+    return Follower(loaded.model, loaded.pool, loaded.store, steps, loaded.adapters)
 
 
 def readers(first: Child | None) -> MakeReader:
@@ -171,10 +171,7 @@ def load(
         stage = choose_stage(whole, team, config, backend.free_bytes(config), kv_dtype)
     share = check(build, settings, whole, config, backend, stage)
     ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
-    table = WeightTable(dtype, backend.device, share, shard)
-    table.link, table.spreads_experts = backend.link, config.expert_parallel
-    table.ranks = None if ranks is None else ranks.tensor
-    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    table = make_table(config, dtype, backend, share, shard, ranks)
     if stage is not None:
         table.stage, table.whole = stage, whole.table
     model = build(settings, table)
@@ -200,7 +197,10 @@ def load(
         if ranks is not None:
             config = msgspec.structs.replace(config, max_num_seqs=ranks.everyone.least(config.max_num_seqs))
         prepare(model, config, max_model_len, backend, report)
-        adapters = make_adapters(model, config.lora, backend, report, reader)
+        if table.ranks is not None:
+            backend.pick_sums(model, table.ranks, config, report)
+        undivided = None if team is None else declare(build, settings, dtype, config, WHOLE)
+        adapters = make_adapters(model, undivided, config.lora, backend, report, reader)
         eos_ids = eos_ids_of(folder, settings, model.shape.vocab_size)
         need = need_of(model, config, max_model_len, kv_block_bytes)
         if generates:
@@ -224,6 +224,17 @@ def load(
         store = backend.make_store(host_plan, pool)
     geometry = geometry_of(model, eos_ids, config, need, plan.num_blocks, host_plan.num_blocks)
     return LoadedModel(model, pool, store, geometry, config, ranks, adapters)
+
+
+def make_table(
+    config: WorkerConfig, dtype: torch.dtype, backend: Backend, share: HostShare, shard: Shard, ranks: RankGroups | None
+) -> WeightTable:
+    """Returns the table that a model's layers place this rank's weights in. share: of weights in host memory."""
+    table = WeightTable(dtype, backend.device, share, shard)
+    table.link, table.spreads_experts = backend.link, config.expert_parallel
+    table.ranks = None if ranks is None else ranks.tensor
+    table.expert_loads = ExpertLoads(backend.device, backend.link) if config.expert_metrics else None
+    return table
 
 
 def alone(ranks: RankGroups | None) -> AbstractContextManager[None]:
@@ -257,18 +268,22 @@ def make_runner(
     settings: dict[str, Any],
     backend: Backend,
     report: StartReport,
-    send: SendCommand | None,
+    team: RankTeam | None,
     *,
     generates: bool,
 ) -> Runner:
-    """Makes what runs plans on a loaded model, and runs first steps. send: to followers, if there are some."""
+    """Makes what runs plans on a loaded model, and runs first steps. team: of this leader; None: there is one rank."""
     config, geometry, model, store = loaded.config, loaded.geometry, loaded.model, loaded.store
     matchers = make_matchers(config, geometry) if generates else None
+    adapters: WorkerAdapters | LeaderAdapters | None = loaded.adapters
     pools = None if generates else choose_output(config, settings, model)
     if pools is not None:
         geometry = msgspec.structs.replace(geometry, pooling=card_of(config, pools[0], settings, geometry))
         report.note(pools[0].describe())
-    if loaded.ranks is not None and send is not None:
+    send: SendCommand | None = None
+    if loaded.ranks is not None and team is not None and team.send is not None:
+        send = team.send
+        adapters = None if loaded.adapters is None else LeaderAdapters(loaded.adapters, send, team)
         model, loaded.pool.mirror = LeaderModel(model, loaded.ranks, send), LeaderPool(send)
         store = None if store is None else LeaderStore(store, send)
 
@@ -278,9 +293,7 @@ def make_runner(
         else:
             start_pooled_steps(again, pools[1], backend, report)
 
-    runner = Runner(
-        model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, loaded.adapters, send
-    )
+    runner = Runner(model, loaded.pool, geometry, store, start_steps, matchers, config.logprobs_mode, adapters, send)
     start_steps(runner)
     return runner
 
@@ -296,12 +309,21 @@ def card_of(config: WorkerConfig, choice: PoolingChoice, settings: dict[str, Any
 
 
 def make_adapters(
-    model: Model, config: LoraConfig | None, backend: Backend, report: StartReport, reader: AdapterReader | None
+    model: Model,
+    undivided: Model | None,
+    config: LoraConfig | None,
+    backend: Backend,
+    report: StartReport,
+    reader: AdapterReader | None,
 ) -> WorkerAdapters | None:
-    """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have."""
+    """Adapts the linear layers of a prepared model. Raises ConfigError for target modules that it does not have.
+
+    undivided: the declared model of which this rank has a part; None: there is one rank.
+    """
     if config is None or reader is None:
         return None
-    targets, limits = ModelTargets(model), adapter_limits(config, model.table.dtype)
+    limits = adapter_limits(config, model.table.dtype)
+    targets = ModelTargets(model, undivided, fully_sharded=limits.fully_sharded)
     known = {last_name(name) for name in targets.names()}
     if unknown := sorted(set(limits.target_modules) - known):
         raise ConfigError(f"--lora-target-modules: this model has no {', '.join(unknown)}; it has {sorted(known)}")
@@ -320,6 +342,7 @@ def adapter_limits(config: LoraConfig, dtype: torch.dtype) -> AdapterLimits:
         with_bias=config.with_bias,
         max_rows=config.extra_vocab_size,
         target_modules=tuple(config.target_modules),
+        fully_sharded=config.fully_sharded,
     )
 
 

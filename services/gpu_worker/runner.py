@@ -12,6 +12,7 @@ from blockyard.services.gpu_worker.kv.block_hashes import BlockHashes
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import PoolBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
+from blockyard.services.gpu_worker.lora.ranks.leader_adapters import LeaderAdapters
 from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.team import SendCommand
@@ -33,7 +34,7 @@ class Runner:
         start_steps: "Callable[[Runner], None]",
         matchers: MatcherProcesses | None = None,
         logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
-        adapters: WorkerAdapters | None = None,
+        adapters: WorkerAdapters | LeaderAdapters | None = None,
         send: SendCommand | None = None,
     ) -> None:
         """start_steps: called after sleep, once memory is restored. It must call `use`, as must the caller before the

@@ -1,7 +1,7 @@
 """One model's scheduler: admission, continuous batching, KV block accounting, and the worker groups.
 
 `service` is the loop over the links; `core.Scheduler` is the same without sockets: `on_message`, then `step`. It makes
-each part once and gives it to those that use it: no part is reached through another.
+each part once and gives it to its users: no part is reached through another.
 `outbox` collects the frames of a step; `plan_pacer` decides when the next plan of a worker is sent.
 
 The folders, lowest first. Each imports only itself, `outbox`, `plan_pacer`, and folders before it:

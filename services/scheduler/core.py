@@ -118,7 +118,7 @@ class Scheduler:
     ) -> None:
         """`random_bytes`: for tickets, which a stranger may not guess.
 
-        Each part is made here, once, and given to those that use it. Limits that are off are None.
+        Each part is made here, once, and given to its users. Limits that are off are None.
         """
         self._names, self._num_steps = settings.names, 0
         self._answered: set[int] = set()  # workers with a result since the last call of `step`
@@ -401,7 +401,7 @@ class Scheduler:
         while (dirty := groups.take_dirty(now)) and not self.controls.frozen:
             while dirty:  # in turn, so that each has the next plan before one has a further one
                 dirty = [group for group in dirty if self._send_plan(group, now)]
-            if self.router.routes and not self.quarantine.probations:  # what was preempted may run in another group
+            if self.router.routes and not self.quarantine.probations:  # preempted sequences may run in another group
                 groups.mark_dirty(self.router.route())
 
     def _send_plan(self, group: WorkerGroup, now: float) -> bool:

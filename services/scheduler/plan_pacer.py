@@ -202,7 +202,7 @@ class WakeupTimers:
         return self.heap[0][0] if self.heap else None
 
     def take_due(self, now: float) -> list[int]:
-        """Removes and returns the workers whose time has come."""
+        """Removes and returns the workers that are due."""
         workers = []
         while self.heap and self.heap[0][0] <= now:
             send_s, worker = heapq.heappop(self.heap)

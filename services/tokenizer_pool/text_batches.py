@@ -137,8 +137,10 @@ class TextBatches:
 
 
 def _problem(index: int, ids: list[int], request: TokenizeTexts, vocab_size: int) -> TextError | None:
+    """Why a text cannot be computed. If a pair is too long, the longer text of it is named."""
     if request.max_tokens and len(ids) > request.max_tokens:
-        return _too_long(index, str(len(ids)), len(ids), request.max_tokens)
+        is_second = bool(request.seconds) and len(request.seconds[index]) >= len(request.texts[index])
+        return _too_long(index, str(len(ids)), len(ids), request.max_tokens, is_second)
     if max(ids) >= vocab_size:
         return TextError(index, f"token id {max(ids)} is outside the vocabulary of {vocab_size}")
     return None

@@ -44,7 +44,6 @@ def worker_config(values: Values) -> LoraConfig | None:
     """Returns a worker's limits; None without adapters. Raises ConfigError."""
     if not are_enabled(values):
         return None
-    _check_workers(values)
     most, in_memory = values.get("max-loras", int), values.maybe("max-cpu-loras", int)
     if in_memory is not None and in_memory < most:
         where = values.where("max-cpu-loras")
@@ -56,15 +55,9 @@ def worker_config(values: Values) -> LoraConfig | None:
         dtype=msgspec.convert(values["lora-dtype"], LoraConfig.__annotations__["dtype"]),
         with_bias=values.get("enable-lora-bias", bool),
         extra_vocab_size=values.get("lora-extra-vocab-size", int),
+        fully_sharded=values.get("fully-sharded-loras", bool),
         target_modules=[str(name) for name in values.get("lora-target-modules", list)],
     )
-
-
-def _check_workers(values: Values) -> None:
-    """Raises ConfigError for workers that serve no adapters."""
-    for flag in ("tensor-parallel-size", "pipeline-parallel-size"):
-        if (number := values.get(flag, int)) > 1:
-            raise ConfigError(f"{values.where(flag)} {number}: not built yet with LoRA adapters")
 
 
 def scheduler_settings(values: Values, sources: list[AdapterSource]) -> AdapterSettings:

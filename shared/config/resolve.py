@@ -30,7 +30,12 @@ from blockyard.shared.config.checkpoint import (
 )
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
-from blockyard.shared.config.pooling.pooling_fields import pair_template, pooling_notes, worker_pooling_fields
+from blockyard.shared.config.pooling.pooling_fields import (
+    is_encoder,
+    pair_template,
+    pooling_notes,
+    worker_pooling_fields,
+)
 from blockyard.shared.config.server import access_keys, http_server, log_settings, server_info
 from blockyard.shared.config.services.detokenizer import DetokenizerConfig
 from blockyard.shared.config.services.gateway import GatewayConfig
@@ -53,6 +58,7 @@ FEW_TOKENS_OF_AN_EXPERT = 256
 MOCK_LENGTH = 32768  # context length of a mock worker, if the model has none
 DEPTH_FLAGS = ("run-ahead", "disable-async-output-proc", "num-scheduler-steps", "num-lookahead-slots")
 CPU_STEP_TOKENS = 512  # a longer prefill chunk would delay decodes in the same step
+ENCODER_CPU_STEP_TOKENS = 2048  # enough texts for the threads of a few cores
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -335,7 +341,7 @@ def step_tokens(values: Values, model: Checkpoint) -> int:
                 f"{values.where(said)} {asked}: at least {values.where('max-num-seqs')}, {least}, is needed"
             )
         return asked
-    usual = CPU_STEP_TOKENS
+    usual = ENCODER_CPU_STEP_TOKENS if is_encoder(values, model) else CPU_STEP_TOKENS
     if worker_fields.on_gpu(values):
         of_an_expert = tokens_of_an_expert(model.config, GPU_STEP_TOKENS)
         has_few = of_an_expert is not None and of_an_expert < FEW_TOKENS_OF_AN_EXPERT

@@ -3,21 +3,22 @@
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from blockyard.shared.errors import RequestError
 from blockyard.shared.messages import Pool, VectorBlock
 from blockyard.shared.ring_client.open_entry import OpenEntry, TokensMissing
-from blockyard.shared.token_ids import num_ids
+from blockyard.shared.token_ids import ID_BYTES
 
 FLOAT_BYTES = 4
 FIELD = "input"  # of prompts in refusals of a scheduler
 
 
-class Result(NamedTuple):
-    numbers: memoryview
+class Result(msgspec.Struct, frozen=True, gc=False):
+    """Of one prompt. The garbage collector does not visit it: a call has many thousands."""
+
+    numbers: bytes  # float32
     width: int  # of a row; 0: there are no rows
     cached_tokens: int
 
@@ -32,7 +33,7 @@ class PooledEntry(OpenEntry):
         self.results: list[Result | None] = [None] * len(prompts)
         self.num_open = len(prompts)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.lengths = [num_ids(prompt) for prompt in prompts]  # tokens
+        self.lengths = [len(prompt) // ID_BYTES for prompt in prompts]  # tokens
         self._request, self._prompts = request, prompts
         self._seconds = array("I", request.second_starts)
 
@@ -68,11 +69,11 @@ class PooledEntry(OpenEntry):
         cached = array("I", block.cached_tokens) or array("I", [0]) * len(indexes)
         if len(cached) != len(indexes):
             raise TokensMissing
-        data, end, new = memoryview(block.data), 0, []
+        end, new = 0, []
         for index, length, found in zip(indexes, lengths, cached, strict=True):
             first, end = end, end + FLOAT_BYTES * length
             if self.results[index] is None:
-                self.results[index] = Result(data[first:end], block.width, found)
+                self.results[index] = Result(block.data[first:end], block.width, found)
                 new.append(self.lengths[index])
         self.num_open -= len(new)
         self.heard_s, self.gaps = now, 0

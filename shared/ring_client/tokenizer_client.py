@@ -33,6 +33,7 @@ Work = Tokenize | TokenizeTexts | Detokenize | DescribeTokenizer
 
 QUICK_BYTES = 64 << 10  # of a prompt, about 20 ms
 QUICK_GRAMMAR_BYTES = 8 << 10
+BRIEF_CHARS = 2 << 10  # of texts, about 0.5 ms: they do not wait for the many texts of another call
 ALIVE_S = 5.0  # between answers to two checks of grammars, unless tokenizers stood still or restarted
 MAX_CHECK_WAITS = 6  # a check waits at most so many times `check_wait_s`, whatever happens
 SHORT_IDS = 8192  # shorter prompts of ids skip the pool: the scheduler hashes their blocks in 0.4 ms, a hop's time
@@ -180,7 +181,7 @@ class TokenizerClient:
 
     def _submit(self, asked: _Unanswered) -> None:
         work = asked.work
-        kind = JobKind(work.model, work.tenant, asked.is_check, work.quick)
+        kind = JobKind(work.model, work.tenant, asked.is_check, work.quick, _is_brief(work))
         self._send(self._pool.submit(work.request_id, kind, work))
 
     def _ask_as_long(self, peer: int, asked: _Unanswered) -> None:
@@ -227,11 +228,19 @@ def _is_quick(work: Work, is_check: bool) -> bool:
     if isinstance(work, Detokenize):
         return len(work.token_ids) <= QUICK_BYTES
     if isinstance(work, TokenizeTexts):
-        return sum(map(len, work.texts)) + sum(map(len, work.seconds)) <= QUICK_BYTES
+        return _num_chars(work) <= QUICK_BYTES
     if is_check and work.grammar is not None and len(work.grammar.source) > QUICK_GRAMMAR_BYTES:
         return False
     texts = (work.text, work.suffix, work.messages, work.token_ids, work.tools, work.template_kwargs)
     return work.chat_template is None and sum(len(text) for text in texts if text) <= QUICK_BYTES
+
+
+def _is_brief(work: Work) -> bool:
+    return isinstance(work, TokenizeTexts) and _num_chars(work) <= BRIEF_CHARS
+
+
+def _num_chars(work: TokenizeTexts) -> int:
+    return sum(map(len, work.texts)) + sum(map(len, work.seconds))
 
 
 def _rejection(frame: TextRejected) -> RequestError:

@@ -26,6 +26,7 @@ class JobKind(NamedTuple):
     tenant: str = ""
     is_check: bool = False  # of a grammar
     is_quick: bool = False
+    is_brief: bool = False  # of the texts of pooling models
 
 
 @dataclass(slots=True)

@@ -1,9 +1,16 @@
-"""Compiles kernels for an H100 without a GPU, in another process, because Triton runs its interpreter in this one."""
+"""Compiles kernels for an H100 without a GPU, in another process, because Triton runs its interpreter in this one.
 
+All tests of this process share the other one, which has loaded torch and Triton: each list of launches is a fork of it.
+"""
+
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 SHARED = 227 * 1024  # bytes of a multiprocessor
 SOURCE = Path(__file__).parents[2] / ".src"
@@ -31,15 +38,48 @@ JITFunction.run = only_compile
 """
 
 
-def shared_bytes(launches: str, cache: Path, timeout_s: float) -> list[tuple[str, int]]:
+SERVE = """
+import json, os, sys, traceback
+
+for line in sys.stdin:
+    launches, folder = json.loads(line)
+    pid = os.fork()
+    if pid:
+        print(os.waitpid(pid, 0)[1], flush=True)
+        continue
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "cache")
+    for number, name in ((1, "output"), (2, "errors")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_CREAT | os.O_WRONLY), number)
+    try:
+        exec(launches, globals())
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@functools.cache
+def _server() -> tuple[IO[str], IO[str]]:
+    """The input and the output of the process, which ends with this one."""
+    path = os.pathsep.join([str(SOURCE), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
+    command = [sys.executable, "-P", "-c", ONLY_COMPILE + SERVE]
+    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)
+    assert server.stdin is not None and server.stdout is not None
+    return server.stdin, server.stdout
+
+
+def shared_bytes(launches: str, folder: Path) -> list[tuple[str, int]]:
     """The kernels that these lines of Python launch on CPU tensors, in order, each with its bytes of shared memory.
 
-    cache: an empty folder.
+    folder: an empty one.
     """
-    path = os.pathsep.join([str(SOURCE), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-P", "-c", ONLY_COMPILE + launches]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert run.returncode == 0, run.stderr
-    return [(name, int(size)) for name, size in map(str.split, run.stdout.splitlines())]
+    requests, answers = _server()
+    print(json.dumps([launches, str(folder)]), file=requests, flush=True)
+    status = answers.readline().strip()
+    assert status == "0", (folder / "errors").read_text("utf-8")
+    lines = (folder / "output").read_text("utf-8").splitlines()
+    return [(name, int(size)) for name, size in map(str.split, lines)]

@@ -29,7 +29,7 @@ from blockyard.shared.errors import BatchError, RequestError
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25  # between two looks at the records, and between two counts of a batch that runs
-SWEEP_S = 600.0  # between two looks for what was kept long enough
+SWEEP_S = 600.0  # between two removals of expired files
 RETRY_S = 10.0  # after the disk failed, before this gateway tries the batch again
 CANCEL_S = 10.0  # a cancelled batch waits so long for the lines that are being answered
 MAX_RUNNING = 4  # batches of one gateway at a time
@@ -45,7 +45,7 @@ class BatchJobs:
         self._not_before: dict[str, float] = {}  # batches that the disk failed
 
     async def run(self) -> None:
-        """Answers batches until it is cancelled, and then stops in the middle: the files have what is answered."""
+        """Answers batches until it is cancelled, and then stops in the middle: the files have the answers so far."""
         next_sweep_s = 0.0
         try:
             while True:
@@ -65,7 +65,7 @@ class BatchJobs:
             self._store.close()
 
     def _start(self) -> None:
-        """Starts batches that do not run here. Those of other gateways end at their lock."""
+        """Starts batches that do not run here. A batch of another gateway stops at its lock."""
         self._running = {name: task for name, task in self._running.items() if not task.done()}
         for tenant, batch in self._store.open_batches():
             if len(self._running) >= MAX_RUNNING:

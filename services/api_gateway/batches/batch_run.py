@@ -47,7 +47,7 @@ MOST_OUTPUT_BYTES = 2**30  # of a line of the output that is read again
 
 @dataclass(frozen=True, slots=True)
 class LineLimits:
-    """What lines may be, and for whom they are answered."""
+    """The kinds of lines that are allowed, and the user for the queue."""
 
     max_body_bytes: int  # of a request; the lines at a time have four times as many, or are one line
     tenant: str = ""

@@ -71,7 +71,7 @@ class BatchEndpoints:
             return json_response(store.batch(TENANT.get(), request.match_info["batch_id"]))
 
     async def cancel(self, request: web.Request) -> web.Response:
-        """Ends a batch; what is answered is in its files."""
+        """Ends a batch; its files have the answers so far."""
         with enabled(self._store) as store:
             return json_response(store.update_batch(TENANT.get(), request.match_info["batch_id"], _cancelled))
 

@@ -66,7 +66,7 @@ class FileEndpoints:
         return json_response(FileList(shown, first, last, len(found) > limit))
 
     async def retrieve(self, request: web.Request) -> web.Response:
-        """What is known of a file."""
+        """Returns the object of a file."""
         with enabled(self._store) as store:
             return json_response(self._file(store, request))
 
@@ -157,7 +157,7 @@ def _expires_after(fields: dict[str, str]) -> ExpiresAfter | None:
 
 @contextmanager
 def enabled(store: BatchStore | None) -> Iterator[BatchStore]:
-    """The store, whose failures are 507s inside the block. Raises a 404 without one."""
+    """The store; its failures are 507s inside the block. Raises a 404 without a store."""
     if store is None:
         raise RequestError("This server keeps no files and batches: start it with --batch-dir DIR.", status=404)
     try:

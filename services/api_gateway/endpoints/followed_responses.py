@@ -1,4 +1,4 @@
-"""Streams of background responses, from any event on. The response does not depend on who reads it."""
+"""Streams of background responses, from any event on. The response does not depend on its readers."""
 
 import asyncio
 import logging

@@ -77,7 +77,7 @@ class OperatorEndpoints:
         return await self._do(Control("", ControlVerb.RESUME))
 
     async def abort_requests(self, request: web.Request) -> web.Response:
-        """Ends the requests whose answers have these ids, of those that are open at this gateway."""
+        """Ends the requests with these answer ids that are open at this gateway."""
         _check_query(request)
         async with self._uploads.read(request) as body:
             asked, _ = decode(body, AbortRequests, strict=True)

@@ -22,7 +22,7 @@ RENDERED = {f"{path}/render": api for api in (COMPLETIONS, CHAT, RESPONSES) for 
 
 
 class ScaleOutEndpoints:
-    """`generation` reads the bodies of rendered requests, and answers those of token ids."""
+    """`generation` reads the bodies of rendered requests, and answers bodies with token ids."""
 
     def __init__(self, generation: GenerationEndpoints, pipeline: RequestPipeline) -> None:
         self._generation, self._pipeline = generation, pipeline

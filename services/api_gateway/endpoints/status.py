@@ -30,7 +30,7 @@ PAGE_HEADERS = {
 RANK_SILENT_S = 2.0  # a rank that runs gives a sign of life twice a second
 
 
-class ModelView(msgspec.Struct, frozen=True):
+class ModelView(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     object: str
     created: int
@@ -38,6 +38,8 @@ class ModelView(msgspec.Struct, frozen=True):
     root: str
     parent: str | None
     max_model_len: int
+    task: str | None = None  # of a pooling model
+    width: int | None = None  # of its vectors, or the number of its labels
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -228,11 +230,12 @@ def installed_version() -> str:
 
 
 def _model(card: ModelCard, name: str) -> ModelView:
-    return ModelView(name, "model", card.created, "blockyard", card.root, None, card.max_model_len)
+    of_pooling = () if card.pooling is None else (card.pooling.task.value, card.pooling.width)
+    return ModelView(name, "model", card.created, "blockyard", card.root, None, card.max_model_len, *of_pooling)
 
 
 def _adapter(card: ModelCard, adapter: AdapterCard) -> ModelView:
-    """An adapter, as a model of its own whose parent is its base."""
+    """An adapter, as a model of its own with its base as parent."""
     name, root, parent = adapter.name, adapter.root, adapter.parent
     return ModelView(name, "model", adapter.created, "blockyard", root, parent, card.max_model_len)
 

@@ -21,13 +21,13 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 EXCHANGE = "blockyard.exchange"  # key of a scope: the aiohttp request
-HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding"))  # aiohttp writes those of the connection
+HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"transfer-encoding"))  # aiohttp writes the connection's
 BODILESS = frozenset((204, 304))
 UNSENDABLE = frozenset(b"\0\r\n")  # bytes that no header has
 
 
 class AnswerError(RuntimeError):
-    """Raised in the middleware whose message does not fit its answer so far."""
+    """Raised in a middleware if its message does not fit its answer so far."""
 
 
 def scope_of(request: web.BaseRequest) -> dict[str, Any]:

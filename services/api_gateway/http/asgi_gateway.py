@@ -25,7 +25,7 @@ RESUME_BELOW = 64 * 1024  # bytes in the transport's buffer below which a handle
 
 
 class SendTransport(asyncio.Transport):
-    """A transport whose bytes go to `send` as the messages of one answer."""
+    """A transport that gives its bytes to `send` as the messages of one answer."""
 
     def __init__(self, outer: asyncio.Transport) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class SendTransport(asyncio.Transport):
             await self._sent.wait()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that `send` has not taken, and those that the client has not read."""
+        """Bytes that `send` has not taken, and bytes that the client has not read."""
         waiting = self._size + self._sending
         return waiting if self._outer.is_closing() else waiting + self._outer.get_write_buffer_size()
 
@@ -211,7 +211,7 @@ class AsgiGateway:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._handle(request)
-        except web.HTTPException as e:  # one of those below 400, as a redirect: the others are error bodies
+        except web.HTTPException as e:  # below 400, as a redirect: the others are error bodies
             return web.Response(status=e.status, reason=e.reason, text=e.text, headers=e.headers)
 
 

@@ -71,7 +71,7 @@ class ResponseOptions:
     usage_at_start: bool = False  # a stream begins with the prompt's tokens
     logprobs: bool = False
     num_top: int = 0  # top candidates listed for each token
-    listed_logprobs: bool = False  # these are those of `logprob_token_ids`
+    listed_logprobs: bool = False  # by `logprob_token_ids`
     tokens_as_ids: bool = False  # log-probabilities show tokens as `token_id:N`
     prompt_logprobs: int | None = None  # top candidates listed for each prompt token; None: no prompt log-probabilities
     echo: bool = False

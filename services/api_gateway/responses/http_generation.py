@@ -28,7 +28,7 @@ class HttpGeneration:
         self.api, self.request = api, request
         self.events = api.events(request.options)  # of a streamed answer
         self.entries: list[JournalEntry] = []
-        self._prompt_texts: dict[str, str] = {}  # by request id, of prompts whose text is shown
+        self._prompt_texts: dict[str, str] = {}  # by request id, of prompts that are shown as text
         self._reasoning_readers: list[ChoiceReader] = []  # they count its tokens of reasoning
         self.error: RequestError | None = None
         self.on_ending: Callable[[], None] | None = None  # called before the end of a streamed answer is sent
@@ -118,7 +118,7 @@ class OpenRequests:
     def __init__(
         self, max_choices: int | None, max_tokens: int | None, num_pooled_tokens: Callable[[], int] = lambda: 0
     ) -> None:
-        """None: no bound. num_pooled_tokens: returns the tokens of texts whose results have not come."""
+        """None: no bound. num_pooled_tokens: returns the tokens of texts without results yet."""
         self.num_requests = 0
         self._max_choices, self._max_tokens = max_choices, max_tokens
         self._num_choices, self._num_pooled_tokens = 0, num_pooled_tokens
@@ -155,7 +155,7 @@ class OpenRequests:
         self._in_ring.discard(generation)
 
     def fail_named(self, names: set[str], error: RequestError) -> int:
-        """Ends the requests in the ring whose answers have these ids. Returns how many."""
+        """Ends the requests in the ring with these answer ids. Returns how many."""
         found = [generation for generation in self._in_ring if generation.request.options.answer_id in names]
         for generation in found:
             generation.fail(error)

@@ -1,4 +1,4 @@
-"""Stored responses of /v1/responses: what is kept, for how long, and how another gateway gets it.
+"""Stored responses of /v1/responses: their items, how long they are kept, and how another gateway gets them.
 
     response_store.py    the interface of the two stores, and the errors of responses that are not there
     memory_store.py      responses in memory, within bounds
@@ -11,5 +11,5 @@
 
 The id of a response names the gateway that keeps it, and it belongs to the API key that made it. A response is kept
 with its own input; with `previous_response_id` it is one turn of a conversation, which is read turn by turn. Each use
-renews the time of a response and of those before it. `endpoints/stored_responses.py` serves the routes.
+renews the time of a response and of all before it. `endpoints/stored_responses.py` serves the routes.
 """

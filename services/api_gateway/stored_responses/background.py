@@ -31,7 +31,7 @@ class _LogTransport:
     """Takes the bytes of a `ResponseWriter` in place of a connection, at any speed."""
 
     def __init__(self, events: EventLog | None) -> None:
-        """None: nobody will read the events."""
+        """None: the events have no reader."""
         self._events = events
 
     def write(self, data: bytes) -> None:
@@ -66,7 +66,7 @@ class BackgroundResponse:
         return self._record.tenant
 
     def record(self) -> StoredResponse:
-        """What is known of it now."""
+        """Returns its object as of now."""
         if self._events.final:
             return msgspec.structs.replace(self._record, data=self._events.final, ended=True)
         state = QUEUED if self._generation is None else STARTED

@@ -1,7 +1,7 @@
 """Responses in SQLite: the folder of --response-store, which all gateways of a host share.
 
 Each gateway holds the lock of a file while it lives, and the kernel frees the lock of a process that is killed. A
-response in progress whose gateway is gone has failed.
+response in progress has failed if its gateway is gone.
 """
 
 import fcntl
@@ -87,7 +87,7 @@ class DiskStore:
         self._execute("DELETE FROM responses WHERE id = ?", response_id)
 
     def sweep(self) -> None:
-        """Drops what was not used for its time, and ends responses whose gateways are gone."""
+        """Drops expired responses, and ends responses of gateways that are gone."""
         self._execute("DELETE FROM responses WHERE ended = 1 AND used_at < ?", self._clock() - self._limits.ttl_s)
         gateways = self._execute("SELECT DISTINCT gateway FROM responses WHERE ended = 0").fetchall()
         dead = [gateway for (gateway,) in gateways if self._is_dead(gateway)]

@@ -1,4 +1,4 @@
-"""The responses that this gateway keeps: those in its store, and background responses that run."""
+"""The responses that this gateway keeps: in its store, and background responses that run."""
 
 import asyncio
 import logging
@@ -45,11 +45,11 @@ class LocalResponses:
         """`counted`: what a running response counts as until it ends, for draining."""
         self._store, self._max_running, self._pipeline, self._counted = store, max_running, pipeline, counted
         self._running: dict[str, BackgroundResponse] = {}
-        self._deleted: set[str] = set()  # of those that run
+        self._deleted: set[str] = set()  # of running ones
         self._tasks: asyncio.TaskGroup | None = None  # while `run` runs
 
     async def run(self) -> None:
-        """Runs background responses until it is cancelled, and then ends those in progress with an error."""
+        """Runs background responses until it is cancelled, and then ends responses in progress with an error."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks

@@ -12,7 +12,7 @@ FIELD = "response_id"  # that errors name; the continuation of a response has it
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Of the least recently used responses those beyond a bound are dropped, and none that is in progress."""
+    """Drops the least recently used responses beyond a bound, and none that is in progress."""
 
     max_responses: int
     max_bytes: int
@@ -25,7 +25,7 @@ class ResponseStore(Protocol):
     is_shared: bool  # by all gateways of the host
 
     def put(self, response: StoredResponse, events: bytes = b"") -> None:
-        """Keeps a response in place of an earlier one of its id, and drops what is beyond a bound."""
+        """Keeps a response in place of an earlier one of its id, and drops responses beyond a bound."""
         ...
 
     def get(self, response_id: str) -> StoredResponse | None: ...
@@ -37,7 +37,7 @@ class ResponseStore(Protocol):
     def delete(self, response_id: str) -> None: ...
 
     def sweep(self) -> None:
-        """Drops what was not used for its time."""
+        """Drops expired responses."""
         ...
 
     def close(self) -> None: ...

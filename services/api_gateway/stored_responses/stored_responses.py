@@ -37,7 +37,7 @@ WAIT_S = 10.0  # a gateway waits so long for events that another gateway asks fo
 
 
 class _AskedTurn(msgspec.Struct):
-    """The fields of a body by which its conversation is found. The parser says what is wrong with them."""
+    """The fields of a body by which its conversation is found. The parser reports their errors."""
 
     previous_response_id: Any = None
     conversation: msgspec.Raw = NULL
@@ -181,7 +181,7 @@ class StoredResponses:
         return await self.others.ask(owner, response_id, tenant, verb, patience_s, after)
 
     async def _history(self, previous: str, tenant: str) -> bytes:
-        """The items of a response and of those before it, with their answers, as a JSON list."""
+        """The items of a response and of all before it, with their answers, as a JSON list."""
         try:
             chain = await self._chain(previous, tenant, is_whole=True)
         except RequestError as e:
@@ -218,7 +218,7 @@ class StoredResponses:
         return self._joined([found[item_id] for item_id in references.values()], "input")
 
     async def _chain(self, response_id: str, tenant: str, is_whole: bool) -> list[StoredResponse]:
-        """A response behind those before it. `is_whole`: one of them that is gone is an error."""
+        """A response behind the earlier ones. `is_whole`: an earlier one that is gone is an error."""
         found: list[StoredResponse] = []
         seen = set()
         while response_id or not found:

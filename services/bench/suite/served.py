@@ -66,6 +66,9 @@ class SuiteServer:
             time.sleep(0.02)
         return replace(self, full_s=time.perf_counter() - self.launched_s)
 
+    def members(self) -> "list[MemberState]":
+        return _members(self.url)
+
     def counters(self) -> "WorkerCounters":
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
@@ -163,11 +166,28 @@ def serve(model: Path, flags: Sequence[str], log: Path) -> Iterator[SuiteServer]
 
 
 @dataclass(frozen=True, slots=True)
+class RankState:
+    """A process of a worker with several."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """The counters of a member in `/ring` that are needed here."""
+
+    blocks_total: int = 0  # KV blocks, of schedulers
+
+
+@dataclass(frozen=True, slots=True)
 class MemberState:
     """The fields of a member in `/ring` that are needed here."""
 
     role: str
     progress: float
+    stats: BlockCounts = BlockCounts()
+    ranks: list[RankState] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import msgspec
 
 from blockyard.services.launcher.models.model_files import demo_folder
 from blockyard.shared.config.text_part import text_part
+from blockyard.shared.errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "model_configs"
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -47,11 +48,29 @@ def architectures(name: str) -> list[str]:
 
 def write(name: str, folder: Path) -> Path:
     """Writes config.json and a tokenizer into a new folder in `folder` and returns it."""
-    made = folder / name
+    return _write(read(name), folder / name)
+
+
+def find(model: str, folder: Path) -> Path:
+    """Returns the folder of a model: of `SHAPES`, the demo's, or one that has config.json; without a tokenizer, a copy
+    in `folder` with one. Raises ConfigError."""
+    if model in SHAPES:
+        return write(model, folder)
+    found = demo_folder() if model == "demo" else Path(model)
+    if (found / "tokenizer.json").is_file():
+        return found
+    try:
+        config = msgspec.json.decode((found / "config.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as e:
+        raise ConfigError(f"{model}: a folder with config.json, or one of demo, {', '.join(SHAPES)}: {e}") from e
+    return _write(config, folder / found.name)
+
+
+def _write(config: dict[str, Any], made: Path) -> Path:
     made.mkdir(parents=True, exist_ok=True)
-    (made / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(read(name))))
+    (made / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     shutil.copy(demo_folder() / "tokenizer_config.json", made)
-    (made / "tokenizer.json").write_bytes(_tokenizer(text_part(read(name))["vocab_size"]))
+    (made / "tokenizer.json").write_bytes(_tokenizer(text_part(config)["vocab_size"]))
     return made
 
 

@@ -9,6 +9,8 @@ kernels (`attention`, `experts`, `latent`, `linear`, `linear_8_bits`, `linear_we
 - `row.Ceilings`: memory bandwidth, bf16 and fp8 GEMM rates and launch time of this GPU, measured once for each process.
 - `timing.graph_seconds`: times calls in a CUDA graph. `timing.copies`: how many inputs exceed the L2 cache.
 
+- `rank_sums`: a program of its own for `blockyard bench parallel`, which times sums over ranks.
+
 How to add a family: write a module here with `measure() -> list[Row]`, and add it to `__main__.FAMILIES` and
 `__main__.MEASURES`.
 """

@@ -6,5 +6,5 @@
 - `encoder_engine.start_encoder`: loads the model; `engine.start` calls it.
 
 The models are in `models/encoders`, their attention is `attention/packed_attention`, CUDA graphs of small steps are
-`execution/packed_graphs`.
+`execution/packed_graphs`, the threads of a step on the CPU `execution/text_threads`.
 """

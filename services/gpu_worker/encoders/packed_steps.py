@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import PackedAttention, PackedProduct
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
+from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
@@ -36,9 +39,11 @@ class PackedSteps:
         output: PoolingOutput,
         make_product: Callable[[Ints], PackedProduct],
         graphs: PackedGraphs | None = None,
+        threads: TextThreads | None = None,
     ) -> None:
-        """make_product: the attention of sequences of these lengths, on the device. graphs: None: steps are eager."""
-        self.output, self.graphs = output, graphs
+        """make_product: the attention of sequences of these lengths, on the device. graphs: None: steps are eager.
+        threads: that compute a step; None: this one."""
+        self.output, self.graphs, self._threads = output, graphs, threads
         self._model, self._make_product = model, make_product
 
     def run(self, batch: PackedBatch) -> PooledResults:
@@ -53,17 +58,24 @@ class PackedSteps:
             hidden = None
             if self.graphs is not None:
                 hidden = self.graphs.forward(batch.token_ids, positions, types, lengths)
-            if hidden is None:
+            if hidden is None and self._threads is not None:
+                forward = partial(self._forward_rows, batch.token_ids, positions, types)
+                hidden = self._threads.run(forward, lengths)
+            elif hidden is None:
                 hidden = self._forward(batch.token_ids, positions, types, lengths)
             places, link = np.arange(len(lengths)), self._model.table.link
             columns = places, np.zeros_like(lengths), lengths, lengths, batch.skips
             return self.output.add(PooledChunk(hidden, *columns, batch.token_ids, link), batch.options)
 
-    def _forward(self, token_ids: Ints, positions: Ints, types: Ints | None, lengths: Ints) -> torch.Tensor:
+    def _forward_rows(self, token_ids: Ints, positions: Ints, types: Ints | None, rows: Ints, lengths: Ints) -> Tensor:
+        """The forward pass of some texts: their rows and lengths."""
+        return self._forward(token_ids[rows], positions[rows], None if types is None else types[rows], lengths)
+
+    def _forward(self, token_ids: Ints, positions: Ints, types: Ints | None, lengths: Ints) -> Tensor:
         """Launches the forward pass kernel by kernel."""
         attend = PackedAttention(self._model.shape.attention, self._make_product(lengths))
         on_device = None if types is None else self._put(types)
         return self._model.forward(Step(self._put(token_ids), self._put(positions), attend, token_types=on_device))
 
-    def _put(self, values: Ints) -> torch.Tensor:
+    def _put(self, values: Ints) -> Tensor:
         return put(values, self._model.table.device, self._model.table.link)

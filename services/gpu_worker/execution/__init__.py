@@ -6,6 +6,7 @@
   so no state on a device has to be gathered and advanced beside it.
 - `pooled_steps.PooledSteps` computes steps of decoders whose hidden states are pooled: no row is sampled.
 - `packed_graphs.PackedGraphs`: CUDA graphs of small steps of models without KV.
+- `text_threads.TextThreads` divides the texts of such a step among threads of the CPU.
 - `device_slots.DeviceSlots`: tracks the state of the slots on the device. `device_writes` collects what plans change,
   `pinned_ring` has the buffers that it passes through on a GPU.
 - `host_sampling.HostSampling`: samples on the host for slots that wait for that.

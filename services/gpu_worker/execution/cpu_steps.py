@@ -38,6 +38,7 @@ class PreparedStep(NamedTuple):
     lengths: Ints  # of the sequences, with the step's tokens
     longest: int
     at_end: Bools  # rows that compute all their tokens, so that they sample
+    adapter_places: Tensor | None  # [tokens] int32; None: no token has an adapter
 
 
 class CpuSteps:
@@ -99,11 +100,14 @@ class CpuSteps:
             return None
         lengths = table.num_computed[slots] + counts
         longest = int(lengths.max())
-        inputs = self._inputs(step, lengths, longest)
-        return PreparedStep(step, inputs, lengths, longest, lengths == table.num_tokens[slots])
+        rows = np.repeat(slots, counts) if step.rows.has_prefill else slots
+        inputs = self._inputs(step, rows, lengths, longest)
+        places = torch.from_numpy(table.adapter_places[rows]) if table.are_adapted(slots) else None
+        return PreparedStep(step, inputs, lengths, longest, lengths == table.num_tokens[slots], places)
 
     def compute(self, prepared: PreparedStep) -> LaunchedStep:
-        step, inputs, lengths, longest, at_end = prepared
+        step, inputs, lengths, longest, at_end, places = prepared
+        self._model.adapter_rows.begin(places)
         slots, hidden = step.rows.slots, self._model.forward(inputs)
         prompts = self._prompt_logprobs.compute_rows(step.scored, hidden, 0, 0) if step.scored else ()
         if step.rows.has_prefill or len(slots) > MOST_SAMPLED or not at_end.all():
@@ -119,13 +123,12 @@ class CpuSteps:
         outcomes, computed = self._outcomes(rows, drawn, lengths)
         return LaunchedStep((outcomes, drawn.token_ids, computed), DONE, (), read, host_logits, prompts)
 
-    def _inputs(self, step: StepRequest, lengths: Ints, longest: int) -> Step:
-        """The new tokens. lengths: of the sequences, with these; `longest` of them."""
+    def _inputs(self, step: StepRequest, rows: Ints, lengths: Ints, longest: int) -> Step:
+        """The new tokens. rows: the slot of each. lengths: of the sequences, with these; `longest` of them."""
         table, size = self._batch.slots, self._batch.slots.block_size
         slots, counts = step.rows.slots, step.rows.counts
-        rows, positions = slots, lengths - counts
+        positions = lengths - counts
         if step.rows.has_prefill:
-            rows = np.repeat(slots, counts)
             positions = np.arange(len(rows)) + np.repeat(lengths - np.cumsum(counts), counts)
         blocks = table.tables[rows, positions // size]
         tables = table.tables[:, : (longest + EXTRA_TOKENS) // size + 1][slots]
@@ -133,8 +136,6 @@ class CpuSteps:
         attend = self._metadata_builder.attention(
             blocks, positions % size, tables, counts, lengths, step.owners, step.rows.num_decodes
         )
-        places = torch.from_numpy(table.adapter_places[rows]) if table.are_adapted(slots) else None
-        self._model.adapter_rows.begin(places)
         token_ids = torch.from_numpy(table.token_ids[rows, positions])
         return Step(token_ids, torch.from_numpy(positions), attend)
 

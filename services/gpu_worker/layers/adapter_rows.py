@@ -1,7 +1,7 @@
 """Which adapter each row of a step has. One object of a model: its layers read it, the steps write it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -36,11 +36,15 @@ class AdapterRows:
         if self._places is not None:
             self.begin(self._places.index_select(0, rows))
 
-    @contextmanager
-    def only(self, rows: Tensor) -> Iterator[None]:
+    def only(self, rows: Tensor) -> AbstractContextManager[None]:
         """Meanwhile only these rows are computed: rows [n] int64."""
+        return self.meanwhile(None if self._places is None else self._places.index_select(0, rows))
+
+    @contextmanager
+    def meanwhile(self, places: Tensor | None) -> Iterator[None]:
+        """Meanwhile other rows are computed: see `begin`."""
         before = self._places, self._groups
-        self.select(rows)
+        self.begin(places)
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, Product, dense_linear
+from blockyard.services.gpu_worker.layers.linear import Linear, LinearLayers, dense_linear
 from blockyard.services.gpu_worker.layers.norm import Norm
 from blockyard.services.gpu_worker.loading.linear_spec import Rows, Split, part
 from blockyard.services.gpu_worker.loading.weights import WeightTable
@@ -24,7 +24,7 @@ class AdaptedEmbedding(Protocol):
         """Whether a row of this step has an adapter."""
 
     def add_to(self, found: Tensor, token_ids: Tensor) -> None:
-        """Changes found [tokens, width], the rows of the table, in place."""
+        """Changes found [tokens, width], the rows of the table, in place. token_ids: counted from this rank's first."""
 
 
 class TokenEmbedding:
@@ -42,15 +42,15 @@ class TokenEmbedding:
         stage = layers.table.stage
         self.weight = self._place(layers) if stage is None or stage.is_first else _absent(width)
         self.vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
-        self._ranks, self._own = layers.table.ranks, Rows(vocab_size, vocab_size).share(layers.table.shard)
+        self._ranks = layers.table.ranks
+        self.own_tokens = Rows(vocab_size, vocab_size).share(layers.table.shard)  # whose rows this rank has
 
     def linears(self) -> list[Linear]:
         return [] if self._project is None else [self._project]
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        found = F.embedding(token_ids, self.weight) if self._ranks is None else self._find(token_ids, self._ranks)
-        if self._adapted is not None and self._adapted.is_active:
-            self._adapted.add_to(found, token_ids)
+        adapted = self._adapted if self._adapted is not None and self._adapted.is_active else None
+        found = self._find(token_ids, adapted)
         if self._project is not None:
             found = self._project(found)
         if self._norm is not None:
@@ -64,14 +64,21 @@ class TokenEmbedding:
     def row(self, token_id: int) -> Tensor:
         """Returns the embedding [1, width] of a token as the checkpoint has it, on all ranks."""
         token_ids = torch.tensor([token_id], device=self.weight.device)
-        return F.embedding(token_ids, self.weight) if self._ranks is None else self._find(token_ids, self._ranks)
+        return self._find(token_ids, None)
 
-    def _find(self, token_ids: Tensor, ranks: RankGroup) -> Tensor:
-        """Looks up the tokens that this rank has; the sum over ranks has all."""
-        own = token_ids - self._own.start
-        is_elsewhere = (own < 0) | (own >= len(self._own))
+    def _find(self, token_ids: Tensor, adapted: AdaptedEmbedding | None) -> Tensor:
+        """Looks up the tokens, of several ranks those that this one has: the sum over ranks has all."""
+        if self._ranks is None:
+            found = F.embedding(token_ids, self.weight)
+            if adapted is not None:
+                adapted.add_to(found, token_ids)
+            return found
+        own = token_ids - self.own_tokens.start
+        is_elsewhere = (own < 0) | (own >= len(self.own_tokens))
         found = F.embedding(own.masked_fill_(is_elsewhere, 0), self.weight)
-        return ranks.sum(found.masked_fill_(is_elsewhere[:, None], 0))
+        if adapted is not None:
+            adapted.add_to(found, own)
+        return self._ranks.sum(found.masked_fill_(is_elsewhere[:, None], 0))
 
     def make_head(self, layers: LinearLayers, tied: bool, name: str = HEAD, *, bias: bool = False) -> Linear:
         """Makes the output layer. tied: it uses this weight, unless the checkpoint has another one for it.
@@ -84,7 +91,7 @@ class TokenEmbedding:
         if tied:
             if stage is not None and not stage.is_first:
                 self.weight = self._place(layers)
-            linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS)
+            linear = dense_linear(self.weight, name=name, split=Split.OUTPUTS, outputs=self.vocab_size)
             self.has_tied_head = True
 
             def untie(own: Tensor) -> None:
@@ -95,7 +102,7 @@ class TokenEmbedding:
         else:
             linear = layers.make([part(name, self.vocab_size)], self.weight.shape[1], split=Split.OUTPUTS, bias=bias)
         if layers.table.ranks is not None:
-            linear.wrap(partial(_JoinedProduct, layers.table.ranks, self.vocab_size))
+            linear.join(_JoinedColumns(layers.table.ranks, self.vocab_size))
         return linear
 
 
@@ -108,15 +115,14 @@ def _absent(width: int) -> Tensor:
     return torch.empty(1, width, device="meta")
 
 
-class _JoinedProduct:
-    """A product with the vocabulary: on the leader with the columns of all ranks, on others with their own."""
+class _JoinedColumns:
+    """Products with the vocabulary: on the leader with the columns of all ranks, on others with their own."""
 
-    def __init__(self, ranks: RankGroup, vocab_size: int, product: Product) -> None:
-        self._ranks, self._product = ranks, product
-        self._widths = Rows(vocab_size, vocab_size).widths(ranks.size)
+    def __init__(self, ranks: RankGroup, vocab_size: int) -> None:
+        self._ranks, self._widths = ranks, Rows(vocab_size, vocab_size).widths(ranks.size)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ranks.join_columns(self._product(x), self._widths)
+    def __call__(self, own: Tensor) -> Tensor:
+        return self._ranks.join_columns(own, self._widths)
 
 
 class LearnedPositions:

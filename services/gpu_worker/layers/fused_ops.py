@@ -180,16 +180,25 @@ class SummedOps:
         self.exact_product, self.grouped_experts = ops.exact_product, ops.grouped_experts
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        return self._ops.add_norm(residual, self._sum(delta), norm)
+        part = _joined(delta)
+        normed = self._sum_and_norm(residual, part, norm)
+        return self._ops.add_norm(residual, self._sum(part), norm) if normed is None else normed
 
     def whole(self, delta: Tensor) -> Tensor:
         return self._ranks.sum(delta)
 
     def sum_norm(self, residual: Tensor, delta: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        return self._ops.sum_norm(residual, self._ranks.sum(delta), norm)
+        total = torch.empty_like(residual)
+        normed = self._ranks.sum_add_rms_norm(delta, residual, norm.weight, norm.eps, total)
+        return self._ops.sum_norm(residual, self._ranks.sum(delta), norm) if normed is None else (total, normed)
 
     def norm_then_linear(self, linear: Linear, residual: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
-        return self._ops.norm_then_linear(linear, residual, self._sum(delta), norm)
+        part = _joined(delta)
+        if linear.step_rounding is None:  # otherwise one kernel adds, normalises and rounds
+            normed = self._sum_and_norm(residual, part, norm)
+            if normed is not None:
+                return linear(normed)
+        return self._ops.norm_then_linear(linear, residual, self._sum(part), norm)
 
     def add_normed(
         self,
@@ -213,7 +222,16 @@ class SummedOps:
         assert linear.is_partial  # so no kernel adds it to the residual
         return self._ops.linear_then_add(linear, x, residual, gate_activation)
 
-    def _sum(self, delta: Tensor | None) -> Tensor | None:
-        if delta is None:
+    def _sum(self, part: Tensor | None) -> Tensor | None:
+        return None if part is None else self._ranks.sum(part)
+
+    def _sum_and_norm(self, residual: Tensor, part: Tensor | None, norm: Norm) -> Tensor | None:
+        """Computes `add_norm` in one kernel. None: there is none that is quicker than several."""
+        if part is None or not isinstance(norm, RMSNorm):
             return None
-        return self._ranks.sum(delta if delta.dim() == 2 else delta.sum(1))
+        return self._ranks.sum_add_rms_norm(part, residual, norm.weight, norm.eps)
+
+
+def _joined(delta: Tensor | None) -> Tensor | None:
+    """The part [rows, hidden] of a sublayer, whose experts [rows, top_k, hidden] are added."""
+    return delta if delta is None or delta.dim() == 2 else delta.sum(1)

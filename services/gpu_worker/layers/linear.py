@@ -62,6 +62,7 @@ class Linear:
         "_adapted",
         "_default",
         "_fused",
+        "_join",
         "_products",
         "_rounded",
         "_rounded_default",
@@ -84,6 +85,7 @@ class Linear:
         self._fused: Mapping[int, FusedProduct] = {}
         self._wrappers: list[Callable[[Product], Product]] = []
         self._adapted: AdaptedRows | None = None
+        self._join: Product | None = None
         self._default: Product = method.apply
         self.rounding: InputRounding | None = None  # of inputs that `of_rounded` takes; None: it takes none
         self._rounded: Mapping[int, RoundedProduct] = {}
@@ -102,7 +104,7 @@ class Linear:
         Only what the method grants, and no sum with a partial product: it has to be added to the others first.
         """
         granted = fusion in self.method.fusions and not (self.is_partial and fusion in OF_SUMS)
-        self.fusion = fusion if granted and not self._wrappers else Fusion.NONE
+        self.fusion = fusion if granted and self._is_plain else Fusion.NONE
 
     def disable_fusion(self) -> None:
         """Forbids fused kernels for this layer. Call it before kernels are picked."""
@@ -111,7 +113,7 @@ class Linear:
     def prepare(self) -> None:
         """Repacks the weight. Called once, after the weights are loaded."""
         self.method.prepare()
-        if isinstance(self.method, RoundedInputs) and not self._wrappers:
+        if isinstance(self.method, RoundedInputs) and self._is_plain:
             self.rounding, self._rounded_default = self.method.input_rounding, self.method.apply_rounded
 
     def use(
@@ -126,7 +128,7 @@ class Linear:
         rounded: those of `products`, for rows that are rounded; only for a method with a rounding.
         """
         self._products = {rows: self._wrapped(product) for rows, product in products.items()}
-        self._fused = {} if self._wrappers else fused or {}
+        self._fused = (fused or {}) if self._is_plain else {}
         self._rounded = rounded or {}
         if default is not None:
             self._default = self._wrapped(default)
@@ -145,6 +147,18 @@ class Linear:
         self._products = {rows: wrapper(product) for rows, product in self._products.items()}
         self._default = wrapper(self._default)
         self._wrappers.append(wrapper)
+
+    def join(self, join: Product) -> None:
+        """Makes each output `join` of the product [rows, own out], to which adapters have added theirs.
+
+        There are no fused kernels from here on and no rounded inputs.
+        """
+        self.fusion, self._fused, self.rounding, self._join = Fusion.NONE, {}, None, join
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether kernels may take the place of the product."""
+        return not self._wrappers and self._join is None
 
     def make_batch_invariant(self, product: Product | None = None, rounded: RoundedProduct | None = None) -> None:
         """Makes the result of each row independent of the other rows, to the last bit.
@@ -186,7 +200,7 @@ class Linear:
         out = self._products.get(x.shape[0], self._default)(x)
         if self._adapted is not None and self._adapted.is_active:
             self._adapted.add_to(out, x)
-        return out
+        return out if self._join is None else self._join(out)
 
     def of_rounded(self, rows: RoundedRows) -> Tensor:
         """The product of rows that were rounded by `rounding`."""
@@ -244,10 +258,14 @@ def dense_linear(
     *,
     name: str = "",
     split: Split = Split.NONE,
+    outputs: int | None = None,
 ) -> Linear:
-    """Makes a linear layer from a tensor [out, in], for example a tied embedding. name: of it in a checkpoint."""
+    """Makes a linear layer from a tensor [out, in], for example a tied embedding. name: of it in a checkpoint.
+
+    outputs: of all ranks; None: of the tensor.
+    """
     out_features, in_features = weight.shape
-    spec = make_spec([part(name, out_features)], in_features, bias=bias is not None, split=split)
+    spec = make_spec([part(name, outputs or out_features)], in_features, bias=bias is not None, split=split)
     return Linear(UnquantizedLinear(weight, bias), spec, fusion)
 
 

@@ -1,7 +1,7 @@
 """Kernels of weights of 4 and 8 bits in blocks, with inputs as they are. Imports Triton: for GPUs only.
 
-Beside the method's own product: the skinny GEMM for few rows, the stream-K GEMM, both of which unpack codes in
-registers, and for many rows cuBLAS with a weight that is unpacked first.
+Beside the method's own product: the skinny GEMM for few rows, the GEMM whose codes never leave registers for up to 16,
+the stream-K GEMM, and for many rows cuBLAS with a weight that is unpacked first.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.kernels.programmatic_launch import supports_pdl
 from blockyard.kernels.quantized.block_weights import BLOCK
 from blockyard.kernels.quantized.linear_blocks import linear_blocks
+from blockyard.kernels.quantized.linear_blocks_mma import MAX_ROWS, can_multiply, linear_blocks_mma
 from blockyard.kernels.quantized.linear_blocks_skinny import linear_blocks_skinny
 from blockyard.services.gpu_worker.layers.linear import FusedProduct, Linear, Product, make_spec
 from blockyard.services.gpu_worker.linear_tuning import kernel_configs
@@ -38,6 +39,14 @@ SKINNY_TILES = {
     2: ((8, 512, 1, 4), (8, 512, 2, 4), (16, 512, 1, 8), (16, 512, 2, 8), (8, 1024, 1, 8), (16, 256, 2, 4)),
     4: ((8, 512, 1, 4), (16, 512, 1, 8), (16, 256, 1, 4), (8, 512, 2, 4)),
 }  # fmt: skip
+# the same of weights of 4 bits, for its fused forms: each takes seconds to compile
+SKINNY_BESIDE_MMA = {1: ((8, 512, 2, 4), (8, 512, 4, 4), (16, 512, 2, 8), (8, 1024, 2, 8))}
+MMA_ALONE = 8  # rows, up to which the stream-K GEMM took twice as long
+# candidates for up to MAX_ROWS rows: out_tile, warps, steps loaded before the PDL wait
+MMA_TILES = (
+    *((16, 4, 4), (32, 4, 1), (32, 4, 2), (32, 4, 4), (16, 8, 2), (16, 8, 4), (32, 8, 2), (32, 8, 4), (16, 4, 1)),
+    *((16, 4, 7), (64, 4, 2)),
+)
 # most rows -> candidates: out_tile, row_tile, in_tile, stages, warps
 TILES = {
     16: ((64, 16, BLOCK, 4, 4), (64, 16, BLOCK, 6, 4), (128, 16, BLOCK, 4, 4), (128, 16, BLOCK, 4, 8),
@@ -63,11 +72,17 @@ class BlockProducts:
     def candidates(self, layer: LinearShape, rows: int, group: Sequence[Linear]) -> list[KernelConfig]:
         if rows > kernel_configs.MAX_ROWS:
             return []
+        in_registers = rows <= MAX_ROWS and can_multiply(_blocks(group[0].method).weights, self._dtype)
+        skinny = (SKINNY_BESIDE_MMA if in_registers else SKINNY_TILES).get(rows, ())
         made = [
             KernelConfig("skinny", out, 0, size, early, warps)
-            for out, size, early, warps in SKINNY_TILES.get(rows, ())
+            for out, size, early, warps in skinny
             if layer.in_features % (size * early) == 0
         ]
+        if in_registers:
+            made += [KernelConfig("mma", out, 0, BLOCK, ahead, warps) for out, warps, ahead in MMA_TILES]
+            if rows <= MMA_ALONE:
+                return made
         made += [
             self._config(layer, tiles, split)
             for tiles in TILES[next(most for most in TILES if rows <= most)]
@@ -105,7 +120,13 @@ class BlockProducts:
         if config.kernel == "skinny":
             few = self.fused(config, method)
             return few if blocks.order is None else lambda x: few(blocks.ordered(x))
-        workspace, split, weights, table = self._workspace(), config.split, blocks.weights, blocks.table
+        weights, pdl = blocks.weights, self._pdl
+        if config.kernel == "mma":
+            out_tile, warps, ahead = config.out_tile, config.warps, config.stages
+            return lambda x: linear_blocks_mma(
+                blocks.ordered(x), weights, bias, out_tile=out_tile, warps=warps, ahead=ahead, pdl=pdl
+            )
+        workspace, split, table = self._workspace(), config.split, blocks.table
         tiling = Tiling(
             config.out_tile, config.row_tile, config.in_tile, config.stages, config.warps, self._pdl, config.fetch
         )

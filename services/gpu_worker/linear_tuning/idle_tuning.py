@@ -1,6 +1,6 @@
 """Runs the autotuning of linear layers while the worker is idle, a few milliseconds at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 WAIT_S = 0.02  # for compile processes, per step; a new request is delayed by at most this time
@@ -19,6 +19,7 @@ class Tuning(Protocol):
     missing: list[int]
 
     def pieces(self) -> Iterator[int | None]: ...
+    def installed(self, sizes: Sequence[int] | None = None) -> bytes: ...
     def describe(self) -> str: ...
 
 
@@ -47,6 +48,10 @@ class IdleTuning:
             self._is_over = True
             self._compiler.close()
             return None
+
+    def installed(self, rows: int) -> bytes:
+        """Returns the kernels for a number of rows: see `Tuner.installed`."""
+        return self._tuner.installed([rows])
 
     def describe(self) -> str:
         return self._tuner.describe()

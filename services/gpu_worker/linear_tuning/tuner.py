@@ -103,6 +103,28 @@ class Tuner:
             ]
         self._install()
 
+    def installed(self, sizes: Sequence[int] | None = None) -> bytes:
+        """Returns the kernel configs for these numbers of rows, None for all, for `install_those_of`."""
+        dtype, shapes = self._dtype_name, self._experts.shapes
+        found = [
+            TunedConfig(self.layers, dtype, rows, self._configs[rows], shapes, self._expert_configs.get(rows, []))
+            for rows in sizes or self._configs
+        ]
+        return msgspec.json.encode(found)
+
+    def install_those_of(self, leader: bytes) -> None:
+        """Installs kernels of layers whose shapes the leader of the ranks has, too. leader: its `installed`."""
+        for tuned in msgspec.json.decode(leader, type=list[TunedConfig]):
+            measured = {layer.kind: one for layer, one in zip(tuned.layers, tuned.configs, strict=True)}
+            own = self._configs.get(tuned.rows, [CUBLAS] * len(self.layers))
+            self._configs[tuned.rows] = [
+                measured.get(layer.kind, one) for layer, one in zip(self.layers, own, strict=True)
+            ]
+            of_experts = dict(zip(tuned.experts, tuned.expert_configs, strict=False))  # these may be not measured yet
+            if self._experts.shapes and of_experts.keys() >= set(self._experts.shapes):
+                self._expert_configs[tuned.rows] = [of_experts[shape] for shape in self._experts.shapes]
+        self._install()
+
     def pieces(self) -> Iterator[int | None]:
         """Measures the missing sizes in pieces of a few milliseconds.
 

@@ -123,8 +123,12 @@ class LinearSpec:
         """Returns the rows of a rank among those of a part."""
         return one.share(shard if self.split is Split.OUTPUTS else WHOLE)
 
+    def own_sizes(self, shard: Shard) -> list[int]:
+        """Returns the number of a rank's outputs of each part."""
+        return [sum(map(len, self.rows(one, shard))) for one in self.parts]
+
     def num_outputs(self, shard: Shard) -> int:
-        return sum(len(own) for one in self.parts for own in self.rows(one, shard))
+        return sum(self.own_sizes(shard))
 
     def cut(self, one: MatrixPart, shard: Shard) -> Cut | None:
         """Returns what takes a rank's share of a part's weight [..., out, in]. None: the whole.

@@ -13,6 +13,7 @@ from blockyard.services.gpu_worker.lora.cpu_head_products import CpuAdaptedHeads
 from blockyard.services.gpu_worker.lora.cpu_token_products import CpuAdaptedEmbedding, replace_logits
 from blockyard.services.gpu_worker.lora.joined_deltas import JoinedDeltas
 from blockyard.services.gpu_worker.lora.places import HostAdapter
+from blockyard.services.gpu_worker.lora.targets import layer_shares
 from blockyard.services.gpu_worker.lora.token_rows import ReplacedRows, TokenDeltas
 from blockyard.services.gpu_worker.models.interface import Model
 
@@ -63,7 +64,8 @@ class CpuAdaptedRows:
 class CpuPlaces:
     """Implements `AdapterPlaces`: a place refers to the matrices in host memory."""
 
-    def __init__(self, model: Model, num_places: int) -> None:
+    def __init__(self, model: Model, num_places: int, *, fully_sharded: bool = False) -> None:
+        """fully_sharded: see `LayerShare`."""
         rows, linears, ups = model.adapter_rows, model.linears(), model.adaptable.up_projections
         self.num_places = num_places
         of_linears = [CpuAdaptedRows(linear, rows) for linear in linears]
@@ -74,6 +76,7 @@ class CpuPlaces:
         for up, heads in zip(ups, of_ups, strict=True):
             up.adapt(heads)
         self._linears, self._ups = of_linears, of_ups  # as `targets.adapted_layers`
+        self._shares, self._ranks = layer_shares(model, fully_sharded=fully_sharded), model.table.ranks
         self._embedding = CpuAdaptedEmbedding(rows, batch_invariant=batch_invariant)
         if model.adaptable.embedding is not None:
             model.adaptable.embedding.adapt(self._embedding)
@@ -86,7 +89,9 @@ class CpuPlaces:
         joined: dict[int, JoinedDeltas] = {}
         for index, deltas in adapter.deltas.items():
             if index < len(self._linears):
-                joined[index] = JoinedDeltas(deltas, batch_invariant=self._linears[index].is_batch_invariant)
+                between = self._ranks.sum if self._ranks is not None and self._shares[index].sums_between else None
+                batch_invariant = self._linears[index].is_batch_invariant
+                joined[index] = JoinedDeltas(deltas, batch_invariant=batch_invariant, sum_of_ranks=between)
                 yield
         return replace(adapter, joined=joined)
 

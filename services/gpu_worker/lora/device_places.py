@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTable
+from blockyard.kernels.lora.adapter_table import NO_OFFSET, OFFSETS, AdapterTable, Between
 from blockyard.services.gpu_worker.host_link import HostLink, put
 from blockyard.services.gpu_worker.layers.adapter_rows import AdapterRows
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.lora.module_tensors import last_name
 from blockyard.services.gpu_worker.lora.places import HostAdapter
+from blockyard.services.gpu_worker.lora.ranks.layer_share import LayerShare
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, adapted_layers
+from blockyard.services.gpu_worker.lora.targets import AdaptedLayer, Delta, adapted_layers, layer_shares
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 
@@ -39,7 +40,7 @@ class AddToHeads(Protocol):
 class AdapterKernels(NamedTuple):
     """The products of adapters on one kind of device."""
 
-    add: Callable[[Tensor, Tensor, AdapterTable, Tensor], None]  # x, places of rows, table, out
+    add: Callable[[Tensor, Tensor, AdapterTable, Tensor, Between | None], None]  # see `kernels.lora.add_adapters`
     add_to_heads: AddToHeads
 
 
@@ -50,6 +51,7 @@ class DeviceAdaptedRows:
     rows: AdapterRows
     table: AdapterTable
     kernels: AdapterKernels
+    between: Between | None = None  # adds what ranks have between A and B; None: this one has all
 
     @property
     def is_active(self) -> bool:
@@ -59,7 +61,7 @@ class DeviceAdaptedRows:
         return self.rows.only(rows)
 
     def add_to(self, out: Tensor, x: Tensor) -> None:
-        self.kernels.add(x, self.rows.places, self.table, out)
+        self.kernels.add(x, self.rows.places, self.table, out, self.between)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class DeviceAdaptedHeads:
         self.kernels.add_to_heads(attended, self._places(rows), self.table, self.plain_dim, out, values=True)
 
     def add_to_keys_values(self, out: Tensor, latents: Tensor, rows: slice | Tensor, repeats: int) -> None:
-        self.kernels.add(latents, self._places(rows).repeat_interleave(repeats), self.table, out)
+        self.kernels.add(latents, self._places(rows).repeat_interleave(repeats), self.table, out, None)
 
     def _places(self, rows: slice | Tensor | None) -> Tensor:
         return self.rows.places if rows is None else self.rows.places[rows]
@@ -101,23 +103,27 @@ class DevicePlaces:
         link: HostLink,
     ) -> None:
         self.num_places, self._dtype, self._device, self._link = num_places, limits.dtype, device, link
-        layers, rows = adapted_layers(model), model.adapter_rows
-        self._place_size = place_size(layers, limits)
+        layers, rows, ranks = adapted_layers(model), model.adapter_rows, model.table.ranks
+        self._shares = layer_shares(model, fully_sharded=limits.fully_sharded)
+        self._place_size = place_size(layers, self._shares, limits)
         self._memory = torch.zeros(num_places * self._place_size, dtype=limits.dtype, device=device)
         # entries of the tables of all layers: of each layer [places, parts]
-        self._parts = [[one.size for one in layer.spec.parts] for layer in layers]
+        self._parts = [share.sizes for share in self._shares]
         counts = [num_places * len(sizes) for sizes in self._parts]
         self._firsts = np.concatenate([[0], np.cumsum(counts)])
         self._offsets = np.full((int(self._firsts[-1]), OFFSETS), NO_OFFSET, np.int64)
         self._ranks = np.zeros(int(self._firsts[-1]), np.int32)
+        self._own_ranks = np.zeros((int(self._firsts[-1]), 2), np.int32)
         self._device_offsets = torch.from_numpy(self._offsets).to(device, copy=True)
         self._device_ranks = torch.from_numpy(self._ranks).to(device, copy=True)
+        self._device_own_ranks = torch.from_numpy(self._own_ranks).to(device, copy=True)
         for index, layer in enumerate(layers):
             table = self._table(index, limits.max_rank)
             if isinstance(layer, UpProjection):
                 layer.adapt(DeviceAdaptedHeads(rows, table, kernels, layer.plain_dim))
             else:
-                layer.adapt(DeviceAdaptedRows(rows, table, kernels))
+                between = ranks.sum if ranks is not None and self._shares[index].sums_between else None
+                layer.adapt(DeviceAdaptedRows(rows, table, kernels, between))
 
     @property
     def size_bytes(self) -> int:
@@ -155,19 +161,24 @@ class DevicePlaces:
         self._memory[first : first + len(memory)].copy_(memory, non_blocking=True)
         for layer, sizes in enumerate(self._parts):
             begin = int(self._firsts[layer]) + place * len(sizes)
-            self._offsets[begin : begin + len(sizes)], self._ranks[begin : begin + len(sizes)] = NO_OFFSET, 0
-            starts = dict(zip(np.cumsum([0, *sizes[:-1]]).tolist(), range(len(sizes)), strict=True))
+            of_place = slice(begin, begin + len(sizes))
+            self._offsets[of_place], self._ranks[of_place], self._own_ranks[of_place] = NO_OFFSET, 0, 0
+            starts = dict(zip(self._shares[layer].starts, range(len(sizes)), strict=True))
             for delta in adapter.deltas.get(layer, ()):
                 entry = begin + starts[delta.start]
                 self._ranks[entry] = delta.rank
+                self._own_ranks[entry] = delta.own_start, 0 if delta.a is None else len(delta.a)
                 for i, one in enumerate((delta.a, delta.b, delta.bias)):
                     self._offsets[entry, i] = NO_OFFSET if one is None else first + one.storage_offset()
         self._device_offsets.copy_(put(self._offsets.copy(), self._device, self._link))
         self._device_ranks.copy_(put(self._ranks.copy(), self._device, self._link))
+        self._device_own_ranks.copy_(put(self._own_ranks.copy(), self._device, self._link))
 
     def _table(self, layer: int, max_rank: int) -> AdapterTable:
         sizes, entries = self._parts[layer], slice(int(self._firsts[layer]), int(self._firsts[layer + 1]))
-        starts = np.cumsum([0, *sizes[:-1]])
+        starts, own_ranks = np.array(self._shares[layer].starts), None
+        if self._shares[layer].sums_between:
+            own_ranks = self._device_own_ranks[entries].view(self.num_places, len(sizes), 2)
         return AdapterTable(
             self._memory,
             self._device_offsets[entries].view(self.num_places, len(sizes), OFFSETS),
@@ -176,22 +187,24 @@ class DevicePlaces:
             torch.tensor(sizes, dtype=torch.int32, device=self._device),
             max(sizes),
             max_rank,
+            own_ranks,
         )
 
 
-def place_size(layers: Sequence[AdaptedLayer], limits: AdapterLimits) -> int:
-    """Elements of the largest adapter that may be placed."""
+def place_size(layers: Sequence[AdaptedLayer], shares: Sequence[LayerShare], limits: AdapterLimits) -> int:
+    """Elements of the largest adapter that may be placed, of a rank."""
     total = 0
-    for layer in layers:
-        for one in layer.spec.parts:
+    for layer, share in zip(layers, shares, strict=True):
+        for one, size in zip(layer.spec.parts, share.sizes, strict=True):
             if not limits.target_modules or last_name(one.name) in limits.target_modules:
-                total += _largest(one.size, layer.spec.in_features, limits)
+                total += _largest(size, share, limits)
     return total
 
 
-def _largest(size: int, inputs: int, limits: AdapterLimits) -> int:
+def _largest(size: int, share: LayerShare, limits: AdapterLimits) -> int:
     bias = _aligned(size) if limits.with_bias else 0
-    return _aligned(limits.max_rank * inputs) + _aligned(limits.max_rank * size) + bias
+    own_rank = max(-(-limits.max_rank // share.num_shrunk), 1)
+    return _aligned(own_rank * len(share.inputs)) + _aligned(limits.max_rank * size) + bias
 
 
 def _aligned(count: int) -> int:

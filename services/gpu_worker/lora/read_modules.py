@@ -20,6 +20,7 @@ class AdapterLimits:
     with_bias: bool = True
     max_rows: int = 256  # that an adapter may replace, of embedding and of head
     target_modules: tuple[str, ...] = ()  # last parts of module names that adapters may change; empty: all
+    fully_sharded: bool = False  # see `LayerShare`
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,15 @@ from blockyard.services.gpu_worker.layers.embedding import HEAD
 from blockyard.services.gpu_worker.layers.latent.up_projection import UpProjection
 from blockyard.services.gpu_worker.layers.linear import Linear, Product
 from blockyard.services.gpu_worker.loading.checkpoint_names import bare
-from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart
+from blockyard.services.gpu_worker.loading.linear_spec import MatrixPart, Split
 from blockyard.services.gpu_worker.lora.module_tensors import STACK_SUFFIX, STACKED, ModuleTensors, is_finite, listed
+from blockyard.services.gpu_worker.lora.ranks.layer_share import LayerShare
 from blockyard.services.gpu_worker.lora.token_rows import TokenTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.shared.errors import AdapterError
 from blockyard.shared.lora.adapter_config import MAX_RANK, AdapterConfig
 
-EXPERT = re.compile(r"(?P<stack>.*\.experts)\.\d+\.\w+$")  # names of modules of one expert
+EXPERT = re.compile(r"(?P<stack>.*\.experts)\.(?P<number>\d+)\.\w+$")  # names of modules of one expert
 COMPARED = 16  # columns of a weight, about
 OTHER_NAMES = {"embed_out": "lm_head"}  # of modules that checkpoints of some families call otherwise
 
@@ -30,22 +31,23 @@ class Target:
     name: str
     layer: int  # index in the layers that adapters may change
     part: MatrixPart
-    start: int  # first output of the part
-    in_features: int
+    index: int  # of the part in its layer
+    in_features: int  # of all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an adapter adds to one part of a layer's product: (x @ a.T) @ b.T + bias."""
+    """What an adapter adds to one part of a layer's product: (x @ a.T) @ b.T + bias. Matrices are a rank's shares."""
 
     start: int  # first output
-    a: Tensor | None  # [rank, in]; None: a bias alone
+    a: Tensor | None  # [own rank, in]; None: a bias alone
     b: Tensor | None  # [out, rank], rows in the order of the product, times the scale
     bias: Tensor | None = None  # [out]
+    own_start: int = 0  # first of the own rank, which is the whole but with --fully-sharded-loras
 
     @property
     def rank(self) -> int:
-        return 0 if self.a is None else self.a.shape[0]
+        return 0 if self.b is None else self.b.shape[1]
 
     @property
     def size(self) -> int:
@@ -66,38 +68,54 @@ def adapted_layers(model: Model) -> list[AdaptedLayer]:
     return [*model.linears(), *model.adaptable.up_projections]
 
 
-class ModelTargets:
-    """Finds the modules of adapters in one model."""
+def layer_shares(model: Model, *, fully_sharded: bool = False) -> list[LayerShare]:
+    """The shares of this rank, of each of `adapted_layers`."""
+    return [
+        # of latent attention each rank multiplies A by heads of its own, so that A has to be whole
+        LayerShare(one.spec, model.table.shard, fully_sharded=fully_sharded and isinstance(one, Linear))
+        for one in adapted_layers(model)
+    ]
 
-    def __init__(self, model: Model) -> None:
+
+class ModelTargets:
+    """Finds the modules of adapters in one model, or in what a rank has of it."""
+
+    def __init__(self, model: Model, whole: Model | None = None, *, fully_sharded: bool = False) -> None:
+        """whole: the declared model with all layers and experts; None: `model` has them all. fully_sharded: see
+        `LayerShare`."""
         self._layers, self._table = adapted_layers(model), model.table
+        self._shares = layer_shares(model, fully_sharded=fully_sharded)
         self._targets: dict[str, Target] = {}
-        self._experts: dict[str, list[int]] = {}  # layers of experts by the name of their mixture
+        # by the name of their mixture: the layers of experts, with their numbers, and how many experts all ranks have
+        self._experts: dict[str, list[tuple[int, int]]] = {}
         for layer, adapted in enumerate(self._layers):
-            start = 0
-            for one in adapted.spec.parts:
+            for index, one in enumerate(adapted.spec.parts):
                 if one.name:
-                    target = Target(one.name, layer, one, start, adapted.spec.in_features)
-                    self._targets[_key(one.name)] = target
-                start += one.size
+                    self._targets[_key(one.name)] = Target(one.name, layer, one, index, adapted.spec.in_features)
             if (found := EXPERT.match(_key(adapted.spec.parts[0].name))) is not None:
-                self._experts.setdefault(found["stack"], []).append(layer)
+                self._experts.setdefault(found["stack"], []).append((int(found["number"]), layer))
+        self._all = set(self._targets) if whole is None else _names_of(whole, model)
+        self._num_experts: dict[str, int] = {}
+        for found in filter(None, map(EXPERT.match, self._all)):
+            number = int(found["number"]) + 1
+            self._num_experts[found["stack"]] = max(number, self._num_experts.get(found["stack"], 0))
         head = self.find(HEAD)
-        self.tokens = TokenTargets(model, None if head is None else (head.name, head.layer))
+        self.tokens = TokenTargets(model, None if head is None else (head.name, head.layer), self._has_name)
 
     def find(self, module: str) -> Target | None:
         name = _key(module)
         return self._targets.get(name) or self._targets.get(OTHER_NAMES.get(name, ""))
 
     def names(self) -> list[str]:
-        return [*(target.name for target in self._targets.values()), *self.tokens.names()]
+        """Of all ranks."""
+        return [*self._all, *self.tokens.names()]
 
     def arrange(
         self, modules: Sequence[ModuleTensors], dtype: torch.dtype, config: AdapterConfig, max_rank: int = MAX_RANK
     ) -> Generator[None, None, dict[int, list[Delta]]]:
         """Returns the deltas of each layer by its index, in `dtype`, one matrix at a time. Raises AdapterError.
 
-        max_rank: of one expert of a stack.
+        max_rank: of one expert of a stack. Modules of layers that other ranks have are left to them.
         """
         if missing := [module.name for module in modules if not self._has(module)]:
             raise AdapterError(f"this model has no layer for {listed(missing)}")
@@ -109,13 +127,18 @@ class ModelTargets:
                     yield
                 continue
             target = self.find(module.name)
-            assert target is not None
-            found.setdefault(target.layer, []).append(self._delta(target, module, dtype))
+            if target is not None and (own := self._delta(target, module, dtype)) is not None:
+                found.setdefault(target.layer, []).append(own)
             yield
         return found
 
     def _has(self, module: ModuleTensors) -> bool:
-        return _stack(module) in self._experts if module.is_stack else self.find(module.name) is not None
+        """Whether this rank or another one has the module."""
+        return _stack(module) in self._num_experts if module.is_stack else self._has_name(module.name)
+
+    def _has_name(self, module: str) -> bool:
+        name = _key(module)
+        return name in self._all or OTHER_NAMES.get(name, "") in self._all
 
     def _stack_deltas(
         self, module: ModuleTensors, dtype: torch.dtype, config: AdapterConfig, max_rank: int
@@ -124,28 +147,32 @@ class ModelTargets:
         a, b = module.a, module.b
         assert a is not None and b is not None
         inputs, outputs = a.shape[1], b.shape[0]
-        layers = [one for one in self._experts[_stack(module)] if _shape(self._layers[one]) == (inputs, outputs)]
-        number = len(layers)
-        if not number or a.shape[0] % number or a.shape[0] != b.shape[1]:
+        own, number = self._experts.get(_stack(module), []), self._num_experts[_stack(module)]
+        layers = [(expert, one) for expert, one in own if _shape(self._layers[one]) == (inputs, outputs)]
+        if not own:
+            return  # it is of another stage
+        if not layers or a.shape[0] % number or a.shape[0] != b.shape[1]:
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise AdapterError(
                 f"lora_A and lora_B of {module.name} have the shapes {shapes}: no experts here have such"
             )
-        rank, parts = a.shape[0] // number, self._layers[layers[0]].spec.parts
+        rank, parts = a.shape[0] // number, self._layers[layers[0][1]].spec.parts
         is_gate_up = len(parts) > 1 or len(parts[0].rows) > 1
         name = f"{module.name.removesuffix(STACK_SUFFIX)}.{STACKED[0 if is_gate_up else 1]}"
         if rank > max_rank or rank != config.rank_of(name):
             limits = f"its config says {config.rank_of(name)}, the limit is {max_rank}"
             raise AdapterError(f"{name} has rank {rank}; {limits}")
         of_experts = torch.unflatten(b.float(), 1, (rank, number)) * config.scale_of(name)  # the expert is fastest
-        for expert, layer in enumerate(layers):
-            own, one = of_experts[:, :, expert], self._layers[layer].spec.parts
-            rows = in_order(one[0], own) if len(one) == 1 else own
-            pair = a[expert * rank : (expert + 1) * rank].to(dtype).contiguous(), rows.to(dtype).contiguous()
+        for expert, layer in layers:
+            rows, one, share = of_experts[:, :, expert], self._layers[layer].spec.parts, self._shares[layer]
+            rows = share.cut_rows(in_order(one[0], rows) if len(one) == 1 else rows, 0, len(one))
+            of_expert = share.cut_a(a[expert * rank : (expert + 1) * rank])
+            pair = of_expert.to(dtype).contiguous(), rows.to(dtype).contiguous()
             _check_finite(module, dtype, *pair)
-            yield layer, Delta(0, *pair)
+            yield layer, Delta(share.starts[0], *pair, own_start=share.own_rank(rank).start)
 
-    def _delta(self, target: Target, module: ModuleTensors, dtype: torch.dtype) -> Delta:
+    def _delta(self, target: Target, module: ModuleTensors, dtype: torch.dtype) -> Delta | None:
+        """None: a bias that another rank adds."""
         one = target.part
         stored = one.stored_rows or one.size
         if module.base is not None:
@@ -153,44 +180,71 @@ class ModelTargets:
         _check_shape(module, "lora_A", module.a, 1, target.in_features)
         for name, tensor in (("lora_B", module.b), ("lora_B.bias", module.b_bias), ("bias", module.bias)):
             _check_shape(module, name, tensor, 0, stored)
-        b = None if module.b is None else (in_order(one, module.b.float()) * module.scale).to(dtype)
+        share, index = self._shares[target.layer], target.index
+
+        def own_rows(values: Tensor) -> Tensor:
+            return share.cut_rows(in_order(one, values.float()), index)
+
+        b = None if module.b is None else (own_rows(module.b) * module.scale).to(dtype).contiguous()
         bias = None
-        if module.b_bias is not None:
-            bias = in_order(one, module.b_bias.float()) * module.scale
-        if module.bias is not None:
-            other = in_order(one, module.bias.float()) - self._bias_of(target)
+        if module.b_bias is not None and share.has_bias:
+            bias = own_rows(module.b_bias) * module.scale
+        if module.bias is not None and (own := self._bias_of(target)) is not None:
+            other = own_rows(module.bias) - own
             bias = other if bias is None else bias + other
-        a = None if module.a is None else module.a.to(dtype).contiguous()
+        a = None if module.a is None else share.cut_a(module.a).to(dtype).contiguous()
         _check_finite(module, dtype, a, b)
-        b = None if b is None else b.contiguous()
-        return Delta(target.start, a, b, None if bias is None else bias.to(dtype).contiguous())
+        if b is None and bias is None:
+            return None
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        own_start = 0 if module.a is None else share.own_rank(module.a.shape[0]).start
+        return Delta(share.starts[index], a, b, bias, own_start)
 
     def _check_base(self, target: Target, stored: Tensor) -> None:
         """Raises AdapterError if a weight that came with the adapter is not the model's, by some of its columns."""
-        size = target.in_features
-        columns = torch.arange(0, size, max(1, size // COMPARED))
+        layer, share = self._layers[target.layer], self._shares[target.layer]
         differs = AdapterError(
             f"the adapter has a weight of its own for {target.name}, which is not the model's: merge it into its base"
         )
-        if stored.shape != (target.part.stored_rows or target.part.size, size):
+        if stored.shape != (target.part.stored_rows or target.part.size, target.in_features):
             raise differs
+        size = len(share.inputs)
+        columns = torch.arange(0, size, max(1, size // COMPARED))
         units = torch.eye(size, dtype=self._table.dtype)[columns].to(self._table.device)
-        product, end = _product(self._layers[target.layer]), target.start + target.part.size
+        product = _product(layer)
         with torch.inference_mode():
             bias = product(torch.zeros_like(units[:1]))
-            own = (product(units) - bias)[:, target.start : end].float().cpu().T
-        given = in_order(target.part, stored[:, columns].float())
+            own = (product(units) - bias)[:, self._own_outputs(target)].float().cpu().T
+        given = share.cut_rows(in_order(target.part, stored[:, columns + share.inputs.start].float()), target.index)
         if not torch.allclose(own, given, rtol=0.05, atol=0.05 * float(given.abs().mean())):
             raise differs
 
-    def _bias_of(self, target: Target) -> Tensor:
-        """The bias of the model itself, which any format gives as the product of zeros."""
-        layer = self._layers[target.layer]
+    def _bias_of(self, target: Target) -> Tensor | None:
+        """The rank's part of the model's own bias, which any format gives as the product of zeros. None: it has none
+        of it."""
+        layer, share = self._layers[target.layer], self._shares[target.layer]
         if not layer.spec.bias:
             raise AdapterError(f"the adapter has a bias for {target.name}, which has none in this model")
-        zeros = torch.zeros(1, target.in_features, dtype=self._table.dtype, device=self._table.device)
+        if share.sums_between and layer.spec.split is Split.INPUTS:
+            raise AdapterError(f"the adapter has a bias for {target.name}: --fully-sharded-loras serves none there")
+        if not share.has_bias:
+            return None
+        zeros = torch.zeros(1, len(share.inputs), dtype=self._table.dtype, device=self._table.device)
         with torch.inference_mode():
-            return _product(layer)(zeros)[0, target.start : target.start + target.part.size].float().cpu()
+            return _product(layer)(zeros)[0, self._own_outputs(target)].float().cpu()
+
+    def _own_outputs(self, target: Target) -> slice:
+        share = self._shares[target.layer]
+        return slice(share.starts[target.index], share.starts[target.index] + share.sizes[target.index])
+
+
+def _names_of(whole: Model, own: Model) -> set[str]:
+    """The modules of all ranks. Experts are none, where those of this rank are no layers that adapters may change."""
+    without = set[int]()
+    if own.experts() and not any(experts.linears() for experts in own.experts()):
+        without = {id(linear) for experts in whole.experts() for linear in experts.linears()}
+    parts = (one for layer in adapted_layers(whole) if id(layer) not in without for one in layer.spec.parts)
+    return {_key(one.name) for one in parts if one.name}
 
 
 def _product(layer: AdaptedLayer) -> Product:

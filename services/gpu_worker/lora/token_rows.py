@@ -1,6 +1,6 @@
-"""What adapters change of the rows that embedding and head have for tokens."""
+"""What adapters change of the rows that embedding and head have for tokens: of those tokens that a rank has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ OF_EMBEDDING, OF_HEAD = "embed_tokens", "lm_head"
 class ReplacedRows:
     """Rows of a matrix [vocab_size, width] that an adapter has replaced."""
 
-    token_ids: Tensor  # [n] int64, ascending
+    token_ids: Tensor  # [n] int64, ascending, counted from the first token that the rank has
     values: Tensor  # [n, width]
 
 
@@ -31,7 +31,7 @@ class ReplacedRows:
 class EmbeddingDelta:
     """What an adapter changes of the embedding of tokens: replaced rows, and a[token] @ b.T for all."""
 
-    a: Tensor | None = None  # [vocab_size, rank]
+    a: Tensor | None = None  # [tokens that the rank has, rank]
     b: Tensor | None = None  # [width, rank], times the scale
     rows: ReplacedRows | None = None
 
@@ -54,9 +54,11 @@ class TokenDeltas:
 class TokenTargets:
     """The embedding and the head of one model, under the names of their modules."""
 
-    def __init__(self, model: Model, head: tuple[str, int] | None) -> None:
-        """head: the name of its module, and its index in the model's linear layers; None: it has none."""
-        self._embedding, self._dtype = model.adaptable.embedding, model.table.dtype
+    def __init__(self, model: Model, head: tuple[str, int] | None, has_module: Callable[[str], bool]) -> None:
+        """head: the name of its module, and its index in the model's linear layers; None: it has none. has_module:
+        whether a rank has a linear layer of this name."""
+        self._embedding, self._dtype, self._stage = model.adaptable.embedding, model.table.dtype, model.table.stage
+        self._shard, self._has_module = model.table.shard, has_module
         self._head, self._head_name, self._head_layer = None, "", None
         if head is not None:
             self._head_name, self._head_layer = bare(head[0]), head[1]
@@ -73,9 +75,14 @@ class TokenTargets:
         head_rows: ReplacedRows | None = None
         for module in modules:
             if self._embedding is not None and bare(module.name) == bare(self._embedding.name):
+                is_tied = module.token_rows is not None and self._embedding.has_tied_head and self._head is not None
+                if not is_tied and self._stage is not None and not self._stage.is_first:
+                    continue
                 embedding = self._embedding_delta(self._embedding, module, config, dtype, most)
-                if module.token_rows is not None and self._embedding.has_tied_head and head_rows is None:
+                if is_tied and head_rows is None:
                     head_rows = embedding.rows  # PEFT trains one row of both
+            elif self._head is None and module.token_a is None and self._has_module(module.name):
+                continue  # the head, which another stage has
             elif self._head is not None and bare(module.name) == self._head_name and module.token_a is None:
                 if self._head.spec.bias:
                     raise AdapterError(f"the adapter has rows of its own for {module.name}, which has a bias")
@@ -90,8 +97,8 @@ class TokenTargets:
     def _embedding_delta(
         self, embedding: TokenEmbedding, module: ModuleTensors, config: AdapterConfig, dtype: torch.dtype, most: int
     ) -> EmbeddingDelta:
-        vocab_size, width = embedding.vocab_size, embedding.weight.shape[1]
-        rows = None
+        vocab_size, width = _shape(embedding)
+        rows, tokens = None, embedding.own_tokens
         if module.weight is not None or module.token_rows is not None:
             rows = self._rows(module, config, dtype, most, embedding)
         if module.base is not None and len(changed := self._changed(module.name, module.base, embedding)):
@@ -108,11 +115,13 @@ class TokenTargets:
                 f"of {width} numbers"
             )
         b = (module.token_b.float() * module.scale).to(dtype).contiguous()
-        return EmbeddingDelta(module.token_a.T.to(dtype).contiguous(), b, rows)
+        return EmbeddingDelta(module.token_a[:, tokens.start : tokens.stop].T.to(dtype).contiguous(), b, rows)
 
     def _rows(
         self, module: ModuleTensors, config: AdapterConfig, dtype: torch.dtype, most: int, own: TokenEmbedding | Linear
     ) -> ReplacedRows:
+        """most: rows, counted on each rank."""
+        tokens = self._own_tokens(own)
         if module.token_rows is not None:
             ids = torch.tensor(config.tokens_of(module.name), dtype=torch.int64)
             vocab_size, width = _shape(own)
@@ -122,7 +131,8 @@ class TokenTargets:
             if wrong := [one for one in ids.tolist() if not 0 <= one < vocab_size]:
                 raise AdapterError(f"{module.name}: token {wrong[0]} is not one of the model's {vocab_size}")
             ids, order = ids.sort()
-            values = module.token_rows[order]
+            is_here = (ids >= tokens.start) & (ids < tokens.stop)
+            ids, values = ids[is_here], module.token_rows[order[is_here]]
         else:
             assert module.weight is not None
             ids = self._changed(module.name, module.weight, own)
@@ -132,10 +142,13 @@ class TokenTargets:
                 f"the adapter has {len(ids)} rows of its own for {module.name}, --lora-extra-vocab-size is {most}: "
                 "merge such an adapter into its base"
             )
-        return ReplacedRows(ids, values.to(dtype).contiguous())
+        return ReplacedRows(ids - tokens.start, values.to(dtype).contiguous())
+
+    def _own_tokens(self, own: TokenEmbedding | Linear) -> range:
+        return own.own_tokens if isinstance(own, TokenEmbedding) else own.spec.rows(own.spec.parts[0], self._shard)[0]
 
     def _changed(self, name: str, weight: Tensor, own: TokenEmbedding | Linear) -> Tensor:
-        """The rows of a matrix that came with an adapter that are not the model's: [n] int64.
+        """The tokens of this rank whose rows of a matrix that came with an adapter are not the model's: [n] int64.
 
         Rows are compared by their products with random directions, which any format of weights has.
         """
@@ -148,18 +161,19 @@ class TokenTargets:
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(DIRECTIONS, shape[1], generator=generator)
         with torch.inference_mode():
-            of_base = _products(own, directions)
-            given = weight.to(self._dtype).float()
+            of_base, here = _products(own, directions), self._own_tokens(own)
+            given = weight[here.start : here.stop].to(self._dtype).float()
             off = (given @ directions.T - of_base).abs().amax(1)
             lengths = given.norm(dim=1)
         exact = torch.float32 if _stored(own) is not None else self._dtype
-        return torch.nonzero(off > lengths * TOLERANCE[exact] + 1e-30).flatten()
+        return torch.nonzero(off > lengths * TOLERANCE[exact] + 1e-30).flatten() + here.start
 
 
 def _shape(own: TokenEmbedding | Linear) -> tuple[int, int]:
+    """Of all ranks."""
     if isinstance(own, TokenEmbedding):
         return own.vocab_size, own.weight.shape[1]
-    return own.shape[1], own.shape[0]
+    return own.spec.parts[0].size, own.spec.in_features
 
 
 def _stored(own: TokenEmbedding | Linear) -> Tensor | None:
@@ -167,11 +181,13 @@ def _stored(own: TokenEmbedding | Linear) -> Tensor | None:
     if isinstance(own, TokenEmbedding):
         return own.weight
     weight = own.method.tensors().get("weight")
-    return weight if weight is not None and weight.is_floating_point() and weight.shape == _shape(own) else None
+    if weight is None or not weight.is_floating_point():
+        return None
+    return weight if weight.shape == (own.shape[1], own.shape[0]) else None
 
 
 def _products(own: TokenEmbedding | Linear, directions: Tensor) -> Tensor:
-    """[vocab_size, DIRECTIONS] float32."""
+    """[tokens of the rank, DIRECTIONS] float32."""
     if (stored := _stored(own)) is not None:
         return (stored.float() @ directions.T.to(stored.device)).cpu()
     assert isinstance(own, Linear)

@@ -307,7 +307,8 @@ def pooled(geometry: Geometry, prompt: "array[int]") -> tuple[bytes, int]:
     width."""
     card = geometry.pooling
     assert card is not None, "the model generates text"
-    row = array("f", [prompt[-1 - i % len(prompt)] for i in range(card.width)]).tobytes()
+    backwards = array("f", prompt[::-1]) * (card.width // len(prompt) + 1)
+    row = backwards[: card.width].tobytes()
     return (row * len(prompt), card.width) if card.of_tokens else (row, 0)
 
 

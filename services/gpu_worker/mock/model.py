@@ -6,6 +6,7 @@ import msgspec
 
 from blockyard.services.gpu_worker.mock.batch import Pattern
 from blockyard.shared.config import model_bounds as bounds
+from blockyard.shared.config.pooling.activations import num_labels
 from blockyard.shared.config.pooling.pooling_fields import has_kv
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import LoadError
@@ -23,6 +24,7 @@ class _ModelConfig(msgspec.Struct):
     hidden_size: bounds.Width = DEFAULT_WIDTH
     architectures: list[str] = []
     use_bidirectional_attention: bool | None = None
+    id2label: dict[str, str] | None = None
 
 
 def describe(config: WorkerConfig) -> tuple[Geometry, Pattern]:
@@ -69,7 +71,7 @@ def _pooling_card(config: WorkerConfig, model: _ModelConfig, length: int) -> Poo
     task, settings = PoolingTask(config.task), msgspec.structs.asdict(model)
     keeps_kv = not model.architectures or has_kv(settings)
     is_score = task is PoolingTask.SCORE
-    width = {PoolingTask.EMBED: model.hidden_size, PoolingTask.CLASSIFY: 2}.get(task, 1)
+    width = {PoolingTask.EMBED: model.hidden_size, PoolingTask.CLASSIFY: num_labels(settings)}.get(task, 1)
     labels = [f"LABEL_{i}" for i in range(width)] if task is PoolingTask.CLASSIFY else []
     pooling = "LAST" if keeps_kv else "CLS"
     return PoolingCard(task, width, length, labels, pooling, takes_pairs=is_score, has_kv=keeps_kv)

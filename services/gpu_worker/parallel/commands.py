@@ -1,8 +1,8 @@
 """The frames between a leader and its followers. Imports no torch.
 
 `Command` frames are one ordered stream: a follower's steps follow from it alone. `Answer` frames go back on the same
-socket, of transfers of KV blocks only. Signs of life and failures travel on a socket of their own, which threads read
-and write while a rank computes.
+socket, of transfers of KV blocks and of adapters that are read. Signs of life and failures travel on a socket of their
+own, which threads read and write while a rank computes.
 """
 
 from enum import Enum
@@ -10,7 +10,7 @@ from enum import Enum
 from blockyard.services.kv_transfer.protocol.events import IncomingEvent, SenderEnded
 from blockyard.services.kv_transfer.routes import RankPlace
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.messages import KVAbort, KVReceive, KVSend, NamedCount
+from blockyard.shared.messages import AdapterPlaced, KVAbort, KVReceive, KVSend, NamedCount
 from blockyard.shared.messages.base import Frame, FrameStruct
 
 
@@ -91,11 +91,12 @@ class ForwardPass(Frame, frozen=True):
     attention: AttentionCall
     token_ids: bytes  # int64
     positions: bytes
+    adapter_places: bytes = b""  # int32, of each token; empty: none has an adapter
 
 
 class DeviceForward(Frame, frozen=True):
-    """Compute the layers on a GPU. Words follow as a collective, int64: ids, positions and slots of tokens, first rows
-    of prefills, and rows, slots and positions of tokens that need logits."""
+    """Compute the layers on a GPU. Words are ids, positions and slots of tokens, first rows of prefills, rows, slots
+    and positions of tokens that need logits, and places of the tokens' adapters."""
 
     num_tokens: int
     num_starts: int  # 0: there are no prefills
@@ -104,6 +105,8 @@ class DeviceForward(Frame, frozen=True):
     max_seq_len: int | None  # these are those of `AttentionMetadata`
     prefill_max_seq_len: int | None
     max_context_len: int
+    has_adapters: bool = False
+    words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
 
 
 class ScatterWords(Frame, frozen=True):
@@ -129,6 +132,18 @@ class ReplayGraph(Frame, frozen=True):
     key: int
 
 
+class InstallKernels(Frame, frozen=True):
+    """Use the kernels that the leader has measured, for numbers of rows."""
+
+    tuned: bytes  # see `Tuner.installed`
+
+
+class DropGraph(Frame, frozen=True):
+    """A graph is not run again."""
+
+    key: int
+
+
 LAST_OUTPUT = -1
 
 
@@ -136,6 +151,7 @@ class ComputeLogits(Frame, frozen=True):
     """Compute the output layer of hidden states, which follow as a collective, or of the last forward pass's."""
 
     num_rows: int  # or LAST_OUTPUT
+    has_adapters: bool = False  # their places follow, too, int32
 
 
 class ForgetSequences(Frame, frozen=True):
@@ -179,6 +195,30 @@ class ReclaimMemory(Frame, frozen=True):
 
     weights: bool
     kv: bool
+
+
+class ReadAdapter(Frame, frozen=True):
+    """Read an adapter into host memory. The answer is `AdapterRead`."""
+
+    job: int  # random, so that answers to an earlier start are known
+    adapter: int  # the scheduler's number
+    path: str
+
+
+class ForgetAdapter(Frame, frozen=True):
+    """Free an adapter's host memory."""
+
+    adapter: int
+
+
+class ForgetAdapters(Frame, frozen=True):
+    """Drop all adapters, and those that are being read."""
+
+
+class PlaceAdapters(Frame, frozen=True):
+    """Adapters of the steps from here on."""
+
+    placed: list[AdapterPlaced]
 
 
 class OpenTransfers(Frame, frozen=True):
@@ -241,6 +281,15 @@ class TransfersClosed(Frame, frozen=True):
     """Answers `CloseTransfers`."""
 
 
+class AdapterRead(Frame, frozen=True):
+    """Answers `ReadAdapter`."""
+
+    job: int
+    digest: bytes = b""
+    size_bytes: int = 0  # of the rank's part
+    error: str = ""
+
+
 class LifeSign(Frame, frozen=True):
     """The process runs."""
 
@@ -266,6 +315,8 @@ Command = (
     | BeginGraph
     | EndGraph
     | ReplayGraph
+    | DropGraph
+    | InstallKernels
     | ComputeLogits
     | ForgetSequences
     | CopyBlocks
@@ -274,6 +325,10 @@ Command = (
     | FetchBlocks
     | ReleaseMemory
     | ReclaimMemory
+    | ReadAdapter
+    | ForgetAdapter
+    | ForgetAdapters
+    | PlaceAdapters
     | OpenTransfers
     | SharePlaces
     | ReceiveBlocks
@@ -283,6 +338,8 @@ Command = (
     | CloseTransfers
 )
 TransferCommand = OpenTransfers | SharePlaces | ReceiveBlocks | SendBlocks | AbortBlocks | LosePeer | CloseTransfers
-Answer = TransfersOpened | TransferEvents | TransfersClosed
+AdapterCommand = ReadAdapter | ForgetAdapter | ForgetAdapters | PlaceAdapters
+TransferAnswer = TransfersOpened | TransferEvents | TransfersClosed
+Answer = TransferAnswer | AdapterRead
 Sign = LifeSign | RankFailed
 JoinAnswer = JoinAccepted | JoinRefused

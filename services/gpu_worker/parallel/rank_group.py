@@ -7,6 +7,7 @@ and talk on the loopback interface; those of several hosts by a store of the lea
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,10 +32,28 @@ class Collectives(Protocol):
     """The methods of `ProcessGroupGloo` and `ProcessGroupNCCL` that are used."""
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> PendingCollective: ...
-    def allreduce(self, tensors: list[Tensor]) -> PendingCollective: ...
-    def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective: ...
+    def allreduce(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
+    def broadcast(self, tensors: list[Tensor], options: object) -> PendingCollective | None: ...
     def send(self, tensors: list[Tensor], to: int, tag: int) -> PendingCollective: ...
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> PendingCollective: ...
+
+
+class SumKernels(Protocol):
+    """Sums over ranks by kernels of the device itself, for parts for which they are quicker than the transport."""
+
+    def sum(self, part: Tensor) -> Tensor | None:
+        """See `RankGroup.sum`. None: the transport is quicker."""
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    ) -> Tensor | None:
+        """See `RankGroup.sum_add_rms_norm`."""
+
+    def describe(self) -> str:
+        """Returns a line about what they sum."""
+
+    def check(self) -> None:
+        """Raises RankLostError if a kernel has given up waiting for another rank: its sums are wrong from then on."""
 
 
 class RankGroup:
@@ -56,8 +75,11 @@ class RankGroup:
         self.is_leader = shard.rank == LEADER
         self._group, self._sums_in_order = collectives, sums_in_order
         self._is_alone, self.host_waits = False, host_waits
-        self._from_leader = _dist.BroadcastOptions()
+        self.kernels: SumKernels | None = None  # the same on all ranks; None: the transport sums
+        self._summed, self._from_leader = _dist.AllreduceOptions(), _dist.BroadcastOptions()
         self._from_leader.rootRank = LEADER
+        # on the stream of steps and not on one of NCCL's own: a CUDA graph then has no fork and join for each sum
+        self._summed.asyncOp = self._from_leader.asyncOp = host_waits
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -72,14 +94,31 @@ class RankGroup:
         """Returns the sum of all ranks' parts, with the same bits on all ranks. May write to `part`."""
         if self._is_alone:
             return part
+        if self.kernels is not None and (total := self.kernels.sum(part)) is not None:
+            return total
         if not self._sums_in_order:
-            self.wait(self._group.allreduce([part]))
+            part = part.contiguous()  # NCCL takes no other
+            self.wait(self._group.allreduce([part], self._summed))
             return part
         parts = self.collect(part)
         total = parts[0].float() if part.dtype.itemsize < 4 else parts[0]  # rounded once
         for one in parts[1:]:
             total.add_(one)
         return total.to(part.dtype)
+
+    def sum_add_rms_norm(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+    ) -> Tensor | None:
+        """Adds the sum of all ranks' parts [rows, size] to residual in place, or with `total` there, and returns the
+        RMSNorm. None: nothing is done, it takes several kernels."""
+        if self._is_alone or self.kernels is None:
+            return None
+        return self.kernels.sum_add_rms_norm(part, residual, weight, eps, total)
+
+    def check(self) -> None:
+        """Raises RankLostError if sums are wrong since another rank's part has not come in time. Not collective."""
+        if self.kernels is not None:
+            self.kernels.check()
 
     def collect(self, part: Tensor) -> list[Tensor]:
         """Returns all ranks' parts, of equal shape and dtype, in the order of ranks."""
@@ -131,8 +170,10 @@ class RankGroup:
         """Returns the largest value of all ranks, element by element."""
         return torch.stack(self.collect(values)).amax(0)
 
-    def wait(self, work: PendingCollective) -> None:
-        """Waits for the end of a collective: on a GPU its stream does."""
+    def wait(self, work: PendingCollective | None) -> None:
+        """Waits for the end of a collective: on a GPU the stream of steps does. None: it is on that stream."""
+        if work is None:
+            return
         try:
             work.wait()
         except RuntimeError as e:
@@ -145,6 +186,12 @@ class GroupStores:
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self._shared: object = None  # of ranks on several hosts
+
+    def folder_of(self, name: str) -> Path:
+        """Returns a folder for files that the ranks of this group on this host share."""
+        folder = self.meeting.folder / f"{name}-files"
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def make(self, name: str, size: int) -> object:
         """size: ranks of the group. Raises RankLostError if the leader's store is not there."""

@@ -1,12 +1,12 @@
 """What the start of a worker with several ranks knows of them: an interface for the leader and for followers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from blockyard.services.gpu_worker.parallel.commands import Followers
+from blockyard.services.gpu_worker.parallel.commands import AdapterRead, Followers
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
@@ -64,6 +64,13 @@ class RankTeam(Protocol):
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
         """Returns the number of layers of each stage: what the leader decides, and tells with `connect`."""
+
+    @property
+    def followers(self) -> Sequence[int]:
+        """Their ranks; of a follower none."""
+
+    def take_adapter_answers(self) -> list[tuple[int, AdapterRead]]:
+        """See `AdapterFollowers`."""
 
     def connect(self, connect: Connect) -> RankGroups:
         """Returns the groups. The leader calls it once the settings are checked: followers load from then on."""

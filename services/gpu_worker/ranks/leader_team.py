@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from blockyard.services.gpu_worker.parallel.commands import (
+    AdapterRead,
     Answer,
     Begin,
     Followers,
@@ -16,6 +17,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     RankFailed,
     RankSetup,
     Sign,
+    TransferAnswer,
 )
 from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.stages import place_of
@@ -34,7 +36,12 @@ if TYPE_CHECKING:
     from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
 
 # multicast of NVLink fails where one process may not see all GPUs of a host
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank sees its own GPU alone, as number 0
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 HEARD_S = 3.0  # in which ranks of other hosts read why this process ends
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -64,6 +71,8 @@ class LeaderTeam:
         self._watch: RankSigns | None = None
         self._groups: RankGroups | None = None
         self._stage_layers: list[int] = []  # empty: there is one stage
+        self._of_adapters: list[tuple[int, AdapterRead]] = []  # answers that were read and not taken
+        self._of_transfers: list[tuple[int, TransferAnswer]] = []
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
         """Starts the other ranks of this host. environments: by rank, variables that differ from this process's.
@@ -129,23 +138,41 @@ class LeaderTeam:
         """Implements `TransferFollowers`."""
         return list(dict.fromkeys(source for pipe in self._commands.values() for source in pipe.sources))
 
-    def take_answers(self) -> list[tuple[int, Answer]]:
+    def take_answers(self) -> list[tuple[int, TransferAnswer]]:
         """Implements `TransferFollowers`."""
-        found: list[tuple[int, Answer]] = []
-        for rank, pipe in self._commands.items():
-            while pipe.is_readable:
-                found.append((rank, self.wait_answer(rank)))
+        self._read_answers()
+        found, self._of_transfers = self._of_transfers, []
         return found
 
-    def wait_answer(self, rank: int) -> Answer:
+    def take_adapter_answers(self) -> list[tuple[int, AdapterRead]]:
+        """Implements `AdapterFollowers`."""
+        self._read_answers()
+        found, self._of_adapters = self._of_adapters, []
+        return found
+
+    def wait_answer(self, rank: int) -> TransferAnswer:
         """Implements `TransferFollowers`."""
+        while (place := next((i for i, one in enumerate(self._of_transfers) if one[0] == rank), None)) is None:
+            self._read_answer(rank)
+        return self._of_transfers.pop(place)[1]
+
+    def _read_answers(self) -> None:
+        """Reads all that has come."""
+        for rank, pipe in self._commands.items():
+            while pipe.is_readable:
+                self._read_answer(rank)
+
+    def _read_answer(self, rank: int) -> None:
         try:
             answer = self._commands[rank].receive()
         except TimeoutError:
             raise RankLostError(f"rank {rank} does not answer") from None
         if answer is None:
             raise RankLostError(f"rank {rank} has ended")
-        return answer
+        if isinstance(answer, AdapterRead):
+            self._of_adapters.append((rank, answer))
+        else:
+            self._of_transfers.append((rank, answer))
 
     def stats(self) -> list[RankStats]:
         """Implements `WorkerRanks`."""

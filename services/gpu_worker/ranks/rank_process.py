@@ -17,7 +17,10 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.lora.ranks.follower_adapters import FollowerAdapters
 from blockyard.services.gpu_worker.parallel.commands import (
+    AdapterCommand,
+    AdapterRead,
     Begin,
     Command,
     GroupComplete,
@@ -82,6 +85,15 @@ class FollowerTeam:
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
         """Implements `RankTeam`."""
         return self.stage_layers
+
+    @property
+    def followers(self) -> list[int]:
+        """Implements `RankTeam`."""
+        return []
+
+    def take_adapter_answers(self) -> list[tuple[int, AdapterRead]]:
+        """Implements `RankTeam`."""
+        return []
 
     def connect(self, connect: Connect) -> RankGroups:
         """Implements `RankTeam`."""
@@ -180,26 +192,35 @@ def follow(commands: FrameEnd[Command], team: FollowerTeam, watch: RankWatch) ->
 
 def do_commands(commands: FrameEnd[Command], team: FollowerTeam, watch: RankWatch) -> None:
     """Loads at the first command, and does what comes until the leader closes its end."""
-    follower = None
+    follower, adapters = None, None
     transfers = FollowerTransfers(team.config, team.place.rank, commands)
     while True:
-        transfers.wait_for_command()
+        transfers.wait_for_command(no_work if adapters is None else adapters.poll)
         command = commands.receive()
         if command is None:
             return
         if isinstance(command, GroupComplete):
             team.meet_at(command.store)
         elif isinstance(command, Begin):
-            follower = None  # its memory first
+            follower = adapters = None  # their memory first
             team.stage_layers = command.stage_layers
             follower = engine.follow(team.config, team)
+            if follower.adapters is not None:
+                adapters = FollowerAdapters(follower.adapters, commands.send)
             watch.serve()
         else:
             assert follower is not None
             if isinstance(command, TransferCommand):
                 transfers.do(command, follower.kv_memory)
+            elif isinstance(command, AdapterCommand):
+                assert adapters is not None, f"{command} without adapters"
+                adapters.do(command)
             else:
                 follower.do(command)
+
+
+def no_work() -> bool:
+    return False
 
 
 def fail(watch: RankWatch, detail: str, exit_code: int, *, is_of_device: bool = False) -> None:

@@ -11,6 +11,7 @@ from blockyard.services.gpu_worker.compilation.compile_processes import CompileP
 from blockyard.services.gpu_worker.execution.packed_graphs import PackedGraphs
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import FollowerNeeds, FollowerSteps
+from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import HostLink
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -68,6 +69,9 @@ class Backend(Protocol):
         at_once: measures all batch sizes now. Otherwise some may be measured in idle times.
         """
 
+    def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
+        """Picks how the ranks of a stage sum. All of them call it, once their weights are loaded."""
+
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         """Adapts the linear layers of a model, whose kernels are picked."""
 
@@ -98,6 +102,9 @@ class Backend(Protocol):
 
         most_tokens: of a step. has_types: the model knows token types.
         """
+
+    def text_threads(self, config: WorkerConfig) -> TextThreads | None:
+        """Returns the threads that compute the texts of a step without KV; None: a step is launched whole."""
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""

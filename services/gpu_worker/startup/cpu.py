@@ -8,11 +8,13 @@ import torch
 from blockyard.services.gpu_worker.arrays import Ints
 from blockyard.services.gpu_worker.attention.packed_attention import CpuPackedProduct, PackedProduct
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
+from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.execution.cpu_steps import CpuSteps
 from blockyard.services.gpu_worker.execution.pooled_steps import ChunkAttention, CpuChunkAttention
 from blockyard.services.gpu_worker.execution.ranks.follower import CpuFollowerSteps, FollowerNeeds, FollowerSteps
 from blockyard.services.gpu_worker.execution.ranks.leader import LeaderMetadata, LeaderModel
 from blockyard.services.gpu_worker.execution.ranks.pipelined_steps import PipelinedCpuSteps
+from blockyard.services.gpu_worker.execution.text_threads import TextThreads
 from blockyard.services.gpu_worker.host_link import HostLink, SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.cpu_offload import Declare
@@ -69,8 +71,11 @@ class CpuBackend:
             for linear in model.linears():
                 linear.make_batch_invariant()
 
+    def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
+        """gloo sums."""
+
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        return CpuPlaces(model, num_places)
+        return CpuPlaces(model, num_places, fully_sharded=limits.fully_sharded)
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         return ["weights in host memory: all, this is a CPU (--cpu-offload-gb)"] if config.cpu_offload_gib else []
@@ -94,6 +99,10 @@ class CpuBackend:
 
     def packed_graphs(self, model: Model, config: WorkerConfig, most_tokens: int, has_types: bool) -> None:
         return None
+
+    def text_threads(self, config: WorkerConfig) -> TextThreads:
+        """On all cores: the other services compute little meanwhile, one frame for many texts."""
+        return TextThreads(config.threads or max(1, usable_cores() // config.replicas))
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         return CpuChunkAttention(pool, None if send is None else LeaderMetadata(pool, send))

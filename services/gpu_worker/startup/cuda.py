@@ -1,5 +1,6 @@
 """A GPU: Triton kernels that are compiled and tuned, steps ahead of the host, and CUDA graphs. Imports Triton."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -48,8 +49,13 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
+from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
+from blockyard.services.gpu_worker.parallel.peer_sums import HALF_BYTES
 from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
+from blockyard.services.gpu_worker.parallel.sum_table import SIZES
+from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.services.gpu_worker.startup.start_report import StartReport, Throttle
@@ -59,6 +65,8 @@ from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
 from blockyard.shared.errors import ConfigError, LoadError
+
+log = logging.getLogger(__name__)
 
 
 class CudaLink:
@@ -138,6 +146,8 @@ class CudaBackend:
         self._compiler: KernelCompiler | None = None  # from `set_up` on
         self._tuner: Tuner | None = None  # has sizes to measure later
         self._tuning: IdleTuning | None = None
+        self._ranks: RankGroup | None = None  # that share the layers of this stage
+        self._folder = Path()  # of these ranks alone
 
     def set_up(self, threads: int, processes: CompileProcesses | None) -> str:
         """threads: unused, the host computes little."""
@@ -147,6 +157,7 @@ class CudaBackend:
         return note
 
     def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
+        self._folder = stores.folder_of(name)
         return connect_gpus(shard, stores, name, self.device)
 
     def check_shape(self, shape: ModelShape) -> None:
@@ -193,6 +204,31 @@ class CudaBackend:
             return
         tuner.begin(sizes, folder, config.max_num_batched_tokens)
         self._tuner = tuner
+
+    def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
+        self._ranks = ranks
+        widths = [linear.shape[1] for linear in model.linears() if linear.is_partial]
+        if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
+            return
+        if ranks.kernels is None:  # otherwise it loads again after deep sleep
+            try:
+                memory = PeerMemory(ranks, self.device, HALF_BYTES)
+            except OSError as e:
+                report.note(f"sums of ranks: NCCL, because a GPU does not reach the memory of another: {e}")
+                return
+            report.phase("measuring sums of ranks")
+            measurement = SumMeasurement(ranks, memory, self._symmetric(ranks), widths[0], model.table.dtype)
+            ranks.kernels = measurement.in_order() if config.batch_invariant else measurement.quickest()
+        report.note(ranks.kernels.describe())
+
+    def _symmetric(self, ranks: RankGroup) -> SymmetricSums | None:
+        """Returns torch's sums, if all ranks can share memory in this way."""
+        found = None
+        try:
+            found = SymmetricSums(ranks.shard, self._folder, self.device, SIZES[-1])
+        except RuntimeError as e:
+            log.info("no symmetric memory: %s", str(e).splitlines()[0])
+        return found if ranks.least(int(found is not None)) else None
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
         kernels = AdapterKernels(add_adapters, add_to_heads)
@@ -248,6 +284,9 @@ class CudaBackend:
         capture = CudaForwardCapture(self.device)
         return PackedGraphs(model, capture, make_product, most_tokens=most_tokens, has_types=has_types)
 
+    def text_threads(self, config: WorkerConfig) -> None:
+        return None
+
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
         if send is not None:
             raise ConfigError("--tensor-parallel-size: on GPUs a model that pools runs on one rank")
@@ -255,7 +294,11 @@ class CudaBackend:
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         model, pool, ranks, geometry = loaded
-        return DeviceFollowerSteps(model, pool, ranks, geometry, make_device_ops(pool, config.fused_steps))
+        self.end_compiling()  # the leader measures kernels
+        ops, install = make_device_ops(pool, config.fused_steps), None
+        if self._tuner is not None:
+            install = self._tuner.install_those_of
+        return DeviceFollowerSteps(model, pool, ranks, geometry, ops, install)
 
     def moving_bytes(self, host_plan: MemoryPlan, transfers: KVTransferConfig | None) -> int:
         return (STAGING_BYTES if host_plan.num_blocks else 0) + planned_bytes(transfers)
@@ -296,7 +339,9 @@ class CudaBackend:
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Moves the batch to the GPU and captures CUDA graphs. Reports the progress of graphs that are captured
         later."""
-        mirror = None if runner.send is None else DeviceMirror(runner.send)
+        mirror = None if runner.send is None else DeviceMirror(runner.send, self._ranks)
+        if mirror is not None and self._tuner is not None:
+            mirror.install_kernels(self._tuner.installed())
         steps = cuda_steps.start(runner.batch, runner.model, runner.pool, runner.geometry, config, self._tuning, mirror)
         runner.use(steps)
         report.phase("first steps")

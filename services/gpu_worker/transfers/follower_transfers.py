@@ -1,6 +1,7 @@
 """The transfers of a follower: it does what the leader says, and answers what has happened."""
 
 import time
+from collections.abc import Callable
 
 from blockyard.services.gpu_worker.parallel.commands import (
     AbortBlocks,
@@ -44,16 +45,23 @@ class FollowerTransfers:
         """Implements `SocketWatch`."""
         self._poller.remove(*sources)
 
-    def wait_for_command(self) -> None:
-        """Returns when a command has come. Without transfers it does not wait: reading the command does."""
-        transfers = self._transfers
+    def wait_for_command(self, work: Callable[[], bool]) -> None:
+        """Returns when a command has come. Without transfers and work it does not wait: reading the command does.
+
+        work: does a piece of other work, and returns whether more is left.
+        """
+        transfers, has_work = self._transfers, work()
         if transfers is None:
+            while has_work and not self._pipe.is_readable:
+                self._poller.wait(BUSY_S)
+                has_work = work()
             return
         if time.monotonic() >= self._poll_s:
             self._poll(transfers)
         while not self._pipe.is_readable:
-            self._poller.wait(0 if transfers.needs_polling else BUSY_S if transfers.busy else CALM_S)
+            self._poller.wait(0 if transfers.needs_polling else BUSY_S if transfers.busy or has_work else CALM_S)
             self._poll(transfers)
+            has_work = has_work and work()
 
     def do(self, command: TransferCommand, blocks: TransferBlocks) -> None:
         """blocks: of this rank, now. Raises ConfigError if no socket can be bound."""

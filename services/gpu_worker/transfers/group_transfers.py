@@ -5,13 +5,13 @@ from typing import Protocol
 
 from blockyard.services.gpu_worker.parallel.commands import (
     AbortBlocks,
-    Answer,
     CloseTransfers,
     LosePeer,
     OpenTransfers,
     ReceiveBlocks,
     SendBlocks,
     SharePlaces,
+    TransferAnswer,
     TransferEvents,
     TransfersOpened,
 )
@@ -35,10 +35,10 @@ class TransferFollowers(Protocol):
     def answers(self) -> Sequence[Readable]:
         """Sockets and file descriptors, readable when there is an answer."""
 
-    def take_answers(self) -> list[tuple[int, Answer]]:
+    def take_answers(self) -> list[tuple[int, TransferAnswer]]:
         """Returns what followers have said, with their ranks. Does not wait. Raises RankLostError."""
 
-    def wait_answer(self, rank: int) -> Answer:
+    def wait_answer(self, rank: int) -> TransferAnswer:
         """Waits for the next answer of a rank. Raises RankLostError."""
 
     @property
@@ -143,7 +143,7 @@ class GroupTransfers:
             self._watch.unwatch(*self._followers.answers)
         return joined
 
-    def _take(self, rank: int, answer: Answer, joined: Events) -> None:
+    def _take(self, rank: int, answer: TransferAnswer, joined: Events) -> None:
         assert isinstance(answer, TransferEvents), f"rank {rank} answers {answer}"
         self._counts[rank] = answer
         self._join(Events(answer.received, answer.sent), joined)

@@ -8,7 +8,6 @@ sender that has died can still be in a TCP socket, and the receiver's UCX copies
 progress, also after `deregister_memory`. A posted write cannot be taken back either.
 """
 
-import contextlib
 import logging
 import os
 import queue
@@ -117,20 +116,15 @@ def host_id() -> tuple[str, int]:
 
 def nixl_package() -> Any:
     """Raises ConfigError if it is not installed."""
-    # an optional package, of 0.3 s
     raises = logging.raiseExceptions  # it changes this setting of all of logging
     try:
-        with contextlib.suppress(ModuleNotFoundError):
-            import nixl_cu13  # noqa: PLC0415
-
-            return _quiet(nixl_cu13)
-        with contextlib.suppress(ModuleNotFoundError):
-            import nixl  # noqa: PLC0415
-
-            return _quiet(nixl)
+        # an optional package, of 0.3 s
+        from blockyard.services.kv_transfer.connectors.nixl_import import package  # noqa: PLC0415
+    except ModuleNotFoundError as e:
+        raise ConfigError("the KV connector nixl needs the package nixl: pip install nixl-cu13") from e
     finally:
         logging.raiseExceptions = raises
-    raise ConfigError("the KV connector nixl needs the package nixl: pip install nixl-cu13")
+    return _quiet(package)
 
 
 def _quiet(package: Any) -> Any:

@@ -24,7 +24,7 @@ from blockyard.shared.ring_client.pooling.calls import PooledText
 from blockyard.shared.token_ids import unpack
 
 ABORTED = "abort"  # finish_reason
-NO_RESULT = PooledText(memoryview(b""), (0,), 0)
+NO_RESULT = PooledText(b"", 0, 0)
 
 
 class NewsReporter(BatchProgress):

@@ -1,7 +1,11 @@
-"""Outputs of pooling models, with vLLM's names."""
+"""Outputs of pooling models, with vLLM's names.
 
-from dataclasses import dataclass
+The garbage collector does not visit them: a call may have many thousands, and none is part of a cycle.
+"""
+
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
 
 from blockyard.shared.ring_client.pooling.calls import PooledText
 from blockyard.shared.ring_client.pooling.pair_scores import only_number
@@ -13,8 +17,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
-class PooledNumbers:
+class PooledNumbers(msgspec.Struct, gc=False, eq=False):
     """A result in the shape that the model's pooling makes: numbers, or a row of them for each of several tokens."""
 
     data: "npt.NDArray[np.float32]"
@@ -23,19 +26,23 @@ class PooledNumbers:
 PoolingOutput = PooledNumbers  # vLLM's name
 
 
-@dataclass(slots=True)
-class EmbeddingOutput:
+class EmbeddingOutput(msgspec.Struct, gc=False, eq=False):
     """The vector of a text."""
 
-    embedding: list[float]
+    data: "npt.NDArray[np.float32]"
+
+    @property
+    def embedding(self) -> list[float]:
+        """A new list: of many texts, lists would take eight times the memory of `data`."""
+        numbers: list[float] = self.data.tolist()
+        return numbers
 
     @property
     def hidden_size(self) -> int:
-        return len(self.embedding)
+        return len(self.data)
 
 
-@dataclass(slots=True)
-class ClassificationOutput:
+class ClassificationOutput(msgspec.Struct, gc=False):
     """The probability of each label."""
 
     probs: list[float]
@@ -45,15 +52,13 @@ class ClassificationOutput:
         return len(self.probs)
 
 
-@dataclass(slots=True)
-class ScoringOutput:
+class ScoringOutput(msgspec.Struct, gc=False):
     """The score of a pair of texts."""
 
     score: float
 
 
-@dataclass(slots=True)
-class PoolingRequestOutput(Generic[T]):
+class PoolingRequestOutput(msgspec.Struct, Generic[T], gc=False):
     """The output of one prompt or pair."""
 
     request_id: str
@@ -63,15 +68,15 @@ class PoolingRequestOutput(Generic[T]):
     num_cached_tokens: int = 0
 
 
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput], gc=False):
     """Of `LLM.embed`."""
 
 
-class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput], gc=False):
     """Of `LLM.classify`."""
 
 
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput], gc=False):
     """Of `LLM.score`."""
 
 
@@ -83,9 +88,7 @@ def pooled(request_id: str, item: PooledText, ids: list[int]) -> PoolingRequestO
 
 
 def embedded(request_id: str, item: PooledText, ids: list[int]) -> EmbeddingRequestOutput:
-    return EmbeddingRequestOutput(
-        request_id, EmbeddingOutput(item.data.tolist()), ids, num_cached_tokens=item.cached_tokens
-    )
+    return EmbeddingRequestOutput(request_id, EmbeddingOutput(item.data), ids, num_cached_tokens=item.cached_tokens)
 
 
 def classified(request_id: str, item: PooledText, ids: list[int]) -> ClassificationRequestOutput:

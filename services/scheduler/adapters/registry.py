@@ -1,4 +1,4 @@
-"""The adapters that requests may name, and those that were replaced or unloaded while requests still use them."""
+"""The adapters that requests may name, and replaced or unloaded ones that requests still use."""
 
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class AdapterRegistry:
         self._served: dict[str, Adapter] = {}
         self._num_made = 0
         self.has_unused = False  # a retired adapter may have no request any more
-        self.cards: list[AdapterCard] = []  # of those that are served; a new list after each change
+        self.cards: list[AdapterCard] = []  # of served adapters; a new list after each change
 
     def add(self, name: str, path: str, parent: str, created: int) -> Adapter:
         """A new adapter, which is not served before it is read."""

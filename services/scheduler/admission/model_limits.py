@@ -191,7 +191,7 @@ class ModelLimits:
         return None
 
     def _transfer_problem(self, frame: Generate) -> str:
-        """What is wrong with the parameters of its KV transfer; empty if nothing is."""
+        """Returns the error in the parameters of its KV transfer; empty: there is none."""
         if frame.attempt == 0 and self.roles == {KVRole.BOTH}:  # of a later attempt, a role's groups may be lost
             return "no worker has the role prefill or decode, so that none has a connector"
         try:

@@ -24,7 +24,7 @@ class PoolHandler:
     def take(
         self, gateway: int, frame: Pool, now: float, arrival: int, refuse: Refuse, make_room: MakeRoom
     ) -> PooledRequest | None:
-        """Takes a new request, or a new attempt of one; None if it is refused, or older than what is known.
+        """Takes a new request, or a new attempt of one; None if it is refused, or older than the known one.
 
         The caller accepts what is returned, at once or later. A new attempt lists the prompts whose results the
         gateway lacks: those that still run or wait go on, others start again.

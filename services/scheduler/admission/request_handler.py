@@ -156,7 +156,7 @@ class RequestHandler:
                 self._acceptance.accept(request)
 
     def on_attached(self, has_kv: bool, now: float) -> None:
-        """A worker is attached. Prompts that came before the first one wait as those of a model without KV do."""
+        """A worker is attached. Prompts that came before the first one wait as prompts of a model without KV do."""
         for pool in self.pools.unpack_all() if has_kv else ():
             if not pool.accepted:
                 self._acceptance.on_arrival(self.pools.first_request(pool), now)
@@ -277,7 +277,7 @@ class RequestHandler:
         self._outbox.answer(gateway, frame)
 
     def _resumable(self, request: Request | None, frame: Generate) -> dict[int, messages.ChoiceState]:
-        """The choices of the frame, by index, whose sequences continue: only their text stream is new."""
+        """The choices of the frame, by index, that continue: only their text stream is new."""
         if request is None or not request.accepted or request.search is not None:
             return {}  # a beam search starts over
         if not self._streams.can_open(request):

@@ -161,7 +161,7 @@ class WorkerGroup:
         return [*self.running, *(running for record in self.in_flight for running in record.all_sequences())]
 
     def packed_in_flight(self) -> list[PackedRun]:
-        """The texts of packed steps whose results have not come."""
+        """The texts of packed steps without results yet."""
         return [run for record in self.in_flight for run in record.packed]
 
     def in_flight_sequences(self) -> list[Sequence]:
@@ -197,7 +197,7 @@ class WorkerGroup:
         self._restarts.append(running)
 
     def end_restarted(self) -> list[RunningSequence]:
-        """Returns the sequences to start again, whose slots the next plan ends first. Preempted ones are left out."""
+        """Returns the sequences to start again. The next plan ends their slots first. Preempted ones are left out."""
         restarted = [running for running in self.restarts if running in self.running]
         self._slots_to_end += [running.slot for running in restarted]
         self._restarts.clear()
@@ -270,7 +270,7 @@ class WorkerGroups:
         self._dirty.update(self.attached)
 
     def take_dirty(self, now: float) -> list[WorkerGroup]:
-        """Groups to build plans for: changed ones, ones whose timer is due, and every CHECK_ALL_S all of them."""
+        """Groups to build plans for: changed ones, ones with a timer that is due, and every CHECK_ALL_S all of them."""
         if self.timers.heap and self.timers.heap[0][0] <= now:
             self.mark_dirty(self.attached[worker] for worker in self.timers.take_due(now) if worker in self.attached)
         dirty, self._dirty = self._dirty, {}

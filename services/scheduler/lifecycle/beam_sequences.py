@@ -2,7 +2,7 @@
 
 A beam computes its tokens and is then left out of plans until all beams of its search have done so, because the next
 hypotheses follow from all their results. Of the beams that extend the same hypothesis, the first stays in its slot; the
-others share its blocks. A beam that is preempted, or whose worker is lost, waits like any other sequence.
+others share its blocks. A beam that is preempted, or loses its worker, waits like any other sequence.
 
 The client gets no tokens before the search is over.
 """
@@ -64,7 +64,7 @@ class BeamScheduler:
     def on_plan_completed(self, group: WorkerGroup) -> None:
         """Marks groups in which `preempt_stalled` may find beams to preempt: their search awaits no result any more.
 
-        This need not follow a beam's result: a beam whose blocks could not be fetched has none, and waits again,
+        This need not follow a beam's result: a beam has none if its blocks could not be fetched, and waits again,
         perhaps for another group to which nothing happens.
         """
         if len(self._groups.attached) < 2:

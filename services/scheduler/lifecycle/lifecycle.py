@@ -28,7 +28,7 @@ class Lifecycle:
         adapters: AdapterRegistry,
     ) -> None:
         self.requests: dict[str, Request] = {}
-        self.pools: dict[str, PooledRequest] = {}  # whose prompts are among `requests`
+        self.pools: dict[str, PooledRequest] = {}  # their prompts are among `requests`
         self.num_preemptions = 0
         self.before_preempt: list[Callable[[WorkerGroup], None]] = []  # called before each preemption
         self._groups, self._waiting, self._policy = groups, waiting, waiting.policy
@@ -56,7 +56,7 @@ class Lifecycle:
         return AdapterUse(min(places), list(running), list(waiting))
 
     def end(self, sequence: Sequence) -> None:
-        """Ends a sequence whose last tokens have been sent. Results in flight are ignored."""
+        """Ends a sequence after its last tokens have been sent. Results in flight are ignored."""
         request = sequence.request
         request.remove_sequence(sequence)
         if sequence.outputs and not request.has_fixed_length:

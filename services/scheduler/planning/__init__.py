@@ -5,7 +5,7 @@
 - `prefill_planner`: starts waiting sequences, preempts for them, and divides the prefill tokens of a step by
   `partial_prefill_limits` and `fair_step_limiter`. `prefill_delay` delays them. The core makes these three only where
   settings or policy need them.
-- `encoder_planner`, `packed_results`: the same of models without KV, whose steps take slices of texts.
+- `encoder_planner`, `packed_results`: the same of models without KV: their steps take slices of texts.
 
 Called by the core. Imports all other folders.
 """

@@ -2,7 +2,7 @@
 
 Prompts of a tenant above its share take at most as much time of a step as its decodes, so that a new request of another
 tenant does not wait long for the end of the step. A waiting sequence of a lower class gets the next step without the
-prompts of higher classes, and without decodes if those would take most of it. While online requests come, prompts of
+prompts of higher classes, and without decodes if these would take most of it. While online requests come, prompts of
 batch lines lengthen a step by a quarter at most.
 """
 

@@ -60,7 +60,7 @@ class LongPrefills:
 
 
 class PartialPrefills:
-    """Says which prompts are long, and keeps those that wait for another long one: shorter ones start before them."""
+    """Says which prompts are long, and keeps some waiting for another long one: shorter ones start before them."""
 
     def __init__(self, limits: PartialPrefillLimits, waiting: WaitingQueue) -> None:
         self._limits, self._waiting = limits, waiting

@@ -224,7 +224,7 @@ class PrefillPlanner:
                 self._schedule_chunk(group, builder, running, most)
 
     def _waits_for_adapter(self, group: WorkerGroup, sequence: Sequence) -> bool:
-        """Sets a sequence aside whose adapter has no place yet."""
+        """Sets a sequence aside until its adapter has a place."""
         adapter = sequence.request.adapter
         if adapter is None or group.adapters.can_start(adapter):
             return False

@@ -75,7 +75,7 @@ class StepPlanner:
         """Schedules decodes, then prefills. Returns whether the plan has decodes.
 
         Where the policy favours `sequence`, it gets a plan without the prefills of higher classes, and without decodes
-        if those would double the time of the step.
+        if these would double the time of the step.
         """
         prefills, fair = self._prefills, self._fair
         if sequence is None or not fair.excludes_other_prefills(group, sequence):

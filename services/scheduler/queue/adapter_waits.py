@@ -1,4 +1,4 @@
-"""Waiting sequences whose adapter has no place in a group yet: they are set aside, so that others start before them."""
+"""Sets sequences aside until their adapter has a place in a group, so that others start before them."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ class AdapterWaits:
         return self._since
 
     def release(self, can_start: Callable[[int], bool]) -> None:
-        """Puts sequences back into the order of the queue whose adapter may start."""
+        """Puts sequences back into the order of the queue once their adapter may start."""
         for adapter in [one for one in self.deferred if can_start(one)]:
             self._release_all(adapter)
 

@@ -126,7 +126,7 @@ class OrderedPolicy:
 
 
 class BatchLinesLast:
-    """Lines of batch files wait behind all online requests, whatever the policy of those is. Implements `Policy`.
+    """Lines of batch files wait behind all online requests, whatever the policy of these is. Implements `Policy`.
 
     Lines have the highest class, in the order of their arrival: they run in slots and blocks that no online request
     needs, and an online request may preempt them.

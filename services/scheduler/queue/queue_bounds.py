@@ -21,7 +21,7 @@ class QueueLimits:
 class QueueBounds:
     """Bounds for new requests. An accepted request that has to wait again always fits.
 
-    Lines of batch files take the room that online requests leave, and count for nothing when one of those comes.
+    Lines of batch files take the room that online requests leave, and count for nothing when an online request comes.
     """
 
     def __init__(self, waiting: WaitingQueue, wait: WaitEstimate, limits: QueueLimits) -> None:

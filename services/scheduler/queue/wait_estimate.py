@@ -22,7 +22,7 @@ LOOK_S = 0.5  # between forecasts; one costs a millisecond
 HALF_LIFE_S = 5.0  # of measured rates
 LEAST_S = 0.5  # slot seconds below which nothing is estimated
 NUM_SAMPLES = 48  # of running sequences
-NUM_GROUPS = 64  # whose speed is looked at for each estimate
+NUM_GROUPS = 64  # read for each estimate
 NUM_POINTS = 28  # on the time axis
 PARTS = 12  # of the mean time of a sequence, as resolution for `_renewals`
 

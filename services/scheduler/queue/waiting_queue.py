@@ -58,7 +58,7 @@ class QueueUsage:
             usage.unaccepted.pop(_id_of(request), None)
 
     def largest_user(self, share: ShareOf) -> Owner | None:
-        """The user whose newest request would be refused to make room; None if all of its requests are accepted."""
+        """The user that would lose its newest request to make room; None if all of its requests are accepted."""
         owner = self._largest_user({}, share)
         return owner if owner is not None and self._users[owner].unaccepted else None
 

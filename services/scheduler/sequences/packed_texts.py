@@ -91,11 +91,11 @@ class PackedTexts:
         return not self._waiting and not self.in_flight
 
     def set_frame(self, frame: Pool) -> None:
-        """These texts are wanted. Those that are in a step go on, all others wait."""
+        """These texts are wanted. Texts in a step go on, all others wait."""
         self.frame, columns = frame, TextColumns(frame)
         running = {index for one in self.in_flight for index in one.indexes}
         self._waiting = deque(TextSlice(columns, 0, len(columns.indexes)).without(running))
-        self.num_texts = sum(one.num_texts for one in self._waiting)  # those that wait ...
+        self.num_texts = sum(one.num_texts for one in self._waiting)  # that wait ...
         self.num_tokens = sum(one.num_tokens for one in self._waiting)  # ... and their tokens
 
     def take(self, most: int, room: int | None = None) -> TextSlice | None:

@@ -1,8 +1,8 @@
 """Requests for vectors, scores or classes of many prompts.
 
 For a decoder each prompt is a `Request` of its own in the queue and batch. For a model without KV all prompts are one
-`Request`, whose sequence steps take in slices. A `PooledRequest` is what they have in common: the gateway, the attempt
-and the acceptance.
+`Request` with a sequence that steps take in slices. A `PooledRequest` is what they have in common: the gateway, the
+attempt and the acceptance.
 """
 
 from collections.abc import Iterator

@@ -63,7 +63,7 @@ class PoolMembership(Protocol):
 
     id: str
     finds_prefix: bool
-    requests: "dict[int, Request]"  # by index: those without a result
+    requests: "dict[int, Request]"  # by index: the ones without a result
 
     def on_ended(self, index: int) -> None: ...
 
@@ -164,7 +164,7 @@ class ActiveBeamSearch:
         )
 
     def on_step(self, last: "Sequence") -> None:
-        """All beams are computed; `last` is the beam whose result came last."""
+        """All beams are computed; `last` is the beam of the last result."""
         self.num_cached_tokens = max(self.num_cached_tokens, last.num_cached_tokens or 0)
         self.queued_s = last.queued_s if self.queued_s is None else self.queued_s
 

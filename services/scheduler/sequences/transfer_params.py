@@ -1,6 +1,6 @@
 """`kv_transfer_params` of a request, for a proxy that sends a prompt and its continuation as two requests.
 
-The keys are those of vLLM's NixlConnector. A proxy sends `do_remote_decode` with `max_tokens` 1: the prompt is computed
+The keys are as in vLLM's NixlConnector. A proxy sends `do_remote_decode` with `max_tokens` 1: the prompt is computed
 in a prefill group and stays in its prefix cache. The answer has parameters for the second request, with
 `do_remote_prefill`: it is handed over from the group that they name. Other keys (host, port, block ids) mean nothing,
 because the groups of a scheduler know each other.
@@ -22,7 +22,7 @@ class TransferParams(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, data: bytes) -> Self:
-        """Reads a JSON object. Raises ValueError that says what is wrong."""
+        """Reads a JSON object. Raises ValueError for any other text or type."""
         params = msgspec.json.decode(data, type=cls)
         if params.do_remote_decode and params.do_remote_prefill:
             raise ValueError("do_remote_decode and do_remote_prefill are of two requests")

@@ -170,7 +170,7 @@ def setup_config(config: SimulationConfig, setup: Setup) -> SimulationConfig:
 def splits(config: SimulationConfig) -> tuple[list[Setup], int]:
     """All splits of the workers into prefill and decode workers, and the index of the one to begin with.
 
-    The settings of a role are those of its workers in the configuration.
+    The settings of a role are its workers' in the configuration.
     """
     given = {each.role: each for each in config.fleet}
     num_workers = sum(each.num_workers for each in config.fleet)

@@ -84,7 +84,7 @@ class Simulation:
 
     @property
     def all_workers(self) -> list[SimWorker]:
-        """With those that died."""
+        """With dead ones."""
         return [*self.workers.values(), *self.lost_workers]
 
     def busy_s(self) -> dict[KVRole, float]:

@@ -5,7 +5,7 @@
 - `failures`: which workers transfers fail between at present, and which blocks fail their checksums.
 - `handovers`: `Handovers` reserves blocks for a sequence in another group, sends what its prefill fills, and says when
   the sequence may go on there.
-- `notices`: `TransferNotices` takes what workers say of transfers, and asks them about those that do not end.
+- `notices`: `TransferNotices` takes workers' notices of transfers, and asks them about transfers that do not end.
 
 Called by `lifecycle`, `planning` and `workers`. Imports `sequences`, `batch` and `queue`.
 """

@@ -23,7 +23,7 @@ class LinkBackoff:
 
     After a failure a pair is avoided for 1 s, then one transfer is tried; each further failure doubles the time.
 
-    It holds the pairs whose last transfer failed, and costs nothing while there are none.
+    It holds the pairs with a failed last transfer, and costs nothing while there are none.
     """
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ NOT_LANDED = "KV blocks of the prompt did not arrive, and kv_load_failure_policy
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
     random_bytes: Callable[[int], bytes]  # for tickets
-    fails: bool = False  # a sequence whose blocks did not land ends with an error, and is not computed again
+    fails: bool = False  # a sequence without its blocks ends with an error, and is not computed again
 
 
 class Handovers:
@@ -278,7 +278,7 @@ class Handovers:
         self.arrived.append((sequence, handover.target))
 
     def _end_unlanded(self, sequence: Sequence) -> None:
-        """Ends a sequence whose blocks did not land, and the ones that wait for its prompt."""
+        """Ends a sequence after its blocks did not land, and the ones that wait for its prompt."""
         for one in [*sequence.request.awaiting_prompt, sequence]:
             self._fail(one, NOT_LANDED)
 

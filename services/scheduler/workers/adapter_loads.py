@@ -1,4 +1,4 @@
-"""Loads adapters into workers and unloads them: those of the start, those of operators, and by need of sequences."""
+"""Loads adapters into workers and unloads them: at the start, for operators, and by need of sequences."""
 
 import logging
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class OpenLoad:
 
     adapter: Adapter
     awaits: set[int]  # workers
-    gateway: int | None = None  # that is to be answered; None: nobody, it is of the start
+    gateway: int | None = None  # that is to be answered; None: the load is of the start
     request_id: str = ""
     error: str = ""
     has_been_read: bool = False
@@ -86,7 +86,7 @@ class AdapterLoads:
     def on_attached(self, worker: int) -> None:
         """A worker begins without adapters, and has forgotten what it was asked to read.
 
-        It reads those that are served, as far as its host memory has room.
+        It reads the served adapters, as far as its host memory has room.
         """
         self._is_dirty, group = True, self._groups[worker]
         for adapter in self._registry.served[: group.geometry.num_host_adapters]:
@@ -109,7 +109,7 @@ class AdapterLoads:
         self._settle_loads()
 
     def on_gateway_lost(self, gateway: int) -> None:
-        """Its commands are carried out, and nobody is answered."""
+        """Its commands are carried out, and no gateway is answered."""
         self._unloads = [one for one in self._unloads if one[0] != gateway]
 
     def on_loaded(self, worker: int, frame: AdapterLoaded) -> None:
@@ -140,7 +140,7 @@ class AdapterLoads:
         self._settle_loads()
 
     def step(self, now: float) -> None:
-        """Asks workers for what sequences wait for, and frees what nobody uses. To be called in each step."""
+        """Asks workers for adapters that sequences wait for, and frees unused ones. To be called in each step."""
         if self._registry.has_unused:
             for retired in self._registry.take_unused():
                 self._drop(retired)
@@ -247,7 +247,7 @@ class AdapterLoads:
             self._is_dirty = True
 
     def _settle_loads(self) -> None:
-        """Serves adapters that all asked workers have read; refuses those that one could not read.
+        """Serves adapters that all asked workers have read; refuses any that one could not read.
 
         Raises LoadError for one of the start, unless the settings leave it out.
         """

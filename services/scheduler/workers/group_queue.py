@@ -22,7 +22,7 @@ def cost(num_tokens: int, backlog: int, num_running: int) -> tuple[int, int]:
 
 
 def place_cost(group: WorkerGroup, adapter: int | None) -> int:
-    """What a sequence costs more in a group whose adapter has no place there, in prompt tokens."""
+    """What a sequence costs more in a group without a place for its adapter, in prompt tokens."""
     return 0 if adapter is None or group.adapters.is_placed(adapter) else ADAPTER_TOKENS
 
 

@@ -40,7 +40,7 @@ class RoleGroups:
     _next: int = 0
 
     def some(self, adapter: int | None) -> list[WorkerGroup]:
-        """With an adapter: of those that hold it, first those in which it has a place."""
+        """With an adapter: the groups that hold it, first the ones in which it has a place."""
         if adapter is not None:
             holders = [group for group in self.groups if group.adapters.can_start(adapter)]
             return sorted(holders, key=lambda group: not group.adapters.is_placed(adapter))[:NUM_COMPARED]
@@ -62,7 +62,7 @@ class Placement:
 
 
 def _long_enough(groups: list[WorkerGroup], num_tokens: int) -> list[WorkerGroup]:
-    """Those for sequences of so many tokens; all of them if there is none."""
+    """The groups for sequences of so many tokens; all of them if there is none."""
     return [group for group in groups if group.max_model_len >= num_tokens] or groups
 
 

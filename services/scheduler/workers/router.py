@@ -140,7 +140,7 @@ class Router:
             queue.requeue(self._waiting, self._handovers)
 
     def _queue_arrived(self) -> list[WorkerGroup]:
-        """Sequences whose blocks have landed go to the group that has them. Returns these groups."""
+        """Sequences go to the group in which their blocks have landed. Returns these groups."""
         chosen: list[WorkerGroup] = []
         for sequence, group in self._handovers.take_arrived():
             queue = self._queue_of(group)
@@ -151,7 +151,7 @@ class Router:
         return chosen
 
     def _next(self) -> Sequence | None:
-        """The next waiting sequence, if it may be scheduled now. Those are passed over whose adapter no group has."""
+        """The next waiting sequence, if it may be scheduled now. Passes over those whose adapter no group has."""
         sequence = self._waiting.peek()
         while sequence is not None and (adapter := sequence.request.adapter) is not None:
             if self.may_start(adapter):

@@ -87,8 +87,8 @@ PARALLEL = (
         "disable-custom-all-reduce",
         FlagKind.BOOL,
         False,
-        "Use NCCL's all-reduce.",
-        mapped="sums of ranks on GPUs are NCCL's already",
+        "Sum over ranks by NCCL alone, and not by kernels that write to other GPUs' memory.",
+        ("!worker.custom_all_reduce",),
     ),
     Flag(
         "worker-cls",
@@ -167,7 +167,7 @@ SCHEDULER = (
         FlagKind.SIZE,
         None,
         "Most tokens per step; unset: 2048 on a GPU, 4096 if 2048 would give an expert of a mixture fewer than 256, "
-        "512 on CPU, but at least twice --max-num-seqs.",
+        "512 on CPU, 2048 for an encoder, but at least twice --max-num-seqs.",
         ge=1,
     ),
     Flag(

@@ -86,5 +86,12 @@ EXECUTION = (
         " unset: ~/.triton and ~/.cache/blockyard.",
         ("worker.kernel_cache",),
     ),
-    Flag("cpu-threads", FlagKind.INT, 0, "Compute threads on CPU; 0: cores minus one.", ("worker.threads",), ge=0),
+    Flag(
+        "cpu-threads",
+        FlagKind.INT,
+        0,
+        "Compute threads on CPU; 0: cores minus one, of encoders all cores.",
+        ("worker.threads",),
+        ge=0,
+    ),
 )

@@ -50,8 +50,7 @@ LORA = (
         "fully-sharded-loras",
         FlagKind.BOOL,
         False,
-        "Shard adapters fully.",
-        mapped="nothing: an adapter is on one rank",
+        "Ranks of --tensor-parallel-size divide both matrices of an adapter, not only the one that the layer divides.",
     ),
     Flag("qlora-adapter-name-or-path", FlagKind.TEXT, None, "An adapter, served under this text as its name."),
     Flag(

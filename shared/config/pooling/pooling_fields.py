@@ -74,10 +74,15 @@ def pooling_notes(values: Values, model: Checkpoint) -> list[str]:
     task = task_of(values, model)
     if task == GENERATE:
         return []
-    is_encoder = bool(model.config.get("architectures")) and not has_kv(settled_config(values, model))
-    names = (*_OF_DECODING, *_OF_KV) if is_encoder else _OF_DECODING
+    names = (*_OF_DECODING, *_OF_KV) if is_encoder(values, model) else _OF_DECODING
     given = [values.where(name) for name in names if values.is_given(name)]
     return [f"{', '.join(given)}: no effect with the task {task}"] if given else []
+
+
+def is_encoder(values: Values, model: Checkpoint) -> bool:
+    """Whether the model has no KV cache. One whose class is not known is none."""
+    config = settled_config(values, model)
+    return bool(config.get("architectures")) and not has_kv(config)
 
 
 def has_kv(config: dict[str, Any]) -> bool:

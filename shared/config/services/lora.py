@@ -15,6 +15,7 @@ class LoraConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     with_bias: bool = False  # adapters may have biases
     extra_vocab_size: int = 256  # rows of tokens that an adapter may replace, of embedding and of head
     target_modules: list[str] = []  # last parts of names of modules that adapters may change; empty: all
+    fully_sharded: bool = False  # ranks divide both matrices of a pair, and not only the one that the layer divides
 
     def __post_init__(self) -> None:
         if self.max_loras < 1:

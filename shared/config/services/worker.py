@@ -126,6 +126,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     node_rank: int = 0  # number of this host; 0: the leader's
     rank_timeout_s: float = 120.0  # in which all ranks must have joined
     rank_group: str = ""  # name by which ranks of other hosts find the leader
+    custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
 
     @property
     def num_ranks(self) -> int:
@@ -137,6 +138,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """The ranks on this host."""
         each = self.num_ranks // self.num_nodes
         return range(self.node_rank * each, (self.node_rank + 1) * each)
+
+    @property
+    def stages_within_hosts(self) -> bool:
+        """Whether the ranks of each stage are on one host."""
+        return len(self.host_ranks) % self.tensor_parallel_size == 0
 
     def describe_ranks(self) -> str:
         """Returns the flags that give the worker several ranks."""

@@ -3,6 +3,8 @@
 member_counts.py has the schedulers' counters, metric_families.py the names of all metrics.
 """
 
+from collections import Counter
+
 from blockyard.shared.messages import FinishReason, ModelCard
 from blockyard.shared.ring_client.journal import ChoiceLog, JournalEntry
 from blockyard.shared.ring_client.metrics.histogram import BucketCounts, one_two_five
@@ -110,8 +112,8 @@ class Meters:
             (self.inference, max(0.0, since_s - queued_s)),
         ):
             histogram.observe(value, len(lengths))
-        for length in lengths:
-            self.prompt_sizes.observe(length)
+        for length, count in Counter(lengths).items():
+            self.prompt_sizes.observe(length, count)
 
     def responded(self, status: int) -> None:
         self.responses[str(status)] = self.responses.get(str(status), 0) + 1

@@ -73,7 +73,7 @@ def compared(answer: PooledAnswer, num_firsts: int) -> PooledAnswer:
         vectors *= len(seconds)
     scores = [similarity(a, b.data.astype("f8"), name) for a, b in zip(vectors, seconds, strict=True)]
     items = [
-        PooledText(memoryview(struct.pack("<f", score)), (1,), num_tokens, cached_tokens=num_cached)
+        PooledText(struct.pack("<f", score), 0, num_tokens, cached_tokens=num_cached)
         for score, num_tokens, num_cached in zip(scores, tokens, cached, strict=True)
     ]
     return PooledAnswer(answer.card, items)

@@ -13,8 +13,6 @@ from blockyard.shared.ring_client.recovery.dispatch import Dispatch
 from blockyard.shared.ring_client.schedulers import Schedulers
 from blockyard.shared.ring_client.tokenizer_client import TokenizerClient
 
-FLOAT_BYTES = 4
-
 
 class PoolingClient:
     """The part of a `RingClient` for pooling models."""
@@ -87,7 +85,5 @@ def _items(entry: PooledEntry, prompts: Sequence[bytes]) -> list[PooledText]:
     items = []
     for result, num_tokens, ids in zip(entry.results, entry.lengths, prompts, strict=True):
         assert result is not None, "the entry is done"
-        numbers, width, cached = result
-        count = len(numbers) // FLOAT_BYTES
-        items.append(PooledText(numbers, (count // width, width) if width else (count,), num_tokens, ids, cached))
+        items.append(PooledText(result.numbers, result.width, num_tokens, ids, result.cached_tokens))
     return items

@@ -44,20 +44,21 @@ class TextJobs:
         pooling = pooling_card(card)
         most, truncates = _limits(call, pooling)
         found = TokenizedInputs([b""] * len(call.inputs))
-        texts: list[int] = []
+        plain: list[int] = []
+        pairs: list[int] = []
         for i, one in enumerate(call.inputs):
-            if isinstance(one, str | TextPair):
-                _check_text(call, i, one, pooling)
-                texts.append(i)
+            if isinstance(one, str):
+                plain.append(i)
+            elif isinstance(one, TextPair):
+                pairs.append(i)
             else:
                 found.prompts[i] = _cut_ids(call, i, one, card, most, truncates)
+        _check_texts(call, pooling)
         template = TokenizeTexts(
             "", card.names[0], [], [], most, truncates, call.truncation_side == "left",
             call.max_first_tokens or 0, call.max_second_tokens or 0, call.add_special_tokens,
             tenant=call.tenant, instruction=call.instruction,
         )  # fmt: skip
-        plain = [i for i in texts if isinstance(call.inputs[i], str)]
-        pairs = [i for i in texts if not isinstance(call.inputs[i], str)]
         prompt = _prompt(call, pooling)
         of_texts = msgspec.structs.replace(template, prompt=prompt, counts_prompt=not pooling.include_prompt)
         if pairs and pooling.has_types:
@@ -73,7 +74,8 @@ class TextJobs:
         part: list[int] = []
         size = 0
         for place in places:
-            length = sum(map(len, _texts(call.inputs[place])))
+            one = call.inputs[place]
+            length = len(one) if isinstance(one, str) else sum(map(len, _texts(one)))
             if part and size + length > QUICK_BYTES:
                 yield part, _job(call, template, part, pooling)
                 part, size = [], 0
@@ -138,12 +140,13 @@ def _texts(one: PoolingInput) -> tuple[str, ...]:
 
 
 def _job(call: PoolingCall, template: TokenizeTexts, places: list[int], pooling: PoolingCard) -> TokenizeTexts:
-    columns = [_texts(call.inputs[place]) for place in places]
+    inputs = [one for place in places if isinstance(one := call.inputs[place], (str, TextPair))]
+    texts = [one if isinstance(one, str) else one.first for one in inputs]
+    seconds = [one.second for one in inputs if isinstance(one, TextPair)]
     if pooling.is_lower_case:
-        columns = [tuple(text.lower() for text in texts) for texts in columns]
-    seconds = [texts[1] for texts in columns if len(texts) > 1]
+        texts, seconds = [text.lower() for text in texts], [text.lower() for text in seconds]
     name = f"{call.request_id}-{'p' if seconds else 't'}{places[0]}"
-    return msgspec.structs.replace(template, request_id=name, texts=[texts[0] for texts in columns], seconds=seconds)
+    return msgspec.structs.replace(template, request_id=name, texts=texts, seconds=seconds)
 
 
 def _part(job: TokenizeTexts, which: slice) -> TokenizeTexts:
@@ -184,6 +187,24 @@ def _prompt(call: PoolingCall, pooling: PoolingCard) -> str:
     return texts[name]
 
 
+def _check_texts(call: PoolingCall, pooling: PoolingCard) -> None:
+    """Checks plain texts at once, and each by itself where that fails or there are pairs: so the bad one is named."""
+    plain = [one for one in call.inputs if isinstance(one, str)]
+    if all(plain) and _is_unicode("".join(plain)) and not any(isinstance(one, TextPair) for one in call.inputs):
+        return
+    for i, one in enumerate(call.inputs):
+        if isinstance(one, (str, TextPair)):
+            _check_text(call, i, one, pooling)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check_text(call: PoolingCall, index: int, one: str | TextPair, pooling: PoolingCard) -> None:
     if isinstance(one, TextPair) and not pooling.takes_pairs:
         raise RequestError(f"a model of the task {pooling.task} reads one text, not pairs", field_of(call, index))
@@ -191,10 +212,8 @@ def _check_text(call: PoolingCall, index: int, one: str | TextPair, pooling: Poo
         name = field_of(call, index, is_second)
         if not text:
             raise RequestError("the text is empty", name)
-        try:
-            text.encode()
-        except UnicodeEncodeError as e:
-            raise RequestError("the text has half a surrogate pair in it", name) from e
+        if not _is_unicode(text):
+            raise RequestError("the text has half a surrogate pair in it", name)
 
 
 def _cut_ids(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ async def ask(server: Server, models: list[str], kills: list[tuple[float, str]])
         tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
         for delay_s, name in kills:
             await asyncio.sleep(delay_s)
-            os.kill(server.children()[f"blockyard: {name}"], signal.SIGKILL)
+            processes = server.family()
+            os.kill(next(pid for pid, title in processes.items() if title.endswith(name)), signal.SIGKILL)
         return [log.text for log in await asyncio.gather(*tasks)]
 
 
@@ -94,6 +96,26 @@ def test_prefill_and_decode_workers_hand_over_sequences_with_adapters(
             assert asyncio.run(ask(server, ASKED, kills)) == quiet
         assert asyncio.run(left_over(server)) == {}
         assert asyncio.run(scheduler_stats(server))["transfers_landed_total"] > len(ASKED) // 2
+
+
+@pytest.mark.timeout(180)
+def test_ranks_serve_adapters_while_one_is_killed(folder: Path, quiet: list[str], tmp_path: Path) -> None:
+    """Three adapters and two places: two are of the start, and requests load the third."""
+    own = tmp_path / "adapters"
+    shutil.copytree(folder, own, ignore=lambda _, names: [name for name in names if name == "log"])
+    modules = [f"{name}={own / name}" for name in MODELS[1:3]]
+    flags = (*FLAGS, "-tp", "2", "--fully-sharded-loras", "--lora-dir", str(own), "--lora-modules", *modules)
+    with serve("demo", *flags, log=tmp_path / "log") as server:
+        assert asyncio.run(ask(server, ASKED, [(0.5, "rank 1")])) == quiet
+        shutil.copytree(own / "one", own / "three", dirs_exist_ok=True)
+        loaded: dict[str, object] = {"lora_name": "three", "lora_path": "three", "load_inplace": True}
+        assert asyncio.run(post(server, "/v1/load_lora_adapter", loaded))[0] == 200
+        prompts = [asyncio.run(post(server, "/v1/completions", completion(20, model=one))) for one in ("one", "three")]
+        texts = [json.loads(text)["choices"][0]["text"] for _, text in prompts]
+        assert texts[0] == texts[1], "the new bytes are those of the other adapter"
+        assert asyncio.run(post(server, "/v1/unload_lora_adapter", {"lora_name": "three"}))[0] == 200
+        assert asyncio.run(left_over(server)) == {}
+    assert "rank 1 of 2 has ended with code -9; all ranks end" in (tmp_path / "log").read_text("utf-8", "replace")
 
 
 @pytest.mark.timeout(180)

@@ -3,14 +3,19 @@
 import json
 from pathlib import Path
 
+import httpx
 import numpy as np
+import pytest
 import torch
 from pooling_ring import pooling_ring
+from reward_folders import save_reward_model
+from rig import serve
 from sentence_folders import SPECIAL, WORDS, make_tokenizer, save_sentence_folder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
+from blockyard import LLM
 from blockyard.shared.messages import PoolingParams, PoolingTask
 
 RNG = np.random.default_rng(9)
@@ -74,3 +79,38 @@ def test_a_reward_model(tmp_path: Path) -> None:
     with pooling_ring(folder, "--task", "reward", log=tmp_path / "log") as ring:
         assert ring.pooling.task is PoolingTask.REWARD
         np.testing.assert_allclose(ring.vectors(TEXTS)[:, 0], expected, atol=1e-4)
+
+
+def test_rewards_of_tokens_in_llm(tmp_path: Path) -> None:
+    """Qwen2ForRewardModel: a logit for each token."""
+    reference = save_reward_model(tmp_path / "m", "Qwen2ForRewardModel", vocab_size=DECODER["vocab_size"])
+    make_tokenizer().save_pretrained(tmp_path / "m")
+    with LLM(str(tmp_path / "m"), device="cpu", dtype="float32", log_level="warning") as llm:
+        outputs = llm.reward(TEXTS, use_tqdm=False)
+        for one in outputs:
+            expected = reference(one.prompt_token_ids)
+            assert one.outputs.data.shape == expected.shape == (len(one.prompt_token_ids), 1)
+            np.testing.assert_allclose(one.outputs.data, expected, atol=1e-4, rtol=1e-4)
+        with pytest.raises(ValueError, match="has the task reward"):
+            llm.embed(TEXTS, use_tqdm=False)
+
+
+def test_rewards_of_steps_over_http(tmp_path: Path) -> None:
+    """Qwen2ForProcessRewardModel: probabilities of bad and good at the token that ends a step."""
+    folder, tokenizer = tmp_path / "m", make_tokenizer()
+    reference = save_reward_model(folder, "Qwen2ForProcessRewardModel", vocab_size=DECODER["vocab_size"])
+    tokenizer.save_pretrained(folder)
+    steps = [f"ab ac {WORDS[7]} ba be bf {WORDS[7]}", "ca cb"]
+    tag = tokenizer.convert_tokens_to_ids(WORDS[7])
+    flags = ("--override-pooler-config", json.dumps({"pooling_type": "STEP", "step_tag_id": tag}))
+    served = ("--model", str(folder), "--served-model-name", "m", "--device", "cpu", "--dtype", "float32")
+    with serve(*served, *flags) as server, httpx.Client(base_url=server.url) as http:
+        answer = http.post("/pooling", json={"model": "m", "input": steps, "encoding_format": "float"})
+        assert answer.status_code == 200, answer.text
+        refused = http.post("/v1/embeddings", json={"model": "m", "input": steps})
+    assert refused.status_code == 400 and "has the task reward" in refused.json()["error"]["message"]
+    for text, found in zip(steps, answer.json()["data"], strict=True):
+        ids = tokenizer(text)["input_ids"]
+        expected = reference(ids).softmax(-1)[[i for i, one in enumerate(ids) if one == tag]]
+        assert np.shape(found["data"]) in (expected.shape, (0,)), "a text without steps has no numbers"
+        np.testing.assert_allclose(np.reshape(found["data"], (-1, 2)), expected, atol=1e-4, rtol=1e-4)

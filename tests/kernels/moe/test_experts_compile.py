@@ -76,10 +76,10 @@ QUANTIZED_KERNELS = {
 
 
 def test_kernels_of_quantized_weights_compile_for_an_h100(tmp_path: Path) -> None:
-    found = shared_bytes(QUANTIZED, tmp_path, 300)
+    found = shared_bytes(QUANTIZED, tmp_path)
     assert {name for name, _ in found} == QUANTIZED_KERNELS and max(size for _, size in found) <= SHARED, found
 
 
 def test_kernels_of_few_rows_compile_for_an_h100(tmp_path: Path) -> None:
-    found = shared_bytes(LAUNCHES, tmp_path, 300)
+    found = shared_bytes(LAUNCHES, tmp_path)
     assert {name for name, _ in found} == KERNELS and max(size for _, size in found) <= SHARED, found

@@ -98,5 +98,5 @@ grouped_linear_prefill(inner, down.bfloat16(), mapped, 32, tiling, scale=scale, 
 
 
 def test_the_measured_tilings_compile_for_an_h200(tmp_path: Path) -> None:
-    shared = shared_bytes(LAUNCHES, tmp_path, 300)
+    shared = shared_bytes(LAUNCHES, tmp_path)
     assert len(shared) == 2 and max(size for _, size in shared) <= SHARED

@@ -74,6 +74,6 @@ for experts, size, numbers in ((64, 2048, (8, 64)), (256, 7168, (1, 16, 2048))):
 
 
 def test_the_sizes_of_deepseek_compile_for_an_h200(tmp_path: Path) -> None:
-    shared = shared_bytes(LAUNCHES, tmp_path, 300)
+    shared = shared_bytes(LAUNCHES, tmp_path)
     assert {name for name, _ in shared} == {"router_few_kernel", "router_many_kernel"}
     assert max(size for _, size in shared) <= SHARED // 2

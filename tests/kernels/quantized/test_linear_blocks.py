@@ -145,7 +145,7 @@ for form in FORMS_TO_COMPILE:
 def test_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "support"))
     forms = ["int4 g128", "int4 g64 uint8 zeros", "nf4 g64", "nvfp4", "int8 rows"]
-    found = shared_bytes(COMPILED.replace("FORMS_TO_COMPILE", repr(forms)), tmp_path, 170)
+    found = shared_bytes(COMPILED.replace("FORMS_TO_COMPILE", repr(forms)), tmp_path)
     assert len(found) == 2 * len(forms) + 1 and max(size for _, size in found) <= SHARED
 
 

@@ -37,5 +37,5 @@ KERNELS = {
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    found = shared_bytes(LAUNCHES, tmp_path, 300)
+    found = shared_bytes(LAUNCHES, tmp_path)
     assert {name for name, _ in found} == KERNELS and max(size for _, size in found) <= SHARED, found

@@ -88,6 +88,11 @@ def test_a_template_of_pairs() -> None:
         PairTemplate("{{ query")
 
 
+def test_of_a_pair_that_is_too_long_the_longer_text_is_named() -> None:
+    errors = encode(TEXTS, seconds=SECONDS, max_tokens=12).errors
+    assert [(one.index, one.is_second, one.num_tokens) for one in errors] == [(0, True, 13), (2, False, 53)]
+
+
 def test_the_template_of_qwen3_reranker() -> None:
     text = PairTemplate(QWEN3_RERANKER).render("q", "d", None)
     assert text.startswith("<|im_start|>system\nJudge whether") and text.endswith("<think>\n\n</think>\n\n")

@@ -90,11 +90,9 @@ def test_wrong_modules(modules: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--pipeline-parallel-size"])
-def test_workers_that_serve_no_adapters_are_refused(flag: str) -> None:
-    flags = (flag, "2")
-    with pytest.raises(ConfigError, match=f"{flags[0]}.*: not built yet with LoRA adapters"):
-        adapters.worker_config(values("--enable-lora", *flags))
-    assert adapters.worker_config(values(*flags)) is None
+def test_workers_of_several_ranks_serve_adapters(flag: str) -> None:
+    assert adapters.worker_config(values("--enable-lora", flag, "2")) == LoraConfig()
+    assert adapters.worker_config(values(flag, "2")) is None
 
 
 def test_prefill_and_decode_workers_serve_adapters() -> None:
@@ -113,6 +111,7 @@ GIVEN = {
     "lora-extra-vocab-size": ["--lora-extra-vocab-size", "8"],
     "max-cpu-loras": ["--max-cpu-loras", "7"],
     "qlora-adapter-name-or-path": ["--qlora-adapter-name-or-path", "org/q"],
+    "fully-sharded-loras": ["--fully-sharded-loras"],
     "lora-target-modules": ["--lora-target-modules", "q_proj"],
     "lora-max-wait": ["--lora-max-wait", "0.5"],
 }

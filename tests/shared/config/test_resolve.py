@@ -537,3 +537,9 @@ def test_scheduling_flags_that_cannot_be(args: list[str], says: str) -> None:
 def test_flags_that_say_what_happens_in_their_place(args: list[str], says: str) -> None:
     (note,) = deploy(*args).notes
     assert note.startswith(args[0]) and says in note
+
+
+def test_a_step_of_an_encoder_has_texts_for_the_threads_of_a_cpu() -> None:
+    ring = deploy("--device", "cpu", config={"architectures": ["BertModel"], "hidden_size": 64})
+    assert ring.scheduler.max_num_batched_tokens == ring.workers[0].max_num_batched_tokens == 2048
+    assert deploy("--device", "cpu", "--max-num-batched-tokens", "512").workers[0].max_num_batched_tokens == 512

@@ -22,9 +22,10 @@ from blockyard.shared.messages import (
     TextRejected,
     Tokenize,
     Tokenized,
+    TokenizeTexts,
 )
-from blockyard.shared.ring_client.tokenizer_client import QUICK_BYTES, SHORT_IDS, TokenizerClient
-from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST
+from blockyard.shared.ring_client.tokenizer_client import BRIEF_CHARS, QUICK_BYTES, SHORT_IDS, TokenizerClient
+from blockyard.shared.ring_client.tokenizer_jobs import MAX_LOST, MAX_WAITING
 from blockyard.shared.token_ids import pack
 
 TOKENIZER = 7
@@ -302,3 +303,20 @@ def test_what_should_take_little_time_is_sent_as_quick(work: Tokenize | Detokeni
         future.cancel()
 
     asyncio.run(run())
+
+
+def test_a_text_does_not_wait_for_the_many_texts_of_other_calls() -> None:
+    links = FakeLinks(
+        Member("g", Role.API_GATEWAY, 1, ""), member := Member("t", Role.TOKENIZER_POOL, TOKENIZER, "x", ready=True)
+    )
+    work = TokenizerClient(links)
+    work.changed(member)
+
+    async def run() -> None:
+        many = ["a" * 100] * (BRIEF_CHARS // 100 + 1)
+        jobs = [TokenizeTexts(f"many-{i}", "m", many, [], 512) for i in range(3 * MAX_WAITING)]
+        for job in [*jobs, TokenizeTexts("one", "m", ["a text"], [], 512)]:
+            work.submit(job)
+
+    asyncio.run(run())
+    assert [frame.request_id for _, frame in links.sent] == [*(f"many-{i}" for i in range(MAX_WAITING)), "one"]

@@ -18,6 +18,7 @@ from blockyard.services.gpu_worker.lora.places import HostAdapter
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.lora.worker_adapters import arrange_modules
+from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import AdapterPlaced, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
 
@@ -65,8 +66,15 @@ def finished(pieces: Generator[None, None, HostAdapter]) -> HostAdapter:
 
 def adapt(runner: Runner, *folders: Path) -> None:
     """Puts the adapters of these folders into places 0, 1, ..."""
-    model = runner.model
-    places, targets = CpuPlaces(model, len(folders)), ModelTargets(model)
+    adapt_model(runner.model, folders)
+
+
+def adapt_model(
+    model: Model, folders: Sequence[Path], undivided: Model | None = None, *, fully_sharded: bool = False
+) -> None:
+    """undivided: the declared model of which this rank has a part."""
+    places = CpuPlaces(model, len(folders), fully_sharded=fully_sharded)
+    targets = ModelTargets(model, undivided, fully_sharded=fully_sharded)
     for place, folder in enumerate(folders):
         places.put(place, finished(places.prepare(read_adapter(folder, targets, EXACT))))
 

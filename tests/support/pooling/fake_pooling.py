@@ -67,7 +67,7 @@ class FakePooling:
         length = self._length(call, given, index)
         ids = b"" if isinstance(given, TextPair) else given if isinstance(given, bytes) else pack(list(given.encode()))
         if isinstance(given, TextPair):
-            return packed([score_of(*given)], (1,), length)
+            return packed([score_of(*given)], 0, length)
         match pooling.task:
             case PoolingTask.EMBED:
                 numbers = vector_of(given, pooling.width)[: call.params.dimensions]
@@ -75,8 +75,8 @@ class FakePooling:
                 numbers = [0.25, 0.5, 0.25] if call.params.use_activation is not False else [-1.0, 2.0, -1.0]
             case _:
                 rows = [[float(i), 1.0] for i in range(length)]
-                return packed([n for row in rows for n in row], (length, 2), length, ids)
-        return packed(numbers, (len(numbers),), length, ids)
+                return packed([n for row in rows for n in row], 2, length, ids)
+        return packed(numbers, 0, length, ids)
 
     def _length(self, call: PoolingCall, given: str | bytes | TextPair, index: int) -> int:
         pooling = self.card.pooling
@@ -97,6 +97,5 @@ class FakePooling:
         )
 
 
-def packed(numbers: Sequence[float], shape: tuple[int, ...], num_tokens: int, ids: bytes = b"") -> PooledText:
-    numbers_of = memoryview(struct.pack(f"<{len(numbers)}f", *numbers))
-    return PooledText(numbers_of, shape, num_tokens, ids, num_tokens // 2)
+def packed(numbers: Sequence[float], width: int, num_tokens: int, ids: bytes = b"") -> PooledText:
+    return PooledText(struct.pack(f"<{len(numbers)}f", *numbers), width, num_tokens, ids, num_tokens // 2)

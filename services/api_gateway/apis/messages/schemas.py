@@ -98,7 +98,7 @@ class RequestMetadata(Fields):
 
 
 class DefinedTool(Fields):
-    """A tool of the client's, or one of those that Anthropic's servers run or know."""
+    """A tool of the client's, or one that Anthropic's servers run or know."""
 
     type: str | None = None
     name: str | None = None

@@ -74,10 +74,9 @@ def numbers_of(item: PooledText, form: str) -> Any:
     """The numbers as nested lists in the result's shape, or as base64 of little-endian float32."""
     if form == BASE64:
         return msgspec.Raw(b'"%b"' % b2a_base64(item.raw, newline=False))
-    view = item.raw.cast("B")
-    if not view.nbytes:  # no token is kept: a view of no bytes has no shape
+    if not item.raw:  # no token is kept: a view of no bytes has no shape
         return []
-    return view.cast("f", list(item.shape)).tolist()
+    return memoryview(item.raw).cast("f", list(item.shape)).tolist()
 
 
 def list_answer(request: PoolingRequest, data: list[Any], pooled: PooledAnswer) -> bytes:

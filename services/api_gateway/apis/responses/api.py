@@ -191,7 +191,7 @@ class ResponsesEvents:
 
 
 def failed_event(answer: bytes, number: int) -> bytes:
-    """The last event of a failed answer whose other events are lost; `answer`: its object."""
+    """The last event of a failed answer without its other events, which are lost; `answer`: its object."""
     return b'event: response.failed\ndata: {"type":"response.failed","response":%b,"sequence_number":%d}\n\n' % (
         answer,
         number,

@@ -95,7 +95,7 @@ class _InputReader:
             case "reasoning":
                 self._reasoning(item, where)
             case "additional_tools" if index in self._tools.leading:
-                pass  # the template shows them with those of the field
+                pass  # the template shows them with the field's
             case "additional_tools":
                 self._say(Message(role="system", content=self._loaded(index)))
             case _ if is_server_search or kind.startswith(SERVER_ITEMS):

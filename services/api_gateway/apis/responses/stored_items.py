@@ -1,4 +1,4 @@
-"""Items of stored responses: those of an input as they are kept and listed, and those of a conversation read back.
+"""Items of stored responses: of an input as they are kept and listed, and of a conversation read back.
 
 The id of a stored response is `resp_` and a name, which begins with the gateway that keeps it. Items that have no id
 get one with the same name.

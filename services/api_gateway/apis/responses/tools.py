@@ -69,7 +69,7 @@ class ResponseTools:
     ignored: list[str]  # types of tools and items that were left out
     names: dict[ToolKey, str]  # that the model knows
     brought: dict[int, list[dict[str, Any]]]  # the tools in an item of the conversation, as templates show tools
-    leading: frozenset[int]  # items at its head whose tools are shown with those of the field
+    leading: frozenset[int]  # items at its head; their tools are shown with the field's
     searches: bool  # the client searches for tools
 
     def shown_name(self, namespace: str | None, name: str) -> str:

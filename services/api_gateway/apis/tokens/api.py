@@ -45,7 +45,7 @@ class IdLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokensChoice(msgspec.Struct, frozen=True):
-    """Of an answer, and of an event, whose ids and text are those since the last event."""
+    """Of an answer, and of an event, which has the ids and text since the last event."""
 
     index: int
     finish_reason: str | None

@@ -1,4 +1,4 @@
-"""From the fields of /inference/v1/generate to a `GenerateRequest`: those of a completion, under other names."""
+"""From the fields of /inference/v1/generate, a completion's under other names, to a `GenerateRequest`."""
 
 from dataclasses import replace
 from typing import Any, cast

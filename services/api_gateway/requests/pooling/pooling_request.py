@@ -1,4 +1,4 @@
-"""A checked request to a pooling model: what is asked of the ring and how the answer looks."""
+"""A checked request to a pooling model: its call of the ring and the form of its answer."""
 
 from collections.abc import Sequence
 
@@ -71,7 +71,7 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [text.data if isinstance(text, TokenIds) else text for text in self.texts]
 
     def call(self, inputs: Sequence[PoolingInput], request_id: str, tenant: str) -> PoolingCall:
-        """What is asked of the ring for these inputs."""
+        """Returns the call of the ring for these inputs."""
         return PoolingCall(
             request_id=request_id,
             model=self.card.names[0],

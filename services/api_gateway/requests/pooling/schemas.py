@@ -1,6 +1,6 @@
 """The JSON fields of the endpoints of pooling models, under vLLM's names, and of /v2/embed under Cohere's.
 
-How unknown fields, wrong types and fields in `NOT_BUILT` are answered: `requests/schemas`, whose `decode` reads these.
+How unknown fields, wrong types and fields in `NOT_BUILT` are answered: `decode` in `requests/schemas`.
 """
 
 from typing import Any, Literal

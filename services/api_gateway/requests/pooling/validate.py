@@ -1,4 +1,4 @@
-"""From decoded fields to a `PoolingRequest`: the texts, ranges, and whether the model can do what is asked."""
+"""From decoded fields to a `PoolingRequest`: the texts, ranges, and whether the model can compute it."""
 
 import time
 from collections.abc import Sequence

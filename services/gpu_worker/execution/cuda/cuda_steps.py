@@ -108,6 +108,8 @@ class CudaSteps:
         if not self.decodes.capture_one() and not self.graphs.capture_one() and self._tuning is not None:
             tuned_rows = self._tuning.step()
             if tuned_rows is not None:
+                if self.decodes.mirror is not None:
+                    self.decodes.mirror.install_kernels(self._tuning.installed(tuned_rows))
                 self.decodes.capture_again(tuned_rows)
         self._on_captured()
         return self.captured < 1.0
@@ -142,7 +144,8 @@ class CudaSteps:
 
         outcomes, tokens, computed = buffers.results
         results = outcomes, tokens, computed
-        return LaunchedStep(results, buffers.done, stored, read_logprobs, host_logits, prompt_logprobs)
+        done = buffers.done if self.decodes.mirror is None else self.decodes.mirror.checked(buffers.done)
+        return LaunchedStep(results, done, stored, read_logprobs, host_logits, prompt_logprobs)
 
     def _launch_prefill(self, step: StepRequest) -> tuple[StepBuffers, Sequence[StoredLayers], Sequence[ScoredRows]]:
         """Launches a step with prefill, as a CUDA graph if one fits. The result has its layers if it sends blocks."""

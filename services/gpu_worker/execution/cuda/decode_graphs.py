@@ -20,6 +20,7 @@ from blockyard.services.gpu_worker.attention.choice import check_head_sizes
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.device_masks import SlotMasks
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerRecorder
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS, DeviceSlots
 from blockyard.services.gpu_worker.execution.pinned_ring import PinnedRing
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceAttend, DeviceMirror
@@ -74,6 +75,10 @@ class MirroredReplay:
     def replay(self) -> None:
         self._mirror.replay(self._key)
         self._graph.replay()
+
+    def drop(self) -> None:
+        """Lets followers free theirs."""
+        self._mirror.drop(self._key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +202,15 @@ class DecodeSteps:
         hidden = self.model.forward(Step(inputs.token_ids, inputs.positions, attend))
         return ForwardOutput(hidden, self.model.logits(hidden))
 
-    def attend(self, metadata: AttentionMetadata) -> Attend:
-        """Builds the attention of a step, of a leader with what followers need to build theirs."""
+    def attend(self, metadata: AttentionMetadata, layers: LayerRecorder | None = None, words: bytes = b"") -> Attend:
+        """Builds the attention of a step, of a leader with what followers need to build theirs.
+
+        layers: records which layers are stored. words: see `DeviceForward`.
+        """
         attend = self.ops.attend(self.pool, metadata)
-        return attend if self.mirror is None else DeviceAttend(attend, metadata)
+        if layers is not None:
+            attend = layers.around(attend)
+        return attend if self.mirror is None else DeviceAttend(attend, metadata, words)
 
     @contextmanager
     def capturing(self, graph: Replay) -> Iterator[Replay]:
@@ -305,7 +315,9 @@ class DecodeSteps:
     def capture_again(self, rows: int) -> None:
         """Drops the graphs of a size after its kernels have changed; `capture_one` makes new ones."""
         for size in [one for one in self._graphs if one.rows == rows]:
-            del self._graphs[size]
+            forward = self._graphs.pop(size).forward
+            if isinstance(forward, MirroredReplay):
+                forward.drop()
             self._missing.append(size)
 
     @property

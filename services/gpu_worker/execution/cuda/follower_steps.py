@@ -3,6 +3,7 @@
 A follower keeps the block tables of slots, as the leader's host writes them. It samples nothing and advances no slot.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from blockyard.kernels.kv_cache.paged_kv import PagedKVMetadata
 from blockyard.kernels.slots.slot_state import SlotState
+from blockyard.services.gpu_worker.arrays import Words
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
 from blockyard.services.gpu_worker.execution.cuda.device_ops import DeviceOps
 from blockyard.services.gpu_worker.execution.device_slots import SLOTS
 from blockyard.services.gpu_worker.execution.ranks.follower import compute_logits
+from blockyard.services.gpu_worker.host_link import put
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.memory import blocks_of
 from blockyard.services.gpu_worker.models.interface import Model
@@ -24,7 +27,9 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Command,
     ComputeLogits,
     DeviceForward,
+    DropGraph,
     EndGraph,
+    InstallKernels,
     ReplayGraph,
     ScatterWords,
 )
@@ -36,8 +41,18 @@ from blockyard.shared.messages import Geometry
 class DeviceFollowerSteps:
     """Implements `FollowerSteps`."""
 
-    def __init__(self, model: Model, pool: KVPool, ranks: RankGroups, geometry: Geometry, ops: DeviceOps) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        ranks: RankGroups,
+        geometry: Geometry,
+        ops: DeviceOps,
+        install_kernels: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """install_kernels: takes those that the leader has measured; None: it measures none."""
         self._model, self._pool, self._ranks, self._ops = model, pool, ranks, ops
+        self._install_kernels = install_kernels
         width = blocks_of(geometry.max_model_len, geometry.block_size)
         self._state = SlotState.make(SLOTS * geometry.max_num_seqs, geometry.max_num_seqs, width, pool.device)
         self._hidden = torch.empty(0, 0)  # output of the last forward pass
@@ -47,18 +62,26 @@ class DeviceFollowerSteps:
 
     def forget(self) -> None:
         self._graphs.clear()
+        self._graph_pool = None  # its memory is freed with the last graph, and cannot be used again
 
     def do(self, command: Command) -> None:
+        if self._ranks.tensor is not None:
+            self._ranks.tensor.check()
         match command:
             case ReplayGraph(key):
                 self._graphs[key].replay()
             case DeviceForward():
                 self._hidden = self._forward(command)
-            case ComputeLogits(num_rows):
-                compute_logits(self._model, self._ranks, self._hidden, num_rows)
+            case ComputeLogits():
+                compute_logits(self._model, self._ranks, self._hidden, command)
             case ScatterWords(index, values):
-                places, words = (self._on_device(np.frombuffer(one, np.int32).copy()) for one in (index, values))
-                self._state.arena.index_copy_(0, places.long(), words)
+                pairs = np.frombuffer(index + values, np.int32).reshape(2, -1).copy()
+                self._ops.scatter(self._state.arena, self._on_device(pairs), pairs.shape[1])
+            case DropGraph(key):
+                del self._graphs[key]
+            case InstallKernels(tuned):
+                assert self._install_kernels is not None
+                self._install_kernels(tuned)
             case BeginGraph(key):
                 self._begin(key)
             case EndGraph():
@@ -76,10 +99,14 @@ class DeviceFollowerSteps:
 
     def _forward(self, command: DeviceForward) -> Tensor:
         num_tokens, num_logits = command.num_tokens, max(command.num_logits, 0)
-        parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3
-        words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
-        self._ranks.everyone.copy_from_leader(words)
-        token_ids, positions, slots, starts, *needed = torch.split(words, parts)
+        parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3 + [num_tokens * command.has_adapters]
+        if command.words:
+            words = self._on_device(np.frombuffer(command.words, np.int32).copy()).long()
+        else:
+            words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
+            self._ranks.everyone.copy_from_leader(words)
+        token_ids, positions, slots, starts, *needed, places = torch.split(words, parts)
+        self._model.adapter_rows.begin(places.int() if command.has_adapters else None)
         metadata = AttentionMetadata(
             PagedKVMetadata(slots, positions, self._state.tables),
             query_start_loc=starts.int() if command.num_starts else None,
@@ -92,5 +119,6 @@ class DeviceFollowerSteps:
         attend = self._ops.attend(self._pool, metadata)
         return self._model.forward(Step(token_ids, positions, attend, indices))
 
-    def _on_device(self, words: np.ndarray) -> Tensor:
-        return torch.from_numpy(words).to(self._pool.device)
+    def _on_device(self, words: Words) -> Tensor:
+        """Does not wait for the device, which may be some steps behind."""
+        return put(words, self._pool.device, self._model.table.link)

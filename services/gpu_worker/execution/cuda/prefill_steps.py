@@ -114,6 +114,17 @@ def write_step(words: Tensor, descriptor: BatchDescriptor, step: StepRows, table
     return has_samples
 
 
+def host_words(words: Tensor, descriptor: BatchDescriptor, num_logits: int | None) -> bytes:
+    """Returns what a step sends its followers, see `DeviceForward`. num_logits: None for all tokens."""
+    rows, last, places, _, starts = (part.numpy() for part in torch.split(words, descriptor.parts))
+    table = rows.reshape(NUM_INPUT_WORDS, -1)  # ids, positions and slots are its first rows
+    sent = [*table[:3, : descriptor.num_tokens], starts.view(np.int32)[: descriptor.num_prefills + 1]]
+    if num_logits is not None:
+        needed = last[:num_logits]
+        sent += [places[:num_logits], table[2, needed], table[1, needed]]
+    return np.concatenate(sent, dtype=np.int32, casting="same_kind").tobytes()
+
+
 def max_context(step: StepRows, table: Slots) -> int:
     """The most tokens that a prefill of a step has in the cache before it."""
     return int(table.num_computed[step.slots[step.num_decodes :]].max(initial=0))
@@ -149,8 +160,11 @@ class PrefillSteps:
         has_samples = write_step(words, descriptor, step, table)
         max_seq_len = int((table.num_computed[step.slots] + step.counts).max())
         max_context_len = max_context(step, table)
+        # followers of a leader get what the host has without waiting for the leader's device
+        is_of_host = self._steps.mirror is not None and not (descriptor.num_decodes or descriptor.is_adapted)
+        host = words if is_of_host else None
         words = words.to(self._device, non_blocking=True)
-        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len)
+        return PrefillStep(self._steps, descriptor, words, has_samples, max_seq_len, layers, max_context_len, host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +189,12 @@ class PrefillStep:
         max_seq_len: int | None = None,
         layers: LayerRecorder | None = None,
         max_context_len: int = 0,
+        host: Tensor | None = None,
     ) -> None:
         """has_samples: a slot may sample. max_seq_len: of the prompts, with this step; None: unknown.
 
         layers: records which layers are stored. max_context_len: of the prompts, before this step; it need not be known
-        unless a layer is latent.
+        unless a layer is latent. host: the words in host memory, of a step without decodes; None: they may not be sent.
         """
         self._steps, self._descriptor, self._has_samples, self._max_seq_len = (
             steps,
@@ -187,7 +202,7 @@ class PrefillStep:
             has_samples,
             max_seq_len,
         )
-        self._layers, self._max_context_len = layers, max_context_len
+        self._layers, self._max_context_len, self._host = layers, max_context_len, host
         self._words = list(torch.split(words, descriptor.parts))
         self._table = self._words[0].view(NUM_INPUT_WORDS, -1)
         self._inputs = StepInputs(*(row[: descriptor.num_tokens] for row in self._table))
@@ -229,8 +244,8 @@ class PrefillStep:
             prefill_max_seq_len=self._max_seq_len,
             max_context_len=self._max_context_len,
         )
-        attend = steps.attend(metadata)
-        if self._layers is not None:
-            attend = self._layers.around(attend)
+        num_logits = None if logits_indices is None else len(logits_indices.rows)
+        words = b"" if self._host is None else host_words(self._host, self._descriptor, num_logits)
+        attend = steps.attend(metadata, self._layers, words)
         steps.begin_adapters(inputs.slots, is_adapted=self._descriptor.is_adapted)
         return steps.model.forward(Step(inputs.token_ids, inputs.positions, attend, logits_indices))

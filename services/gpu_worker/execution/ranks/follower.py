@@ -11,6 +11,7 @@ from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuil
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.kv.pool_blocks import RankBlocks
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
+from blockyard.services.gpu_worker.lora.worker_adapters import WorkerAdapters
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.parallel.commands import (
     LAST_OUTPUT,
@@ -64,11 +65,13 @@ class CpuFollowerSteps:
 
     def do(self, command: Command) -> None:
         match command:
-            case ForwardPass(attention, token_ids, positions):
+            case ForwardPass(attention, token_ids, positions, adapter_places):
                 ids, places = (torch.from_numpy(_decoded(one)) for one in (token_ids, positions))
+                adapted = torch.from_numpy(np.frombuffer(adapter_places, np.int32).copy()) if adapter_places else None
+                self._model.adapter_rows.begin(adapted)
                 self._hidden = self._model.forward(Step(ids, places, self._attention(attention)))
-            case ComputeLogits(num_rows):
-                compute_logits(self._model, self._ranks, self._hidden, num_rows)
+            case ComputeLogits():
+                compute_logits(self._model, self._ranks, self._hidden, command)
             case ForgetSequences():
                 self.forget()
             case _:
@@ -87,22 +90,34 @@ class CpuFollowerSteps:
         )
 
 
-def compute_logits(model: Model, ranks: RankGroups, last: Tensor, num_rows: int) -> None:
+def compute_logits(model: Model, ranks: RankGroups, last: Tensor, command: ComputeLogits) -> None:
     """Computes this rank's part of the logits of the last output, or of rows that the leader sends."""
-    if num_rows == LAST_OUTPUT:
+    if command.num_rows == LAST_OUTPUT:
         model.logits(last)
         return
     assert ranks.tensor is not None
-    hidden = last.new_empty(num_rows, last.shape[1])
+    hidden, places = last.new_empty(command.num_rows, last.shape[1]), None
     ranks.tensor.copy_from_leader(hidden)
-    model.logits(hidden)
+    if command.has_adapters:
+        places = torch.empty(command.num_rows, dtype=torch.int32, device=last.device)
+        ranks.tensor.copy_from_leader(places)
+    with model.adapter_rows.meanwhile(places):
+        model.logits(hidden)
 
 
 class Follower:
     """Has a share of the model and of each KV block. It keeps no state of sequences."""
 
-    def __init__(self, model: Model, pool: KVPool, store: BlockStore | None, steps: FollowerSteps) -> None:
-        """store: host memory for blocks, None without --swap-space."""
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        store: BlockStore | None,
+        steps: FollowerSteps,
+        adapters: WorkerAdapters | None = None,
+    ) -> None:
+        """store: host memory for blocks, None without --swap-space. adapters: of the model; None: it serves none."""
+        self.adapters = adapters
         self._model, self._pool, self._store, self._steps = model, pool, store, steps
         self._offloaded: OffloadedWeights | None = None
         self.kv_memory = RankBlocks(pool)

@@ -13,6 +13,7 @@ from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.arrays import Ints, Words
 from blockyard.services.gpu_worker.attention.cpu_metadata import CpuMetadataBuilder
 from blockyard.services.gpu_worker.attention.metadata import AttentionMetadata
+from blockyard.services.gpu_worker.execution.pinned_ring import DeviceEvent
 from blockyard.services.gpu_worker.kv.pool import KVPool
 from blockyard.services.gpu_worker.layers.linear import Linear
 from blockyard.services.gpu_worker.layers.moe.expert_weights import ExpertProducts
@@ -24,11 +25,13 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ComputeLogits,
     CopyBlocks,
     DeviceForward,
+    DropGraph,
     EndGraph,
     FetchBlocks,
     Followers,
     ForgetSequences,
     ForwardPass,
+    InstallKernels,
     ReclaimMemory,
     ReleaseMemory,
     ReplayGraph,
@@ -36,6 +39,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     ScatterWords,
     ScrubBlocks,
 )
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
 from blockyard.services.gpu_worker.parallel.team import RankGroups, SendCommand
 from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices, Step
 from blockyard.services.kv_transfer.host.host_store import BlockStore
@@ -66,10 +70,13 @@ class LeaderModel:
     def computed(self) -> list[Tensor]:
         return self._model.computed()
 
-    def announce(self, step: Step) -> None:
-        """Earlier stages compute a step on the CPU from now on. `forward` is called for the same steps in one order."""
+    def announce(self, step: Step, adapter_places: Tensor | None) -> None:
+        """Earlier stages compute a step on the CPU from now on. `forward` is called for the same steps in one order.
+
+        adapter_places: see `AdapterRows.begin`.
+        """
         self._announced.append(step)
-        self._send(_forward_pass(step), Followers.EARLIER_STAGES)
+        self._send(_forward_pass(step, adapter_places), Followers.EARLIER_STAGES)
 
     def forward(self, step: Step) -> Tensor:
         """`step.attend` is a `CalledAttend` or a `DeviceAttend`."""
@@ -77,23 +84,22 @@ class LeaderModel:
         assert step.token_types is None, "followers get no token types"
         attend = step.attend
         if isinstance(attend, DeviceAttend):
-            self._send_inputs(step, attend.metadata)
+            self._send_inputs(step, attend)
             step = replace(step, attend=attend.attend)
         else:
             assert step.logits_indices is None, "steps on the CPU compute all rows"
             is_announced = bool(self._announced) and self._announced[0] is step
             if is_announced:
                 self._announced.popleft()
-            self._send(_forward_pass(step), Followers.LAST_STAGE if is_announced else Followers.ALL)
+            places = self.adapter_rows.places if self.adapter_rows.is_active else None
+            self._send(_forward_pass(step, places), Followers.LAST_STAGE if is_announced else Followers.ALL)
         self._last = self._model.forward(step)
         return self._last
 
-    def _send_inputs(self, step: Step, metadata: AttentionMetadata) -> None:
-        """Sends what is on the device from there: in a CUDA graph each replay sends it again."""
+    def _send_inputs(self, step: Step, attend: "DeviceAttend") -> None:
+        """Sends what only the device has from there: in a CUDA graph each replay sends it again."""
+        metadata = attend.metadata
         starts, needed = metadata.query_start_loc, step.logits_indices
-        words = [step.token_ids, step.positions, metadata.rows.slots]
-        words += [] if starts is None else [starts.long()]
-        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
         self._send(
             DeviceForward(
                 len(step.token_ids),
@@ -103,8 +109,16 @@ class LeaderModel:
                 metadata.max_seq_len,
                 metadata.prefill_max_seq_len,
                 metadata.max_context_len,
+                self.adapter_rows.is_active,
+                attend.words,
             )
         )
+        if attend.words:
+            return
+        words = [step.token_ids, step.positions, metadata.rows.slots]
+        words += [] if starts is None else [starts.long()]
+        words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
+        words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
         self._ranks.everyone.copy_from_leader(torch.cat(words))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,15 +129,18 @@ class LeaderModel:
         if hidden is self._last:
             self._send(ComputeLogits(LAST_OUTPUT), Followers.LAST_STAGE)
         else:
-            self._send(ComputeLogits(len(hidden)), Followers.LAST_STAGE)
+            self._send(ComputeLogits(len(hidden), self.adapter_rows.is_active), Followers.LAST_STAGE)
             hidden = hidden.contiguous()
             self._ranks.tensor.copy_from_leader(hidden)
+            if self.adapter_rows.is_active:
+                self._ranks.tensor.copy_from_leader(self.adapter_rows.places.contiguous())
         return self._model.logits(hidden)
 
 
-def _forward_pass(step: Step) -> ForwardPass:
+def _forward_pass(step: Step, adapter_places: Tensor | None) -> ForwardPass:
     assert isinstance(step.attend, CalledAttend)
-    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes())
+    places = b"" if adapter_places is None else adapter_places.numpy().tobytes()
+    return ForwardPass(step.attend.call, step.token_ids.numpy().tobytes(), step.positions.numpy().tobytes(), places)
 
 
 class CalledAttend:
@@ -145,8 +162,9 @@ class CalledAttend:
 class DeviceAttend:
     """Implements `Attend` on a GPU, with what it was built from: followers build theirs of the same."""
 
-    def __init__(self, attend: Attend, metadata: AttentionMetadata) -> None:
-        self.attend, self.metadata = attend, metadata
+    def __init__(self, attend: Attend, metadata: AttentionMetadata, words: bytes = b"") -> None:
+        """words: see `DeviceForward`."""
+        self.attend, self.metadata, self.words = attend, metadata, words
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         return self.attend(layer, qkv, rotation, norm)
@@ -158,11 +176,36 @@ class DeviceAttend:
         return self.attend.of_rows(indices)
 
 
+class CheckedEvent:
+    """The end of a step whose sums over ranks may have failed. Implements `DeviceEvent`."""
+
+    def __init__(self, event: DeviceEvent, ranks: RankGroup) -> None:
+        self._event, self._ranks = event, ranks
+
+    def record(self) -> None:
+        self._event.record()
+
+    def query(self) -> bool:
+        is_done = self._event.query()
+        if is_done:
+            self._ranks.check()
+        return is_done
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self._ranks.check()
+
+
 class DeviceMirror:
     """Tells followers with GPUs of what a leader does to its slots and CUDA graphs."""
 
-    def __init__(self, send: SendCommand) -> None:
-        self._send, self._num_graphs = send, 0
+    def __init__(self, send: SendCommand, ranks: RankGroup | None = None) -> None:
+        """ranks: that share the layers of the leader's stage; None: it is alone."""
+        self._send, self._ranks, self._num_graphs = send, ranks, 0
+
+    def checked(self, done: DeviceEvent) -> DeviceEvent:
+        """Returns the event, which raises RankLostError where a step has got no sum."""
+        return done if self._ranks is None else CheckedEvent(done, self._ranks)
 
     def scatter(self, index: Words, values: Words) -> None:
         self._send(ScatterWords(index.tobytes(), values.tobytes()))
@@ -179,6 +222,12 @@ class DeviceMirror:
 
     def replay(self, key: int) -> None:
         self._send(ReplayGraph(key))
+
+    def drop(self, key: int) -> None:
+        self._send(DropGraph(key))
+
+    def install_kernels(self, tuned: bytes) -> None:
+        self._send(InstallKernels(tuned))
 
 
 class LeaderMetadata:

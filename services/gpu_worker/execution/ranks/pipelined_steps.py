@@ -63,7 +63,7 @@ class PipelinedCpuSteps:
         prepared = self._steps.prepare(step)
         if prepared is None:
             return NOTHING
-        self._model.announce(prepared.inputs)
+        self._model.announce(prepared.inputs, prepared.adapter_places)
         slots, sampling = step.rows.slots.tolist(), step.rows.slots[prepared.at_end].tolist()
         self._num_pending += 1
         self._in_flight.update(slots)

@@ -189,10 +189,10 @@ class HostExperts:
 def _each_linear(method: ExpertMethod, stored: ExpertSpec | None, experts: range) -> list[Linear]:
     """The experts' linear layers, each under its own name: a stack X.experts.Y is X.experts.0.Y and so on."""
     inputs, outputs = method.shape
-    stored_parts = [part("", outputs)] if stored is None else stored.matrix.parts
+    matrix = make_spec([part("", outputs)], inputs) if stored is None else stored.matrix
 
     def spec_of(expert: int) -> LinearSpec:
-        return make_spec([replace(one, name=_name_of(one.name, expert)) for one in stored_parts], inputs)
+        return replace(matrix, parts=tuple(replace(one, name=_name_of(one.name, expert)) for one in matrix.parts))
 
     return [Linear(method.linear(i), spec_of(expert)) for i, expert in enumerate(experts)]
 

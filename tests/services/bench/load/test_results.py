@@ -80,7 +80,7 @@ def test_an_answer_with_only_a_final_event() -> None:
         ),
         (read(completion("a"), completion("b")), "the stream ended before [DONE]"),
         (read(USAGE, DONE), "the stream had no token"),
-        (read(b"data: {broken\n\n"), "an event that is not a completion chunk"),
+        (read(b"data: {broken\n\n"), "not a completion chunk, or not an answer of a pooling model: JSON is malformed"),
         (read(b'{"error":{"message":"busy"}}', head=b"HTTP/1.1 429 Too Many Requests\r\n\r\n"), "HTTP 429: busy"),
         (read(b'{"error":"gone"}', head=b"HTTP/1.1 404 No\r\n\r\n"), "HTTP 404: gone"),
         (read(b'{"object":"error","message":"old"}', head=b"HTTP/1.1 400 No\r\n\r\n"), "HTTP 400: old"),

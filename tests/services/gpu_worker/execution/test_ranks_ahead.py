@@ -3,81 +3,22 @@
 Prefills and decodes ahead of the host, chunks, preemption, log-probabilities: the tokens are those of one rank.
 """
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
 import torch
 from equality import noisy
 from plan_driver import Driver, Stream
-from rank_logits import CPU, connect, load
-from reference_ops import ReferenceOps, run_ahead
 from ties import Ties
 from tiny_models import BY_NAME, VOCAB, greedy_score, start
+from two_ranks import CAPACITY, TwoRanks
 
-from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
-from blockyard.services.gpu_worker.execution.ranks.follower import Follower
-from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
-from blockyard.services.gpu_worker.kv.pool import KVPool
-from blockyard.services.gpu_worker.models.interface import Model
-from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward, Followers
-from blockyard.services.gpu_worker.runner import Runner
-from blockyard.shared.messages import Geometry, Sampling
-from blockyard.shared.messages.base import Frame
+from blockyard.shared.messages import Sampling
 
-CAPACITY = 16
 NAMES = ("llama", "gemma4-moe", "deepseek-v3")
 LAYOUTS = [*((name, 2, 1) for name in NAMES), ("gemma4-moe", 1, 2)]  # ranks of a stage, and stages
-
-
-class TwoRanks:
-    """A leader's runner, and a follower in a thread that does what comes."""
-
-    def __init__(self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int) -> None:
-        self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        self._folder, self._group, self._geometry = folder, group, geometry
-        self._size, self._num_stages = size, num_stages
-        self.problem: Exception | None = None
-        self.forwards: list[DeviceForward] = []
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-        self._thread.start()
-        ranks = connect(0, size, group, num_stages)
-        model, send = load(folder, ranks), self._send
-        pool = self._pool(model)
-        pool.mirror = LeaderPool(send)
-        self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
-        run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
-
-    def _send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
-        assert isinstance(frame, Command)
-        if to is not Followers.LAST_STAGE or self._num_stages == 1:
-            self._commands.put(frame)
-
-    def _pool(self, model: Model) -> KVPool:
-        return KVPool(model.shape, self._geometry.num_blocks, self._geometry.block_size, torch.float32, CPU)
-
-    def _follow(self) -> None:
-        try:
-            ranks = connect(1, self._size, self._group, self._num_stages)
-            model = load(self._folder, ranks)
-            pool = self._pool(model)
-            steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())
-            follower = Follower(model, pool, None, steps)
-            while (command := self._commands.get()) is not None:
-                if isinstance(command, DeviceForward):
-                    self.forwards.append(command)
-                follower.do(command)
-        except Exception as e:
-            self.problem = e
-            raise
-
-    def close(self) -> None:
-        self._commands.put(None)
-        self._thread.join(10)
-        assert self.problem is None
 
 
 @pytest.fixture

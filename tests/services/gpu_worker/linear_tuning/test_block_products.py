@@ -11,7 +11,7 @@ from torch import Tensor
 from blockyard.kernels.layers.linear_stream_k import Workspace
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.layers.linear import Linear, make_spec
-from blockyard.services.gpu_worker.linear_tuning.block_products import SKINNY_TILES, BlockProducts
+from blockyard.services.gpu_worker.linear_tuning.block_products import SKINNY_BESIDE_MMA, SKINNY_TILES, BlockProducts
 from blockyard.services.gpu_worker.linear_tuning.kernel_configs import LinearShape
 from blockyard.services.gpu_worker.loading.linear_spec import part
 from blockyard.services.gpu_worker.quantization.kept import block_products
@@ -77,18 +77,30 @@ def error(got: Tensor, want: Tensor) -> float:
 def test_each_candidate_of_few_rows() -> None:
     """Of inputs that some tiles do not divide, and of the small layer that a kernel is compiled for."""
     made = BlockProducts(torch.device(DEVICE), DTYPE, 132)
-    for form, inputs in ((W4A16(128), 4096), (Table4A16(NF4, 64), 1536)):
+    wanted = ((Table4A16(NF4, 64), 4096, SKINNY_BESIDE_MMA), (W8A16(torch.int8), 1536, SKINNY_TILES))
+    for form, inputs, tiles in wanted:
         linear = layer(form, 24, inputs)
         shape, weight = LinearShape(inputs, 24, 1, linear.method.form or ""), weight_of(linear, form)
         found = [one for one in made.candidates(shape, 1, [linear]) if one.kernel == "skinny"]
-        fitting = [one for one in SKINNY_TILES[1] if inputs % (one[1] * one[2]) == 0]
-        assert len(found) == len(fitting) and (inputs == 4096) == (len(found) == len(SKINNY_TILES[1]))
+        fitting = [one for one in tiles[1] if inputs % (one[1] * one[2]) == 0]
+        assert len(found) == len(fitting) and (inputs == 4096) == (len(found) == len(tiles[1]))
         x = rows_of(1, inputs)
         for config in found:
             assert error(made.of(config, linear.method)(x), x.double() @ weight.T) < ERROR, config
         small = made.example(found[0], True, Fusion.NONE, linear.method)
         assert small.method.form == linear.method.form
         assert not made.of(found[0], small.method)(rows_of(1, small.shape[0])).any()
+
+
+def test_weights_of_4_bits_stay_in_registers_for_few_rows() -> None:
+    made = BlockProducts(torch.device(DEVICE), DTYPE, 132)
+    for form, kernels in (
+        (W4A16(128), {1: {"skinny", "mma"}, 8: {"mma"}, 16: {"mma", "blocks"}, 17: {"blocks"}}),
+        (W8A16(torch.int8), {1: {"skinny", "blocks"}, 8: {"blocks"}, 16: {"blocks"}}),
+    ):
+        linear = layer(form, 24, 1024)
+        for rows, names in kernels.items():
+            assert {one.kernel for one in made.candidates(LinearShape(1024, 24, 1), rows, [linear])} == names
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -98,7 +110,7 @@ def test_what_is_fused(form: KeptForm) -> None:
     assert linear.fusion is Fusion.NORM
     weight = weight_of(linear, form)
     config = next(
-        one for one in made.candidates(LinearShape(inputs, outputs, 1), 2, [linear]) if one.kernel == "skinny"
+        one for one in made.candidates(LinearShape(inputs, outputs, 1), 1, [linear]) if one.kernel == "skinny"
     )
     fused = made.fused(config, linear.method)
     x, total, norm = rows_of(2, inputs), rows_of(2, outputs), RMSNorm(rows_of(1, inputs)[0].float(), 1e-6)

@@ -1,6 +1,6 @@
 """Tuning while the worker is idle, with a fake tuner."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from blockyard.services.gpu_worker.linear_tuning.idle_tuning import IdleTuning
 
@@ -13,6 +13,9 @@ class Tuner:
         while self.missing:
             yield None
             yield self.missing.pop(0)
+
+    def installed(self, sizes: Sequence[int] | None = None) -> bytes:
+        return b"made up"
 
     def describe(self) -> str:
         return "made up"

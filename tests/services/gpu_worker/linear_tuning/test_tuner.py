@@ -79,6 +79,23 @@ def test_the_quickest_products_are_used_and_kept(
             assert float((linear(x).double() - want).norm() / want.norm()) < 1e-3
 
 
+def test_another_rank_installs_what_the_leader_has_measured(
+    linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has fewer layers of one shape, and one of a shape that the leader has not."""
+    leader = make_tuner(linears)
+    made_up(leader, monkeypatch)
+    leader.tune([2, 3], lambda done: None, tmp_path)
+    own = [dense_linear(torch.randn(*shape).to(DEVICE, torch.float16)) for shape in (*SHAPES[:1], (96, 256))]
+    follower = make_tuner(own)
+    follower.begin([2, 3], tmp_path / "other")
+    follower.install_those_of(leader.installed())
+    assert [linear._products.keys() for linear in own] == [linears[0]._products.keys(), set()]
+    assert linears[0]._products, "the leader has measured a quicker one"
+    follower.install_those_of(leader.installed([3]))
+    assert own[0]._products.keys() == linears[0]._products.keys(), "others stay"
+
+
 def test_without_fusion_no_product_is_fused(
     linears: list[Linear], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces, place_size
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
-from blockyard.services.gpu_worker.lora.targets import ModelTargets
+from blockyard.services.gpu_worker.lora.targets import ModelTargets, layer_shares
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.lora import LoraConfig
 from blockyard.shared.messages import AdapterPlaced
@@ -90,12 +90,12 @@ def test_prompt_logprobs(folders: list[Path]) -> None:
 
 def test_a_place_holds_the_largest_adapter_and_an_adapter_its_own_bytes(folders: list[Path]) -> None:
     runner = start(folders[0])
-    linears = runner.model.linears()
+    linears, shares = runner.model.linears(), layer_shares(runner.model)
     places = DevicePlaces(runner.model, 2, LIMITS, KERNELS, torch.device("cpu"), SameMemory())
     adapter = read_adapter(folders[1], ModelTargets(runner.model), EXACT)
     held = finished(places.prepare(adapter))
     assert held.memory is not None and held.size_bytes == adapter.size_bytes
     assert len(held.memory) * 4 < held.size_bytes * 1.05, "nothing is padded to the largest rank"
-    assert places.size_bytes == 2 * 4 * place_size(linears, LIMITS)
+    assert places.size_bytes == 2 * 4 * place_size(linears, shares, LIMITS)
     small = AdapterLimits(dtype=torch.float32, max_rank=16, target_modules=("q_proj",))
-    assert place_size(linears, small) == 3 * 16 * (64 + 64) + (3 * 64 if small.with_bias else 0)
+    assert place_size(linears, shares, small) == 3 * 16 * (64 + 64) + (3 * 64 if small.with_bias else 0)

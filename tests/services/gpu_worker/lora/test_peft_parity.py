@@ -203,5 +203,5 @@ def test_names_of_all_linear_layers(tmp_path: Path) -> None:
     tiny.save(tmp_path)
     targets = ModelTargets(start(tmp_path).model)
     found = targets.find("model.layers.2.self_attn.k_proj")
-    assert found is not None and (found.start, found.in_features) == (64, 64)
+    assert found is not None and (found.index, found.in_features) == (1, 64)
     assert targets.find("model.layers.9.self_attn.k_proj") is None

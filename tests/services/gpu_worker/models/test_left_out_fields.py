@@ -5,6 +5,7 @@ that a family builds may not change. So computed defaults are compared, too.
 """
 
 import enum
+import functools
 import json
 from typing import Any
 
@@ -33,6 +34,9 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"vocab_size": VOCAB, "n_embd": 1024, "n_layer": 5, "n_head": 64},
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings": True},  # of the whole model
     "MiniMaxM2ForCausalLM": {"num_hidden_layers": 2},  # for speed: has many experts, and equal layers
+    "GptOssForCausalLM": {"num_hidden_layers": 2},  # layers in turn
+    "DeepseekV3ForCausalLM": {"num_hidden_layers": 4},  # three of them dense
+    "Glm4MoeForCausalLM": {"num_hidden_layers": 2},  # one of them dense
     "OPTForCausalLM": {"ffn_dim": 96},
     "Qwen3MoeForCausalLM": {"num_hidden_layers": 2},
 }
@@ -58,9 +62,11 @@ OF_ALL_CLASSES = set(json.loads(transformers.PretrainedConfig().to_json_string(u
 REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 REQUIRED |= {"n_embd", "n_layer", "n_head", "ffn_dim"}
 
+ATOMS = {type(None), str, bool, int, float, complex, torch.dtype, torch.device}
 IN_TRANSFORMERS = [name for name in ARCHITECTURES if not name.endswith("RewardModel")]  # those are remote code
 
 
+@functools.cache
 def hf_class(name: str) -> Any:
     """The class of the configuration, of a model with several parts that of its text part."""
     whole = getattr(transformers, OTHER_CLASSES.get(name, name)).config_class
@@ -91,14 +97,14 @@ def contents(thing: object) -> list[object]:
 
 
 def collect(thing: object, found: list[object], above: tuple[int, ...]) -> None:
+    if type(thing) in ATOMS or isinstance(thing, enum.Enum):
+        found.append(thing)
+        return
     if isinstance(thing, torch.Tensor):
         found.append((tuple(thing.shape), thing.dtype))
         return
     if isinstance(thing, WeightTable):
         found += [(place, at.shape) for place, at in sorted(thing.places.items())]
-        return
-    if thing is None or isinstance(thing, str | int | float | complex | enum.Enum | torch.dtype | torch.device):
-        found.append(thing)
         return
     found.append(type(thing).__name__)
     if id(thing) in above or isinstance(thing, LinearLayers):
@@ -111,11 +117,18 @@ def collect(thing: object, found: list[object], above: tuple[int, ...]) -> None:
     elif isinstance(thing, msgspec.Struct):
         parts = [getattr(thing, field) for field in thing.__struct_fields__]
     elif type(thing).__module__.startswith("blockyard."):
-        slots = [slot for kind in type(thing).__mro__ for slot in getattr(kind, "__slots__", ())]
-        parts = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, slot, None) for slot in slots)]
+        parts = [*getattr(thing, "__dict__", {}).values(), *(getattr(thing, slot, None) for slot in slots(type(thing)))]
     above = (*above, id(thing))
     for part in parts:
-        collect(part, found, above)
+        if type(part) in ATOMS:  # most parts: a mixture of experts holds 50,000
+            found.append(part)
+        else:
+            collect(part, found, above)
+
+
+@functools.cache
+def slots(kind: type) -> list[str]:
+    return [slot for base in kind.__mro__ for slot in getattr(base, "__slots__", ())]
 
 
 def changing(name: str, fields: dict[str, Any]) -> list[str]:

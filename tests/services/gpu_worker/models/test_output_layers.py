@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from packed_model import load_model, run_causal
-from safetensors.torch import load_file, save_file
+from reward_folders import LABELS, save_reward_model
 from tiny_checkpoint import LLAMA, VOCAB, Tiny
 from tiny_poolers import DECODERS, hidden_and_outputs
-from transformers import Qwen2Config, Qwen2Model, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from blockyard.shared.errors import ConfigError
 
@@ -34,26 +34,12 @@ def test_hidden_states_and_outputs(tiny: Tiny, tmp_path: Path) -> None:
     assert ours.shape.num_outputs == got.shape[1]
 
 
-@pytest.mark.parametrize(("name", "labels"), [("Qwen2ForRewardModel", 1), ("Qwen2ForProcessRewardModel", 2)])
-def test_reward_models(name: str, labels: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LABELS)
+def test_reward_models(name: str, tmp_path: Path) -> None:
     """Against a plain reference: their code is in the releases, not in transformers."""
-    tiny = Tiny("reward", Qwen2Config, Qwen2Model, LLAMA, rewrite={"architectures": [name]})
-    theirs = tiny.save(tmp_path)
-    torch.manual_seed(5)
-    sizes = {
-        "score.0.weight": (64, 64),
-        "score.0.bias": (64,),
-        "score.2.weight": (labels, 64),
-        "score.2.bias": (labels,),
-    }
-    head = {key: torch.randn(shape) * 0.3 for key, shape in sizes.items()}
-    _rewrite(tmp_path, lambda stored: {f"model.{key}": value for key, value in stored.items()} | head)
+    reference = save_reward_model(tmp_path, name)
     ours = load_model(tmp_path)
-    hidden = run_causal(ours, IDS, [60])
-    expected, _ = hidden_and_outputs(theirs, IDS)
-    inner = (expected @ head["score.0.weight"].T + head["score.0.bias"]).relu()
-    wanted = inner @ head["score.2.weight"].T + head["score.2.bias"]
-    torch.testing.assert_close(ours.logits(hidden), wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.logits(run_causal(ours, IDS, [60])), reference(IDS), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -83,12 +69,3 @@ def test_tokens_of_a_reranker(ids: Any, tmp_path: Path) -> None:
         return
     with pytest.raises(ConfigError, match="classifier_token_ids"):
         load_model(tmp_path, overrides=text)
-
-
-def _rewrite(folder: Path, change: Any) -> None:
-    stored: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        stored |= load_file(path)
-        path.unlink()
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    save_file({key: value.contiguous() for key, value in change(stored).items()}, folder / "model.safetensors")

@@ -1,7 +1,8 @@
 """The choice of a backend, and the memory that each plans with."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,10 +11,13 @@ from tiny_models import model_shape, settings
 
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.startup import cuda
 from blockyard.services.gpu_worker.startup.backend import pick_backend
 from blockyard.services.gpu_worker.startup.cpu import CpuBackend
 from blockyard.services.gpu_worker.startup.cuda import CudaBackend
+from blockyard.services.gpu_worker.startup.start_report import StartReport
 from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES
 from blockyard.shared.config.services.worker import KVTransferConfig
 from blockyard.shared.errors import LoadError
@@ -119,3 +123,48 @@ def test_the_number_of_sequences_follows_the_memory_of_a_gpu(tmp_path: Path, sma
     asked = msgspec.structs.replace(config, fit_max_num_seqs=False)
     assert small_gpu.fit_num_seqs(asked, 1 << 20) is asked
     assert CpuBackend().fit_num_seqs(config, 1 << 20) is config
+
+
+@pytest.mark.parametrize(("asked", "refused"), [(True, ""), (True, "peer access is not supported"), (False, "")])
+def test_ranks_sum_by_kernels_unless_a_flag_or_the_gpus_forbid_it(
+    asked: bool, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--disable-custom-all-reduce."""
+    opened: list[int] = []
+
+    def open_memory(group: RankGroup, device: torch.device, half_bytes: int) -> SimpleNamespace:
+        opened.append(half_bytes)
+        if refused:
+            raise OSError(refused)
+        return SimpleNamespace()
+
+    kernels = SimpleNamespace(describe=lambda: "sums of ranks: one step to 1 MiB")
+    measured: list[int] = []
+
+    def measure(group: object, memory: object, symmetric: object, width: int, dtype: torch.dtype) -> SimpleNamespace:
+        assert symmetric is None
+        measured.append(width)
+        return SimpleNamespace(in_order=lambda: kernels)
+
+    def no_symmetric(*_: object) -> None:
+        raise RuntimeError("no symmetric memory")
+
+    monkeypatch.setattr(cuda, "SymmetricSums", no_symmetric)
+    monkeypatch.setattr(cuda, "PeerMemory", open_memory)
+    monkeypatch.setattr(cuda, "SumMeasurement", measure)
+    lines: list[str] = []
+    report = StartReport(lambda phase, done, notes: lines.__setitem__(slice(None), notes))
+    linears = [SimpleNamespace(is_partial=False, shape=(8, 16)), SimpleNamespace(is_partial=True, shape=(16, 8))]
+    model: Any = SimpleNamespace(linears=lambda: linears, table=SimpleNamespace(dtype=torch.bfloat16))
+    ranks = RankGroup(Shard(0, 2), cast("Any", None), GPU)
+    monkeypatch.setattr(ranks, "least", lambda value: value)
+    config = settings(Path("model"), custom_all_reduce=asked, batch_invariant=True, tensor_parallel_size=2)
+    for _ in range(2):  # again after deep sleep
+        CudaBackend(GPU).pick_sums(model, ranks, config, report)
+    report.phase("ready")
+    if asked and not refused:
+        assert ranks.kernels is kernels and measured == [8] and len(opened) == 1
+        assert lines[-1] == "sums of ranks: one step to 1 MiB"
+    else:
+        assert ranks.kernels is None and not measured and len(opened) == 2 * asked
+        assert not asked or refused in lines[-1]

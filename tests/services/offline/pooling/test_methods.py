@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -56,6 +57,7 @@ def test_embed_takes_texts_ids_and_dicts(make) -> None:
     outputs = llm.embed(prompts, use_tqdm=False, truncate_prompt_tokens=-1)
     assert [one.outputs.embedding for one in outputs] == [vector_of(t) for t in ("abc", "abc", "d", "d")]
     assert outputs[0].outputs.hidden_size == 4 and outputs[0].prompt_token_ids == [97, 98, 99]
+    assert not any(map(gc.is_tracked, [*outputs, *(one.outputs for one in outputs)]))
     assert outputs[2].finished and len({one.request_id for one in outputs}) == 4
     [call] = llm.fake.calls
     assert (call.truncate_prompt_tokens, call.params.task) == (-1, PoolingTask.EMBED)

@@ -1,8 +1,10 @@
 """A group of ranks: the logits of tiny checkpoints at every position of a prompt, which the leader writes to files.
 
-python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] CHECKPOINT...
+python -m rank_logits SIZE STAGES GROUP-FOLDER [--spread] [--fully-sharded] CHECKPOINT...
 
---spread: ranks have some experts whole. Ranks are forks of one process, which has loaded torch for all of them.
+A checkpoint with a folder ADAPTER has its adapter in all rows. --spread: ranks have some experts whole.
+--fully-sharded: of adapters ranks divide both matrices. Ranks are forks of one process, which has loaded torch for all
+of them.
 """
 
 import multiprocessing
@@ -16,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from model_logits import hidden_in_chunks
+from peft_adapters import adapt_model
 from tiny_checkpoint import VOCAB
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -33,6 +36,8 @@ from blockyard.services.gpu_worker.startup.stage_choice import make_stage_model
 
 CPU = torch.device("cpu")
 OUTPUT = "logits.pt"
+ADAPTER = "adapter"
+SPREAD, FULLY_SHARDED = "--spread", "--fully-sharded"
 CHUNKS = [50, 1, 9]
 
 
@@ -45,8 +50,8 @@ def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroup
     return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group))
 
 
-def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False) -> Model:
-    """Stages have as many layers each, the last may have more."""
+def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_sharded: bool = False) -> Model:
+    """Stages have as many layers each, the last may have more. fully_sharded: of adapters."""
     settings = read_config(folder, {}, lambda note: None)
     shard = Shard() if ranks is None else ranks.place.shard
     build = partial(find_family(settings), settings)
@@ -62,6 +67,16 @@ def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False) -> Mod
         model = make_stage_model(model, table.stage, ranks)
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
+    if (folder / ADAPTER).exists():
+        undivided = build(WeightTable(torch.float32, torch.device("meta")))
+        adapt_model(model, [folder / ADAPTER], undivided, fully_sharded=fully_sharded)
+        forward, compute_logits = model.forward, model.logits
+
+        def begin(rows: int) -> None:
+            model.adapter_rows.begin(torch.zeros(rows, dtype=torch.int32))
+
+        model.forward = lambda step: (begin(len(step.token_ids)), forward(step))[1]  # type: ignore[method-assign]
+        model.logits = lambda hidden: (begin(len(hidden)), compute_logits(hidden))[1]  # type: ignore[method-assign]
     return model
 
 
@@ -79,11 +94,11 @@ def run(size: int, group: Path, folders: Sequence[Path], *flags: str, num_stages
     subprocess.run([*command, *map(str, folders)], env=env, check=True)
 
 
-def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], spread: bool) -> None:
+def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequence[Path], flags: set[str]) -> None:
     torch.set_num_threads(1)
     ranks, models = connect(rank, size, group, num_stages), list[Model]()  # with what they send
     for folder in folders:
-        models.append(load(folder, ranks, spread=spread))
+        models.append(load(folder, ranks, spread=SPREAD in flags, fully_sharded=FULLY_SHARDED in flags))
         found = logits(models[-1])
         if rank == 0:
             torch.save(found, folder / OUTPUT)
@@ -92,10 +107,10 @@ def run_rank(rank: int, size: int, num_stages: int, group: Path, folders: Sequen
 
 def main() -> int:
     size, num_stages, group = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    spread = sys.argv[4] == "--spread"
-    folders = [Path(folder) for folder in sys.argv[4 + spread :]]
+    flags = {SPREAD, FULLY_SHARDED}.intersection(sys.argv[4:])
+    folders = [Path(folder) for folder in sys.argv[4:] if folder not in flags]
     context = multiprocessing.get_context("fork")  # torch has not started a thread yet
-    of_all = size, num_stages, group, folders, spread
+    of_all = size, num_stages, group, folders, flags
     ranks = [context.Process(target=run_rank, args=(rank, *of_all)) for rank in range(size * num_stages)]
     for rank in ranks:
         rank.start()

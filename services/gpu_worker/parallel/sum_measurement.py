@@ -1,0 +1,119 @@
+"""Measures the ways to sum over ranks, at the start of a worker. Imports Triton."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
+from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
+from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.sum_table import (
+    SIZES,
+    SumTable,
+    SumWay,
+    decode_table,
+    quickest,
+    same_way,
+)
+from blockyard.services.gpu_worker.parallel.symmetric_sums import SymmetricSums
+
+CALLS, REPLAYS = 10, 5  # of a measurement: calls in a CUDA graph
+EPS = 1e-5
+
+Call = Callable[[], object]
+Calls = dict[SumWay, Call]
+
+
+class SumMeasurement:
+    """Times the ways to sum rows of a model. All ranks call the same method at the same place of their start."""
+
+    def __init__(
+        self,
+        group: RankGroup,
+        memory: PeerMemory,
+        symmetric: SymmetricSums | None,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """width, dtype: of the rows."""
+        self._group, self._memory, self._symmetric = group, memory, symmetric
+        self._width, self._dtype = width, dtype
+        # two ranks send no less in two steps
+        ways = [SumWay.ONE_STEP, *([SumWay.TWO_STEPS] if group.size > 2 else []), SumWay.SYMMETRIC_MEMORY]
+        self._by_way = {way: self._sums(same_way(way, SIZES[-1])) for way in ways}
+
+    def in_order(self) -> PeerSums:
+        """Returns sums of parts in the order of ranks: a row's sum does not depend on the number of rows."""
+        if self._group.size == 2:  # sums of two have no order
+            return self.quickest()
+        return self._sums(same_way(SumWay.ONE_STEP, self._memory.buffers.one_step_bytes()))
+
+    def quickest(self) -> PeerSums:
+        """Returns sums by the table that the leader measures."""
+        transport = (SumWay.TRANSPORT,) * len(SIZES)
+        table = self._leaders(SumTable(SIZES, quickest(self._times(self._calls_alone)), transport))
+        alone = self._sums(table)  # what several kernels sum by, before the norm
+        times = self._times(partial(self._calls_with_norm, alone))
+        return self._sums(self._leaders(replace(table, with_norm=quickest(times))))
+
+    def _sums(self, table: SumTable) -> PeerSums:
+        keeps = SumWay.SYMMETRIC_MEMORY in table.alone  # otherwise its memory is free after the measurement
+        return PeerSums(self._memory, self._symmetric if keeps else None, table)
+
+    def _leaders(self, table: SumTable) -> SumTable:
+        words = torch.tensor(table.encode(), device=self._group.device)
+        self._group.copy_from_leader(words)
+        return decode_table(words.tolist())
+
+    def _times(self, calls_of: Callable[[Tensor], Calls]) -> dict[int, dict[SumWay, float]]:
+        """Returns the seconds of this rank by size and way."""
+        times = {}
+        for num_bytes in SIZES:
+            rows = max(num_bytes // (self._width * self._dtype.itemsize), 1)
+            calls = calls_of(torch.zeros(rows, self._width, dtype=self._dtype, device=self._memory.device))
+            times[num_bytes] = {way: _time(self._group, call, self._memory.device) for way, call in calls.items()}
+        return times
+
+    def _calls_alone(self, part: Tensor) -> Calls:
+        calls: Calls = {SumWay.TRANSPORT: partial(self._group.sum, part)}
+        return calls | {way: partial(sums.sum, part) for way, sums in self._takers(part, has_norm=False).items()}
+
+    def _calls_with_norm(self, alone: PeerSums, part: Tensor) -> Calls:
+        residual, weight = torch.zeros_like(part), torch.ones_like(part[0])
+
+        def sum_then_norm() -> Tensor:
+            total = alone.sum(part)
+            return add_rms_norm(residual, self._group.sum(part) if total is None else total, weight, EPS)
+
+        return {SumWay.TRANSPORT: sum_then_norm} | {
+            way: partial(sums.sum_add_rms_norm, part, residual, weight, EPS)
+            for way, sums in self._takers(part, has_norm=True).items()
+        }
+
+    def _takers(self, part: Tensor, *, has_norm: bool) -> dict[SumWay, PeerSums]:
+        return {way: sums for way, sums in self._by_way.items() if sums.way(part, has_norm=has_norm) is way}
+
+
+def _time(group: RankGroup, call: Call, device: torch.device) -> float:
+    """Returns the seconds of one call in a CUDA graph."""
+    call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
+    group.least(0)  # no rank is still capturing
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
+    for event in events[:-1]:
+        event.record()
+        graph.replay()
+    events[-1].record()
+    torch.cuda.synchronize(device)
+    spans: list[float] = [first.elapsed_time(last) for first, last in pairwise(events)]
+    return 1e-3 * statistics.median(spans) / CALLS

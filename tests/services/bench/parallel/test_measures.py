@@ -1,0 +1,65 @@
+"""The figures of a server with two ranks on the CPU, one of which is killed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from rig import serve as rig_serve
+
+from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.parallel import measures
+from blockyard.services.bench.parallel.layouts import read_layout
+from blockyard.services.bench.parallel.measures import ParallelSizes, ServerFigures
+from blockyard.services.bench.suite.served import SuiteServer
+
+TWO = read_layout("tp2")
+SIZES = ParallelSizes(
+    runs=1,
+    stream=(8, 12),
+    many=3,
+    many_len=(8, 200),
+    prompt=64,
+    killed_output=350,
+    kill_after_s=0.3,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SuiteServer]:
+    with rig_serve("demo", "--device", "cpu", "--max-model-len", "2048", *TWO.flags) as running:
+        yield SuiteServer(running.url, running.launched_s)
+
+
+def test_figures_and_a_killed_rank(server: SuiteServer) -> None:
+    assert measures.first_token_s(server) > 0
+    figures = ServerFigures(server, TWO, SIZES)
+    assert figures.kv_blocks() > 0 and figures.first_token() > 0
+    rate = figures.rate()
+    assert rate > 0 and figures.rate() == rate, "the load ran once"
+    assert 0 <= figures.idle() < 1
+    killed: list[int] = []
+
+    def kill(pid: int, number: int) -> None:
+        killed.append(pid)
+        measures.os.kill(pid, number)
+
+    pids = measures.rank_pids(server)
+    assert measures.killed_rank_s(server, SIZES, kill) > 0.5, "a worker needs longer to start"
+    assert killed == pids[-1:] and len(pids) == 2
+    again = measures.rank_pids(server)
+    assert set(pids).isdisjoint(again) and len(again) == 2
+
+
+def test_the_gap_behind_the_kill_counts() -> None:
+    result = RequestResult(0.0, 9.0, tokens_s=[1.0, 4.0, 5.0, 5.1, 8.0, 8.1])
+    assert measures.until_next_token(result, [5.05]) == pytest.approx(2.95)
+    for killed_s in ([], [0.5], [8.5]):
+        with pytest.raises(BenchError, match="did not run when its rank was killed"):
+            measures.until_next_token(replace(result), killed_s)
+
+
+def test_one_rank_alone_has_none_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measures, "COUNTED_S", 0.1)
+    monkeypatch.setattr(SuiteServer, "members", lambda self: [])
+    with pytest.raises(BenchError, match="no worker of this layout has several ranks"):
+        measures.rank_pids(SuiteServer("http://127.0.0.1:1", 0.0))

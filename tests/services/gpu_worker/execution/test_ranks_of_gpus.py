@@ -1,0 +1,115 @@
+"""What followers with GPUs are told beside forward passes: kernels, graphs that are given up; and sends of prefills."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rank_logits import CPU
+from reference_ops import ReferenceOps, run_ahead
+from slot_plans import collected, greedy, plan, prompt_of, started
+from tiny_models import BY_NAME, start
+from two_ranks import CAPACITY, TwoRanks
+
+from blockyard.services.gpu_worker.execution.cuda import cuda_steps
+from blockyard.services.gpu_worker.execution.cuda.decode_graphs import (
+    CapturedGraphs,
+    DecodeSize,
+    DecodeSteps,
+    ForwardOutput,
+    MirroredReplay,
+)
+from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.stored_layers import LayerEvents
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.parallel.commands import BeginGraph, DropGraph, Followers, InstallKernels
+from blockyard.shared.messages import KVSend, SlotRun, StepPlan
+from blockyard.shared.messages.base import Frame
+
+
+class Mark:
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def replay(self) -> None: ...
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[TwoRanks]:
+    folder, group = tmp_path / "model", tmp_path / "group"
+    group.mkdir()
+    BY_NAME["llama"].save(folder)
+    found = TwoRanks(folder, group, start(folder, max_num_seqs=CAPACITY).geometry, 2, 1)
+    yield found
+    found.close()
+
+
+def test_a_prefill_that_sends_blocks_records_layers_and_is_computed_by_all(
+    ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_steps, "LayerEvents", partial(LayerEvents, make_event=Mark))
+    runner, prompt = ranks.runner, prompt_of(5)
+    tokens = []
+    for sends in ([], [KVSend(1, 2, 1, b"", [6], [0], is_last=True)]):
+        runner.reset(4)
+        starts = [started(0, prompt, greedy(), [6, 7])]
+        stored = runner.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, len(prompt))], sends=sends))
+        assert [one.layers.stop for one in stored][-1:] == [runner.pool.shape.num_layers] * bool(sends)
+        tokens.append(collected(runner)[1][0].token_ids)
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 1
+    assert len(ranks.forwards) == 2
+
+
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
+def test_prompts_alone_do_not_wait_for_the_leaders_device(size: int, num_stages: int, tmp_path: Path) -> None:
+    folder, group, prompt = tmp_path / "model", tmp_path / "group", prompt_of(20)
+    group.mkdir()
+    BY_NAME["llama"].save(folder)
+    alone = start(folder, max_num_seqs=CAPACITY)
+    run_ahead(alone, CAPACITY, masks=False)
+    ranks = TwoRanks(folder, group, alone.geometry, size, num_stages)
+    found = []
+    for runner in (alone, ranks.runner):
+        runner.reset(4)
+        starts = [started(0, prompt, greedy(), [3, 4, 5, 6, 7, 8])]
+        runner.launch(StepPlan(1, 1, [], starts, [], [SlotRun(0, 9)]))
+        runner.launch(StepPlan(1, 2, [], [], [], [SlotRun(0, 11)]))
+        runner.launch(plan(3, 0))
+        results = collected(runner)
+        found.append(results[2][0].token_ids + results[3][0].token_ids)
+    ranks.close()
+    assert found[0] == found[1] and len(found[0]) == 2
+    assert [bool(one.words) for one in ranks.forwards] == [True, True, False]
+    assert [one.num_logits for one in ranks.forwards][:2] == [0, 1]
+
+
+def test_graphs_that_are_captured_again_are_dropped_by_all(ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Frame] = []
+
+    def send(frame: Frame, to: Followers = Followers.ALL) -> None:
+        sent.append(frame)
+
+    mirror, runner = DeviceMirror(send), ranks.runner
+    assert isinstance(runner.loop.steps, cuda_steps.CudaSteps)
+    steps: DecodeSteps = runner.loop.steps.decodes
+    output = ForwardOutput(torch.empty(0), torch.empty(0))
+    for rows in (1, 2):
+        with mirror.capturing() as key:
+            graphs = CapturedGraphs(MirroredReplay(Mark(), key, mirror), output, [])
+            steps._graphs[DecodeSize(rows, short_context=False)] = graphs
+    steps.capture_again(2)
+    assert [frame.key for frame in sent if isinstance(frame, BeginGraph)] == [1, 2]
+    assert sent[-1] == DropGraph(2) and [size.rows for size in steps._graphs] == [1]
+    steps._graphs.clear()
+
+
+def test_a_follower_installs_the_kernels_of_its_leader(ranks: TwoRanks) -> None:
+    told: list[bytes] = []
+    runner = ranks.runner
+    groups = ranks.runner.model._ranks  # type: ignore[attr-defined]
+    steps = DeviceFollowerSteps(runner.model, runner.pool, groups, runner.geometry, ReferenceOps(), told.append)
+    steps.do(InstallKernels(b"[]"))
+    assert told == [b"[]"] and runner.pool.device == CPU

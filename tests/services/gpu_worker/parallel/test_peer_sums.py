@@ -1,0 +1,179 @@
+"""Sums of ranks by kernels: what they take, where they stand in a model, and that a lost part is an error."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from blockyard.kernels.all_reduce.peer_buffers import PeerBuffers, empty_buffer, make_buffers
+from blockyard.kernels.all_reduce.references import sum_add_rms_norm_reference, sum_ranks_reference
+from blockyard.kernels.layers.rms_norm import RMSNorm
+from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror
+from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
+from blockyard.services.gpu_worker.layers.linear import dense_linear
+from blockyard.services.gpu_worker.layers.norm import NoNorm
+from blockyard.services.gpu_worker.parallel import sum_measurement
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
+from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
+from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.shares import Shard
+from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement
+from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
+from blockyard.shared.errors import RankLostError
+
+HALF_BYTES, EPS = 1 << 16, 1e-5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GROUP = cast("Any", SimpleNamespace())  # of a rank that waits for nobody
+
+
+class OwnMemory:
+    """The buffer of the only rank of a group."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self._own = [empty_buffer(HALF_BYTES, DEVICE) for _ in range(num_ranks)]
+        addresses = [one.data_ptr() for one in self._own]
+        self.device = DEVICE
+        self.buffers: PeerBuffers = make_buffers(0, addresses, HALF_BYTES, DEVICE, most_polls=3)
+
+    check = PeerMemory.check
+
+
+def sums(memory: OwnMemory, way: SumWay = SumWay.ONE_STEP, most_bytes: int = 1 << 30) -> RankGroup:
+    """A group of one rank that sums by kernels."""
+    group = RankGroup(Shard(), GROUP, DEVICE)
+    group.kernels = PeerSums(cast("PeerMemory", memory), None, same_way(way, most_bytes))
+    return group
+
+
+def test_layers_sum_and_normalise_in_one_kernel() -> None:
+    group, plain = sums(OwnMemory()), TorchOps()
+    ops, norm = SummedOps(plain, group), RMSNorm(torch.rand(24, device=DEVICE) + 0.5, EPS)
+    residual, delta = torch.randn(2, 3, 24, device=DEVICE)
+    experts = torch.randn(3, 2, 24, device=DEVICE)
+    linear = dense_linear(torch.randn(5, 24, device=DEVICE))
+    refused = SummedOps(plain, sums(OwnMemory(), SumWay.TRANSPORT))
+    for one in (delta, experts):
+        mine, theirs = residual.clone(), residual.clone()
+        torch.testing.assert_close(ops.add_norm(mine, one, norm), plain.add_norm(theirs, one, norm))
+        torch.testing.assert_close(mine, theirs)
+        mine, theirs = residual.clone(), residual.clone()
+        got, wanted = (each.norm_then_linear(linear, to, one, norm) for each, to in ((ops, mine), (plain, theirs)))
+        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(ops.sum_norm(residual, delta, norm), plain.sum_norm(residual, delta, norm), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert torch.equal(ops.add_norm(residual.clone(), delta, NoNorm()), residual + delta)
+    assert torch.equal(ops.add_norm(residual.clone(), None, norm), norm(residual))
+    assert group.sum_add_rms_norm(delta, residual, norm.weight, EPS) is not None
+    with group.alone():
+        assert group.sum_add_rms_norm(delta, residual, norm.weight, EPS) is None
+    with pytest.raises(AttributeError, match="allgather"):  # of the transport
+        refused.add_norm(residual, delta, norm)
+
+
+@pytest.mark.parametrize("way", [SumWay.ONE_STEP, SumWay.TWO_STEPS])
+def test_kernels_take_what_fits_their_buffers(way: SumWay) -> None:
+    kernels = sums(OwnMemory(), way, most_bytes=HALF_BYTES).kernels
+    assert kernels is not None
+    part = torch.randn(4, 100, device=DEVICE)
+    for one in (part, part.t(), part[:, ::2]):
+        total = kernels.sum(one.clone(memory_format=torch.preserve_format))
+        assert total is not None
+        assert torch.equal(total, one)
+    for one in (part[:0], part.double(), part.int(), torch.zeros(HALF_BYTES // 4 + 1, device=DEVICE)):
+        assert kernels.sum(one) is None
+    row = torch.zeros(1, 40000, device=DEVICE, dtype=torch.float16)
+    assert kernels.sum_add_rms_norm(row, row, row[0], EPS) is None, "a program holds a row"
+
+
+def test_a_part_that_does_not_come_is_an_error_of_the_step() -> None:
+    memory = OwnMemory(num_ranks=2)
+    kernels = PeerSums(cast("PeerMemory", memory), None, same_way(SumWay.ONE_STEP, 1 << 20))
+    group = RankGroup(Shard(), GROUP, DEVICE)
+    group.kernels = kernels
+    done = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+    event = DeviceMirror(lambda frame, to=None: None, group).checked(cast("Any", done))
+    assert event.query()
+    kernels.sum(torch.ones(8, device=DEVICE))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    with pytest.raises(RankLostError, match="did not get the part"):
+        event.query()
+    with pytest.raises(RankLostError, match="did not get the part"):
+        event.synchronize()
+
+
+@pytest.mark.parametrize("is_leader", [True, False])
+def test_all_ranks_have_the_table_that_the_leader_has_measured(
+    is_leader: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = SumTable(SIZES, (SumWay.TRANSPORT,) * len(SIZES), (SumWay.ONE_STEP,) * len(SIZES))
+
+    def copy_from_leader(words: torch.Tensor) -> None:
+        if not is_leader:
+            words.copy_(torch.tensor(told.encode()))
+
+    def seconds(group: RankGroup, call: Callable[[], object], device: torch.device) -> float:
+        return 1.0 if isinstance(getattr(getattr(call, "func", None), "__self__", None), PeerSums) else 2.0
+
+    group = RankGroup(Shard(0 if is_leader else 1, 2), GROUP, torch.device("cpu"))
+    monkeypatch.setattr(group, "copy_from_leader", copy_from_leader)
+    monkeypatch.setattr(sum_measurement, "_time", seconds)
+    memory = cast("PeerMemory", OwnMemory(num_ranks=2))
+    found = SumMeasurement(group, memory, None, 64, torch.float16)
+    for sums in (found.quickest(), found.in_order()):
+        assert sums.describe() == (
+            "sums of ranks: one step to 16 KiB, transport to 32 MiB; with a norm: one step to 16 KiB, "
+            "transport to 32 MiB"
+            if is_leader
+            else told.describe()
+        )
+    of_three = RankGroup(Shard(0, 3), GROUP, torch.device("cpu"))
+    in_order = SumMeasurement(of_three, memory, None, 64, torch.float16).in_order()
+    for rows in (1, 60):
+        assert in_order.way(torch.zeros(rows, 64), has_norm=True) is SumWay.ONE_STEP
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    group = connect_cpus(Shard(rank, size), GroupStores(Meeting(folder)), "ranks")
+    memory = PeerMemory(group, device, 1 << 22)
+    numbers = torch.Generator(device).manual_seed(3)
+    for rows, cols in ((1, 4096), (7, 2880), (33, 8192)):
+        parts = torch.randn(size, rows, cols, generator=numbers, device=device).bfloat16()
+        residual, weight = parts[0] * 2, parts[1][0].abs()
+        for way in (SumWay.ONE_STEP, SumWay.TWO_STEPS):
+            kernels = PeerSums(memory, None, same_way(way, 1 << 22))
+            total = kernels.sum(parts[rank].clone())
+            assert total is not None
+            assert torch.equal(total, sum_ranks_reference(list(parts)))
+            own = residual.clone()
+            normed = kernels.sum_add_rms_norm(parts[rank], own, weight, EPS)
+            added, wanted = sum_add_rms_norm_reference(list(parts), residual, weight, EPS)
+            assert torch.equal(own, added)
+            torch.testing.assert_close(normed, wanted, rtol=2e-2, atol=2e-2)
+    kernels.check()
+    group.least(0)
+    os._exit(0)  # the memory of others may still be mapped
+
+
+@pytest.mark.cuda
+@pytest.mark.alone
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_that_share_gpus(size: int, tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=run_rank, args=(rank, size, tmp_path)) for rank in range(size)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(120)
+        one.kill()
+    assert [one.exitcode for one in ranks] == [0] * size
