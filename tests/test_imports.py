@@ -194,8 +194,8 @@ LAYERS["services/launcher/supervision"] = ("child", "run_dir", "hung", "start_up
 LAYERS["services/bench/load"] = ("http_response", "results", "client", "monitor", "client_process", "processes")
 LAYERS["services/bench/parallel"] = ("layouts", "busy", "rank_sums", "measures", "rows", "command")
 LAYERS["services/bench/suite"] = ("shapes", "adapters", "served", "measures", "items", "command")
-LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve", "multi_host")
-LAYERS["services/launcher"] += ("batches",)
+LAYERS["services/launcher"] = ("supervision", "models", "sources", "gpus", "ports", "serve")
+LAYERS["services/launcher"] += ("rank_host", "multi_host", "batches")
 LAYERS["services/offline"] = ("sampling_params", "answers", "outputs", "prompts", "inflight", "batch", "progress")
 LAYERS["services/offline"] += (
     "session",

@@ -17,7 +17,9 @@ from blockyard.services.gpu_worker.cores import usable_cores
 from blockyard.services.gpu_worker.interfaces import KVTransfers, OffloadableRunner, Report, WorkerLinks
 from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
+from blockyard.services.gpu_worker.ranks import network
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderTeam
+from blockyard.services.gpu_worker.ranks.several_hosts import RankHost, wait_for_hosts
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -41,6 +43,9 @@ Start = Callable[[WorkerConfig, Report, CompileProcesses | None], OffloadableRun
 
 
 def serve(config: WorkerConfig) -> None:
+    if config.node_rank:
+        serve_ranks(config)
+        return
     if config.gpu is not None and config.num_ranks == 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu)
     if config.kernel_cache is not None:
@@ -67,9 +72,17 @@ def serve(config: WorkerConfig) -> None:
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        start, held_bytes = load_engine(config, team)
-        runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
-        transfers = make_transfers(config, links, runner, team)
+        if team is not None and config.num_nodes > 1:
+            links.update(phase="waiting for ranks of other hosts")
+            wait_for_hosts(config, team, lambda address: links.update(ranks=address), stopped.is_set)
+        try:
+            start, held_bytes = load_engine(config, team)
+            runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
+            transfers = make_transfers(config, links, runner, team)
+        except BlockyardError as e:
+            if team is not None:
+                team.fail(e)
+            raise
         if team is not None:
             team.serve()
         links.update(ready=True)
@@ -89,27 +102,53 @@ def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:
 
     Raises ConfigError if there are fewer GPUs.
     """
-    size = config.num_ranks
-    if size == 1 or config.worker_cls == "mock":
+    if config.num_ranks == 1 or config.worker_cls == "mock":
         return None
 
     def end(error: BlockyardError) -> None:
         if isinstance(error, DeviceError):
             time.sleep(BROKEN_SENT_S)  # the worker's loop tells the scheduler, and ends
-        settings.report_error(config.process, error)
-        settings.end(error.exit_code)
+        end_with(config, error)
 
-    environments = dict[int, dict[str, str]]()
-    if config.device != "cpu" and gpu.exists():
-        visible, first = os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu or 0
-        num = len(list(gpu.parent.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
-        if first + size > num:
-            raise ConfigError(f"{config.describe_ranks()}: each rank needs its own GPU, and there are {num} here")
-        environments = {rank: {"CUDA_VISIBLE_DEVICES": own_gpu(visible, first + rank)} for rank in range(size)}
-    team = LeaderTeam(config, Path(sys.argv[1]).absolute().parent, end)
-    team.start(environments)
-    os.environ.update({**ENVIRONMENT, **environments.get(0, {})})
+    own, all_ranks = environments_of_ranks(config, gpu), environment_of_all(config)
+    team = LeaderTeam(config, Path(sys.argv[1]).absolute().parent, end, all_ranks)
+    team.start(own)
+    os.environ.update({**all_ranks, **own.get(0, {})})
     return team
+
+
+def serve_ranks(config: WorkerConfig) -> None:
+    """Runs the ranks of a host that has no leader, until one ends. Raises ConfigError."""
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    host = RankHost(config, Path(sys.argv[1]).absolute().parent, partial(end_with, config))
+    try:
+        host.start(environment_of_all(config), environments_of_ranks(config))
+        host.run(stopped, LivenessPipe(config.process.liveness_fd))
+    finally:
+        host.close()
+
+
+def end_with(config: WorkerConfig, error: BlockyardError) -> None:
+    settings.report_error(config.process, error)
+    settings.end(error.exit_code)
+
+
+def environment_of_all(config: WorkerConfig) -> dict[str, str]:
+    """Returns variables of all ranks of this host. Raises ConfigError for an interface that is not there."""
+    on_gpus = config.device != "cpu" and config.num_nodes > 1 and config.process.bus.bind.startswith("tcp://")
+    return ENVIRONMENT | (network.environment(config.process.bus) if on_gpus else {})
+
+
+def environments_of_ranks(config: WorkerConfig, gpu: Path = GPU) -> dict[int, dict[str, str]]:
+    """Returns variables of each rank of this host. Raises ConfigError if there are fewer GPUs."""
+    if config.device == "cpu" or not gpu.exists():
+        return {}
+    visible, first, ranks = os.environ.get("CUDA_VISIBLE_DEVICES"), config.gpu or 0, config.host_ranks
+    num = len(list(gpu.parent.glob("nvidia[0-9]*"))) if visible is None else len(visible.split(","))
+    if first + len(ranks) > num:
+        raise ConfigError(f"{config.describe_ranks()}: each rank needs its own GPU, and there are {num} here")
+    return {rank: {"CUDA_VISIBLE_DEVICES": own_gpu(visible, first + i)} for i, rank in enumerate(ranks)}
 
 
 def load_engine(config: WorkerConfig, team: LeaderTeam | None = None) -> tuple[Start, Callable[[WorkerConfig], int]]:

@@ -151,7 +151,7 @@ def readers(first: Child | None) -> MakeReader:
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
     """Returns the settings of a rank: ranks share cores and memory of the machine as workers do."""
-    return msgspec.structs.replace(config, replicas=config.replicas * config.num_ranks)
+    return msgspec.structs.replace(config, replicas=config.replicas * len(config.host_ranks))
 
 
 def read_settings(config: WorkerConfig, report: StartReport) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.launcher import sources
+from blockyard.services.launcher import rank_host, sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.services.launcher.supervision.run_dir import SERVICES
@@ -20,7 +20,8 @@ from blockyard.shared.config.parsed_flags import ParsedFlag, Values
 from blockyard.shared.config.resolve import ServiceStruct
 from blockyard.shared.config.server import http_server
 from blockyard.shared.config.services.lora import AdapterSource
-from blockyard.shared.config.services.process import BusConfig
+from blockyard.shared.config.services.process import BusConfig, ProcessConfig
+from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
 
 REGISTRY_PORT = 5700
@@ -29,7 +30,10 @@ ANSWER_S = 5.0  # longest wait for the registry's answer
 
 
 def run(args: Sequence[str]) -> int:
-    """`blockyard run SERVICE`: replaces this process with the service's. Raises ConfigError."""
+    """`blockyard run SERVICE`: replaces this process with the service's. Raises ConfigError.
+
+    With --nnodes it stays, and starts the worker again when its group has ended.
+    """
     values, positionals, notes = sources.read(args, os.environ)
     service = (positionals or [""])[0].replace("-", "_")
     if service not in SERVICES:
@@ -52,7 +56,9 @@ def run(args: Sequence[str]) -> int:
     of_model = resolve.model_notes(values, find_model(service, values)) if service == "scheduler" else []
     for note in (*notes, *values.notes(), *of_worker, *of_gateway, *of_model):
         print(note, file=sys.stderr)
-    exec_service(service, config)
+    if isinstance(config, WorkerConfig) and config.num_nodes > 1:
+        return rank_host.run(config, values.get("hung-timeout", float))
+    return exec_service(service, config)
 
 
 def _unread_notes(values: Values) -> list[str]:
@@ -85,7 +91,16 @@ def service_config(service: str, values: Values) -> ServiceStruct:
         case _:
             of_role = worker_roles.of_process(values)
             host_memory.check([(of_role.values, 1)])
-            return resolve.worker(of_role, model, process)
+            return resolve.worker(of_role, model, _with_advertised(process, values))
+
+
+def _with_advertised(process: ProcessConfig, values: Values) -> ProcessConfig:
+    """Ranks of other hosts dial the address that --bind names, if --advertise gives no other."""
+    bus = process.bus
+    address = bus.bind.removeprefix("tcp://")
+    if values.get("nnodes", int) > 1 and not bus.advertise and address.replace(".", "").isdigit():
+        bus = msgspec.structs.replace(bus, advertise=address)
+    return msgspec.structs.replace(process, bus=bus)
 
 
 def find_model(service: str, values: Values) -> Checkpoint:

@@ -19,6 +19,7 @@ from blockyard.shared.bus.sockets import Sockets, readable, receive_frame, recei
 
 WAIT_S = 60.0  # of one call of a poller
 
+H = TypeVar("H", bound=msgspec.Struct)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -55,14 +56,15 @@ class FrameEnd(Protocol[T_co]):
     def close(self) -> None: ...
 
 
-class FrameListener(Generic[T]):
-    """The end that others dial. A frame of a peer that `accept` was not called for goes to `on_stranger`."""
+class FrameListener(Generic[H, T]):
+    """The end that others dial. Each says first who it is; frames of a peer come once it is accepted."""
 
-    def __init__(self, sockets: Sockets, accepts: object, on_stranger: Callable[[bytes, T], None]) -> None:
-        """accepts: the union of frames that come here. on_stranger: takes the peer's route and its frame."""
-        self._bound, self.on_stranger = sockets.bind_router(), on_stranger
-        self.socket, self.endpoint = self._bound.socket, self._bound.endpoint
-        self._reader: FrameReader[T] = FrameReader(accepts, Malformed())
+    def __init__(self, sockets: Sockets, hello: type[H], accepts: Any, on_hello: Callable[[bytes, H], None]) -> None:
+        """hello: the first frame of a peer. accepts: the union of other frames. on_hello: also takes its route."""
+        bound = sockets.bind_router()
+        self.socket, self.endpoint = bound.socket, bound.endpoint
+        self._hello, self._on_hello = hello, on_hello
+        self._reader: FrameReader[H | T] = FrameReader(accepts | hello, Malformed())
         self._arrived: dict[bytes, deque[T]] = {}  # by route
 
     def accept(self, route: bytes, timeout_s: float) -> "AcceptedLink[T]":
@@ -88,10 +90,10 @@ class FrameListener(Generic[T]):
             frame = self._reader.read(data, route)
             if frame is None:
                 continue
-            if (kept := self._arrived.get(route)) is not None:
-                kept.append(frame)
-            else:
-                self.on_stranger(route, frame)
+            if isinstance(frame, self._hello):
+                self._on_hello(route, frame)
+            elif (kept := self._arrived.get(route)) is not None:
+                kept.append(frame)  # type: ignore[arg-type]  # not of type H
 
     def wait(self, timeout_s: float) -> None:
         """Waits for a frame of any peer, and takes it."""
@@ -104,13 +106,14 @@ class FrameListener(Generic[T]):
         return self._arrived[route]
 
     def close(self) -> None:
+        """Peers lose what they have not read."""
         self.socket.close(0)
 
 
 class AcceptedLink(Generic[T]):
     """Implements `FrameEnd` at the listener. A peer that is gone is noticed by the next `send`."""
 
-    def __init__(self, listener: FrameListener[T], route: bytes, timeout_s: float) -> None:
+    def __init__(self, listener: FrameListener[Any, T], route: bytes, timeout_s: float) -> None:
         self._listener, self._route, self._timeout_s = listener, route, timeout_s
         self.sources: Sequence[Readable] = (listener.socket,)
 

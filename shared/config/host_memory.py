@@ -41,7 +41,10 @@ def check(workers: Iterable[tuple[Values, int]], there_is: int | None = None) ->
     """
     there_is = total_memory() if there_is is None else there_is
     sizes = "tensor-parallel-size", "pipeline-parallel-size"
-    ranks = [(values, number * math.prod(values.get(size, int) for size in sizes)) for values, number in workers]
+    ranks = [
+        (values, number * math.prod(values.get(size, int) for size in sizes) // values.get("nnodes", int))
+        for values, number in workers
+    ]
     taken = [(swap_space(values) * number, number, values) for values, number in ranks]
     if sum(size for size, _, _ in taken) * GIB <= there_is:
         return

@@ -80,6 +80,7 @@ def resolve(values: Values, model: Checkpoint, bus: BusConfig) -> Deployment:
     def process(name: str) -> ProcessConfig:
         return process_config(values, name, bus)
 
+    worker_fields.check_one_host(values)
     to_start = worker_roles.workers_to_start(values)
     return Deployment(
         registry=registry(process("message_bus")),
@@ -269,6 +270,7 @@ def worker(of_role: WorkersOfRole, model: Checkpoint, process: ProcessConfig) ->
             **worker_fields.kv_fields(values, said_quantization(values, model)),
             "config_overrides": msgspec.json.encode(overrides).decode(),
             **pooling,
+            **worker_fields.node_fields(values, process.bus),
             **worker_fields.stage_fields(values, model.config, pooling.get("task", "generate")),
         },
     )

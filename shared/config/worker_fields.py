@@ -3,6 +3,7 @@
 Kernels are written by hand here, so a compilation level only chooses CUDA graphs and fused kernels.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import msgspec
 
 from blockyard.shared.architectures import find_architecture
+from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import Values
+from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import USUAL_SEQS, LogprobsMode, capture_sizes
 from blockyard.shared.config.text_part import text_part
 from blockyard.shared.errors import ConfigError
@@ -180,6 +183,30 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
             f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
             "--quantization-param-path"
         )
+
+
+def node_fields(values: Values, bus: BusConfig) -> dict[str, Any]:
+    """Returns WorkerConfig's fields for ranks on several hosts. Raises ConfigError for hosts that cannot be."""
+    num, number = values.get("nnodes", int), values.get("node-rank", int)
+    where, num_ranks = f"{values.where('nnodes')} {num}", math.prod(values.get(flag, int) for flag in PARALLEL)
+    if number >= num:
+        raise ConfigError(f"{values.where('node-rank')} {number}: the hosts of {where} have numbers below {num}")
+    if num == 1:
+        return {}
+    if values["worker-cls"] == "mock":
+        raise ConfigError(f"{where}: a mock worker has one rank")
+    if num_ranks % num:
+        raise ConfigError(f"{where}: each host has as many ranks, and there are {num_ranks}")
+    if bus.bind.startswith("tcp://0.0.0.0"):
+        raise ConfigError(f"{where}: --bind tcp://ADDRESS is needed, the network interface for links between ranks")
+    return {"num_nodes": num, "node_rank": number, "rank_group": values.maybe("name", str) or "gpu_worker"}
+
+
+def check_one_host(values: Values) -> None:
+    """Raises ConfigError for flags of several hosts where all of a ring's processes are on one."""
+    for name in ("nnodes", "node-rank"):
+        if values.is_given(name) and values.get(name, int) != FLAGS[name].default:
+            raise ConfigError(f"{values.where(name)}: is for `blockyard run gpu-worker`, on each host")
 
 
 def stage_fields(values: Values, config: Mapping[str, Any], task: str) -> dict[str, Any]:

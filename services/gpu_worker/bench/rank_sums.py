@@ -21,7 +21,8 @@ import torch
 from blockyard.kernels.layers.rms_norm import RMSNorm
 from blockyard.services.gpu_worker.bench.row import ceilings
 from blockyard.services.gpu_worker.layers.fused_ops import find_ops, with_sums
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus, connect_gpus
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT
 from blockyard.shared.messages.rank_bench import DeviceRates, SumTime
@@ -90,12 +91,13 @@ class GpuRank:
     device = torch.device("cuda", 0)
 
     def transports(self, shard: Shard, folder: Path) -> dict[str, RankGroup]:
-        own = folder / CHOICE
-        own.mkdir(exist_ok=True)
-        found = {"NCCL": connect_gpus(shard, folder, self.device), CHOICE: connect_gpus(shard, own, self.device)}
+        stores = GroupStores(Meeting(folder))
+        found = {name: connect_gpus(shard, stores, name, self.device) for name in ("NCCL", CHOICE)}
         with torch.inference_mode():
             found[CHOICE].kernels = choose_sums(
-                *(found[CHOICE], own, HIDDEN, DTYPE), _note if shard.rank == 0 else lambda line: None, in_order=False
+                *(found[CHOICE], stores.folder_of(CHOICE), HIDDEN, DTYPE),
+                _note if shard.rank == 0 else lambda line: None,
+                in_order=False,
             )
         return found
 
@@ -123,7 +125,7 @@ class CpuRank:
     device = torch.device("cpu")
 
     def transports(self, shard: Shard, folder: Path) -> dict[str, RankGroup]:
-        return {"gloo": connect_cpus(shard, folder)}
+        return {"gloo": connect_cpus(shard, GroupStores(Meeting(folder)), "gloo")}
 
     def rates(self) -> DeviceRates:
         source = torch.ones(HOST_READ_BYTES // 4)

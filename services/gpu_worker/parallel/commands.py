@@ -304,6 +304,7 @@ class LifeSign(Frame, frozen=True):
     """The process runs."""
 
     rss_bytes: int = 0  # of a follower
+    is_serving: bool = False  # its start is over
 
 
 class RankFailed(Frame, frozen=True):

@@ -1,7 +1,7 @@
 """The collectives of a group of ranks. Every rank calls the same ones in the same order, with equal sizes.
 
-On the CPU they run over gloo, on GPUs over NCCL. Ranks find each other by a file in a folder of their own, and talk on
-the loopback interface. Nothing is pickled.
+On the CPU they run over gloo, on GPUs over NCCL. Ranks of one host find each other by a file in a folder of their own,
+and talk on the loopback interface; those of several hosts by a store of the leader's. Nothing is pickled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.shared.errors import RankLostError
 
 _dist: Any = dist  # process groups have no types that say what their methods take
 
 TIMEOUT_S = 600.0  # of a collective: ranks load for different times. A rank that is gone is noticed sooner, see `ranks`
-LOOPBACK = "127.0.0.1"
 LEADER = 0
 
 
@@ -177,28 +177,55 @@ class RankGroup:
             raise RankLostError(f"rank {self.rank} of {self.size} lost another rank: {str(e).splitlines()[0]}") from e
 
 
-def connect_cpus(shard: Shard, folder: Path) -> RankGroup:
-    """Waits until all ranks are there. folder: private to the group, empty at the start. Raises RankLostError."""
+class GroupStores:
+    """The stores by which the groups of one rank connect, each under a name of its own."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self._shared: object = None  # of ranks on several hosts
+
+    def folder_of(self, name: str) -> Path:
+        """Returns a folder for files that the ranks of this group on this host share."""
+        folder = self.meeting.folder / f"{name}-files"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def make(self, name: str, size: int) -> object:
+        """size: ranks of the group. Raises RankLostError if the leader's store is not there."""
+        meeting = self.meeting
+        if not meeting.store:
+            return _dist.FileStore(str(meeting.folder / name), size)
+        if self._shared is None:
+            host, _, port = meeting.store.rpartition(":")
+            serves = {} if meeting.listener is None else {"is_master": True, "master_listen_fd": meeting.listener}
+            timeout = timedelta(seconds=TIMEOUT_S)
+            try:
+                self._shared = _dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False, **serves)
+            except RuntimeError as e:
+                raise RankLostError(f"no store of ranks at {meeting.store}: {str(e).splitlines()[0]}") from e
+        return _dist.PrefixStore(name, self._shared)
+
+
+def connect_cpus(shard: Shard, stores: GroupStores, name: str) -> RankGroup:
+    """Waits until all ranks are there. name: of the group. Raises RankLostError."""
     options = _dist.ProcessGroupGloo._Options()
-    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    meeting = stores.meeting
+    named = {"hostname" if meeting.has_address else "interface": meeting.interface}
+    options._devices = [_dist.ProcessGroupGloo.create_device(**named)]
     options._timeout = timedelta(seconds=TIMEOUT_S)
     try:
-        collectives = _dist.ProcessGroupGloo(_store(shard, folder), shard.rank, shard.size, options)
+        collectives = _dist.ProcessGroupGloo(stores.make(name, shard.size), shard.rank, shard.size, options)
     except RuntimeError as e:
         raise RankLostError(f"rank {shard.rank} found no group of {shard.size}: {str(e).splitlines()[0]}") from e
     return RankGroup(shard, collectives, torch.device("cpu"))
 
 
-def connect_gpus(shard: Shard, folder: Path, device: torch.device) -> RankGroup:
-    """As `connect_cpus`, of ranks with a GPU each."""
+def connect_gpus(shard: Shard, stores: GroupStores, name: str, device: torch.device) -> RankGroup:
+    """As `connect_cpus`, of ranks with a GPU each. NCCL takes the interface from the environment."""
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT_S)
-    collectives = _dist.ProcessGroupNCCL(_store(shard, folder), shard.rank, shard.size, options)
+    collectives = _dist.ProcessGroupNCCL(stores.make(name, shard.size), shard.rank, shard.size, options)
     return RankGroup(shard, collectives, device, sums_in_order=False, host_waits=False)
-
-
-def _store(shard: Shard, folder: Path) -> object:
-    return _dist.FileStore(str(folder / "store"), shard.size)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

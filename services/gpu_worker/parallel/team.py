@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from blockyard.services.gpu_worker.parallel.commands import AdapterRead, Followers
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stage_link import StageLink
 from blockyard.services.gpu_worker.parallel.stages import RankPosition
@@ -44,7 +45,7 @@ class RankGroups:
                 yield
 
 
-Connect = Callable[[RankPosition, Path], RankGroups]
+Connect = Callable[[RankPosition, Meeting], RankGroups]
 
 
 class RankTeam(Protocol):
@@ -55,7 +56,7 @@ class RankTeam(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Private to the group. Beside it are those of other workers of the host."""
+        """Private to the ranks of this host. Beside it are those of other workers of the host."""
 
     @property
     def send(self) -> SendCommand | None:
@@ -75,13 +76,14 @@ class RankTeam(Protocol):
         """Returns the groups. The leader calls it once the settings are checked: followers load from then on."""
 
 
-def connect_groups(make: Callable[[Shard, Path], RankGroup], place: RankPosition, folder: Path) -> RankGroups:
-    """Waits for the other ranks. make: makes one group. folder: private to them. Raises RankLostError."""
-    everyone = make(Shard(place.rank, place.num_ranks), folder)
+def connect_groups(
+    make: Callable[[Shard, GroupStores, str], RankGroup], place: RankPosition, meeting: Meeting
+) -> RankGroups:
+    """Waits for the other ranks. make: makes the group of a name. Raises RankLostError."""
+    stores = GroupStores(meeting)
+    everyone = make(Shard(place.rank, place.num_ranks), stores, "ranks")
     if place.num_stages == 1:
         return RankGroups(place, everyone, everyone)
     if place.shard.size == 1:
         return RankGroups(place, everyone, None)
-    own = folder / f"stage-{place.stage}"
-    own.mkdir(exist_ok=True)
-    return RankGroups(place, everyone, make(place.shard, own))
+    return RankGroups(place, everyone, make(place.shard, stores, f"stage-{place.stage}"))

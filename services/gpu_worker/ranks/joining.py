@@ -2,7 +2,7 @@
 
 1. The leader opens a `RankEntrance`. Its `address` is in the leader's entry of the membership list, or is handed on by
    what starts the ranks.
-2. What starts the rank gives it a `RankTicket`. The rank's process calls `join` before it imports torch.
+2. What starts the rank gives it a `RankTicket`. The rank's process calls `join` before it loads.
 3. `join` dials the leader's two sockets, with Curve keys on tcp. The leader compares the digest and answers. When all
    ranks are there, it tells them where torch's store is. The ordered stream of commands follows on the same link.
 
@@ -11,7 +11,7 @@ The entrance stays open while the group runs: a rank whose number is taken is to
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,9 +27,11 @@ from blockyard.services.gpu_worker.parallel.commands import (
     JoinAnswer,
     JoinRefused,
     LifeSign,
+    RankFailed,
     RankJoin,
     Sign,
 )
+from blockyard.services.gpu_worker.ranks.group_digest import differences
 from blockyard.shared.bus.curve import KeyPair
 from blockyard.shared.bus.frame_links import AcceptedLink, FrameEnd, FrameLink, FrameListener
 from blockyard.shared.bus.ring_query import ask_members
@@ -37,13 +39,15 @@ from blockyard.shared.bus.sockets import Sockets
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import BlockyardError, ConfigError, LoadError, RankLostError
-from blockyard.shared.messages import RankAddress
+from blockyard.shared.messages import Member, RankAddress
 from blockyard.shared.messages.base import Frame
 
 POLL_S = 0.1
+SAID_S = 0.2  # in which a leader's last word arrives
 RETRY_S = 0.3  # between two attempts to find or join a group
 TAKEN_S = 7.0  # a leader notices that a rank is gone within 4 s: a number that is taken for longer is taken
-ANSWER_S = 5.0  # of a leader, and of the message bus
+ANSWER_S = 2.0  # of the message bus
+HEARD_S = 3.0  # in which ranks read why they are not of the group
 TAKES_S = 4.0  # the leader's wait for an answer
 FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
 
@@ -82,8 +86,8 @@ class JoinedGroup:
 class JoinedRank(NamedTuple):
     """The leader's links to a rank. All of `signs` belong to one thread, and so do all of `commands`."""
 
-    commands: AcceptedLink[Answer | RankJoin]
-    signs: AcceptedLink[Sign | RankJoin]
+    commands: AcceptedLink[Answer]
+    signs: AcceptedLink[Sign]
     place: str
     pid: int
 
@@ -96,14 +100,16 @@ class RankEntrance:
     ) -> None:
         """places: of the ranks that are to join, in words. keys: instead of those of `bus`."""
         self._sockets, self._places, self._digest = Sockets(bus, keys=keys), places, digest
-        self._signs: FrameListener[Sign | RankJoin] = FrameListener(self._sockets, Sign | RankJoin, self._on_sign)
-        self._commands: FrameListener[Answer | RankJoin] = FrameListener(
-            self._sockets, Answer | RankJoin, self._on_command
+        self._signs: FrameListener[RankJoin, Sign] = FrameListener(self._sockets, RankJoin, Sign, self._on_sign)
+        self._commands: FrameListener[RankJoin, Answer] = FrameListener(
+            self._sockets, RankJoin, Answer, self._on_command
         )
         self.address = RankAddress(group, self._signs.endpoint, self._commands.endpoint)
-        self._accepted: dict[int, tuple[AcceptedLink[Sign | RankJoin], RankJoin]] = {}
+        self._accepted: dict[int, tuple[AcceptedLink[Sign], RankJoin]] = {}
         self.joined: dict[int, JoinedRank] = {}  # by rank
         self._refusal: ConfigError | None = None
+        self._refused: list[AcceptedLink[Sign]] = []  # those told so
+        self._is_complete = False  # from then on another thread has the signs
 
     def gather(self, timeout_s: float, turn: Callable[[], None] = lambda: None) -> Mapping[int, JoinedRank]:
         """Waits for all ranks. turn: called about ten times a second, and may raise.
@@ -111,7 +117,7 @@ class RankEntrance:
         Raises ConfigError for one that does not fit, LoadError if some are missing at the end of the time.
         """
         end_s = time.monotonic() + timeout_s
-        while len(self.joined) < len(self._places):
+        while len(self.joined) < len(self._places) or not all(map(self._is_there, self._places)):
             turn()
             self._signs.wait(POLL_S)
             self._commands.wait(0)
@@ -127,11 +133,25 @@ class RankEntrance:
 
     def complete(self, store: str) -> None:
         """Tells all ranks that the group is complete. Raises RankLostError."""
+        self._is_complete = True
         for rank, joined in self.joined.items():
             try:
                 joined.commands.send(GroupComplete(store))
             except OSError as e:
                 raise RankLostError(f"rank {rank} has ended") from e
+
+    def give_up(self, error: BlockyardError) -> None:
+        """Tells ranks that have joined why the group will not be complete, and waits until all have heard.
+
+        A frame that a peer has not read is lost when its link is closed.
+        """
+        told = [*(link for link, _ in self._accepted.values()), *self._refused]
+        frame: Sign = RankFailed(str(error), error.exit_code)
+        deadline = time.monotonic() + HEARD_S
+        while told and time.monotonic() < deadline:
+            told = [link for link in told if _is_open(link, frame)]
+            frame = LifeSign()
+            time.sleep(POLL_S)
 
     def close_signs(self) -> None:
         """Ranks notice at once, and end. For the thread that has the signs."""
@@ -143,13 +163,13 @@ class RankEntrance:
         self._commands.close()
         self._sockets.close()
 
-    def _on_sign(self, route: bytes, frame: Sign | RankJoin) -> None:
-        if not isinstance(frame, RankJoin):
-            return  # of a rank whose number has been given to another since
+    def _on_sign(self, route: bytes, frame: RankJoin) -> None:
         refused = self._check(frame)
         answer: JoinAnswer = refused or JoinAccepted()
         if refused is None:
             self._accepted[frame.rank] = self._signs.accept(route, TAKES_S), frame
+        elif not self._is_complete:
+            self._refused.append(self._signs.accept(route, TAKES_S))
         try:
             self._signs.send(route, msgspec.msgpack.encode(answer))
         except ConnectionError:
@@ -170,6 +190,8 @@ class RankEntrance:
         return None
 
     def _is_there(self, rank: int) -> bool:
+        if self._is_complete:
+            return True
         if rank not in self._accepted:
             return False
         try:
@@ -180,25 +202,18 @@ class RankEntrance:
             return False
         return True
 
-    def _on_command(self, route: bytes, frame: Answer | RankJoin) -> None:
-        if isinstance(frame, RankJoin) and (accepted := self._accepted.get(frame.rank)) and accepted[1] == frame:
+    def _on_command(self, route: bytes, frame: RankJoin) -> None:
+        if (accepted := self._accepted.get(frame.rank)) and accepted[1] == frame:
             commands = self._commands.accept(route, TAKES_S)
             self.joined[frame.rank] = JoinedRank(commands, accepted[0], frame.place, frame.pid)
 
 
-def differences(theirs: GroupDigest, ours: GroupDigest) -> str:
-    """Returns in words what a rank has other than the leader; empty: nothing."""
-    if theirs.build != ours.build:
-        return f"another build than the leader: {theirs.build}, the leader's {ours.build}"
-    if theirs.flags != ours.flags:
-        mine, other = (msgspec.json.decode(one.flags) for one in (theirs, ours))
-        names = sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))
-        return "other flags than the leader: " + ", ".join(
-            f"{name} {mine.get(name)}, the leader's {other.get(name)}" for name in names
-        )
-    if theirs.weights != ours.weights:
-        return f"other weights than the leader: {theirs.weights}, the leader's {ours.weights}"
-    return ""
+def _is_open(link: AcceptedLink[Sign], frame: Sign) -> bool:
+    try:
+        link.send(frame)
+    except OSError:
+        return False
+    return True
 
 
 class TakenError(ConfigError):
@@ -243,7 +258,7 @@ def find_leader(bus: BusConfig, group: str) -> RankAddress:
         members = ask_members(bus, ANSWER_S).members
     except BlockyardError as e:
         raise RankLostError(str(e)) from e
-    found = [(member.name, member.ranks) for member in members if member.ranks and member.ranks.group == group]
+    found = leaders(members, group)
     if not found:
         raise RankLostError(f"no leader (--node-rank 0) of the group {group} at {bus.registry}")
     if len(found) > 1:
@@ -254,6 +269,11 @@ def find_leader(bus: BusConfig, group: str) -> RankAddress:
     return found[0][1]
 
 
+def leaders(members: Iterable[Member], group: str) -> list[tuple[str, RankAddress]]:
+    """Returns the names of leaders of a group, and where ranks join them."""
+    return [(member.name, member.ranks) for member in members if member.ranks and member.ranks.group == group]
+
+
 def _join_leader(sockets: Sockets, address: RankAddress, ticket: RankTicket, end_s: float) -> JoinedGroup:
     """Raises RankLostError if the leader is not there, or ends."""
     hello = RankJoin(ticket.rank, ticket.place, ticket.digest, os.getpid())
@@ -261,7 +281,8 @@ def _join_leader(sockets: Sockets, address: RankAddress, ticket: RankTicket, end
     commands: FrameLink[Command] = FrameLink(sockets, address.commands, Command)
     try:
         signs.send(hello)
-        answer = signs.receive() if signs.wait(min(ANSWER_S, end_s - time.monotonic())) else None
+        # a leader that stands still is noticed by the link itself
+        answer = signs.receive() if signs.wait(end_s - time.monotonic()) else None
         if isinstance(answer, JoinRefused):
             kind = TakenError if answer.is_taken else FAILURES.get(answer.exit_code, LoadError)
             raise kind(answer.detail)
@@ -269,12 +290,13 @@ def _join_leader(sockets: Sockets, address: RankAddress, ticket: RankTicket, end
             raise RankLostError("the leader does not answer")
         commands.send(hello)
         while not commands.wait(POLL_S):
-            if signs.is_readable and signs.receive() is None:
-                raise RankLostError("the leader has ended")
+            _check_leader(signs)
             if time.monotonic() > end_s:
                 raise RankLostError("other ranks have not joined the group")
         complete = commands.receive()
         if not isinstance(complete, GroupComplete):
+            while signs.wait(SAID_S):
+                _check_leader(signs)
             raise RankLostError("the leader has ended")
     except (OSError, BlockyardError) as e:
         signs.close()
@@ -283,3 +305,12 @@ def _join_leader(sockets: Sockets, address: RankAddress, ticket: RankTicket, end
             raise RankLostError(f"the leader has ended: {e}") from e
         raise
     return JoinedGroup(commands, signs.of(Sign), complete.store, sockets)
+
+
+def _check_leader(signs: FrameLink[Sign | JoinAnswer]) -> None:
+    """Raises what the leader says about its end, or RankLostError if it has ended."""
+    said = signs.receive() if signs.is_readable else LifeSign()
+    if isinstance(said, RankFailed):
+        raise FAILURES.get(said.exit_code, LoadError)(said.detail)
+    if said is None:
+        raise RankLostError("the leader has ended")

@@ -1,12 +1,7 @@
-"""The leader's side of its followers: starts their processes, sends them commands, and ends with them. No torch."""
+"""The leader's side of its followers: starts those of its host, sends commands to all, and ends with them. No torch."""
 
-import contextlib
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,25 +13,28 @@ from blockyard.services.gpu_worker.parallel.commands import (
     Answer,
     Begin,
     Followers,
+    GroupComplete,
     RankFailed,
     RankSetup,
     Sign,
     TransferAnswer,
 )
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.stages import place_of
+from blockyard.services.gpu_worker.ranks.host_ranks import HostRanks
+from blockyard.services.gpu_worker.ranks.joining import JoinedRank, RankEntrance
 from blockyard.services.gpu_worker.ranks.signs import SILENT_S, RankSigns
+from blockyard.shared.bus.frame_links import FrameEnd
+from blockyard.shared.bus.poller import Readable
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.errors import BlockyardError, ConfigError, DeviceError, LoadError, RankLostError
+from blockyard.shared.errors import BlockyardError, DeviceError, RankLostError
 from blockyard.shared.messages import RankStats
 from blockyard.shared.messages.base import Frame
-from blockyard.shared.process.frame_pipe import FramePipe
 from blockyard.shared.process.service_main import rss_bytes
 
 if TYPE_CHECKING:
     from blockyard.services.gpu_worker.parallel.team import Connect, RankGroups
 
-MODULE = "blockyard.services.gpu_worker.ranks.rank_process"
-END_S = 2.0  # that a killed process may take to be gone
 # multicast of NVLink fails where one process may not see all GPUs of a host
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
@@ -44,25 +42,32 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # each rank sees its own GPU alone, as number 0
     "NCCL_SOCKET_IFNAME": "lo",
 }
-FAILURES: dict[int, type[BlockyardError]] = {one.exit_code: one for one in (ConfigError, LoadError)}
-
+HEARD_S = 3.0  # in which ranks of other hosts read why this process ends
 _encode = msgspec.msgpack.Encoder().encode
 
 OnEnd = Callable[[BlockyardError], None]
 
 
 class LeaderTeam:
-    """Implements `RankTeam`. The processes live as long as this one."""
+    """Implements `RankTeam`. The processes that it starts live as long as this one; others join it."""
 
-    def __init__(self, config: WorkerConfig, folder: Path, on_end: OnEnd) -> None:
-        """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process."""
+    def __init__(
+        self, config: WorkerConfig, folder: Path, on_end: OnEnd, environment: Mapping[str, str] = ENVIRONMENT
+    ) -> None:
+        """folder: for files of this start. on_end: called in a thread when a rank is gone; must end this process.
+
+        environment: of the ranks that are started here.
+        """
         self.place = place_of(0, config.tensor_parallel_size, config.pipeline_parallel_size)
         self._config, self._on_end = config, on_end
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))  # nobody else may enter
+        self._host = HostRanks(folder, self.place.num_ranks, environment)
+        self.folder = self._host.folder
+        self._meeting = Meeting(self.folder)
         self.failure = ""  # why the device of a follower has failed
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._commands: dict[int, FramePipe[Answer]] = {}
-        self._signs: dict[int, FramePipe[Sign]] = {}
+        self._commands: dict[int, FrameEnd[Answer]] = {}
+        self._pids: dict[int, int] = {}
+        self._entrance: RankEntrance | None = None
+        self._is_failing, self._heard = False, threading.Event()
         self._watch: RankSigns | None = None
         self._groups: RankGroups | None = None
         self._stage_layers: list[int] = []  # empty: there is one stage
@@ -70,28 +75,34 @@ class LeaderTeam:
         self._of_transfers: list[tuple[int, TransferAnswer]] = []
 
     def start(self, environments: Mapping[int, Mapping[str, str]]) -> None:
-        """Starts the other ranks. environments: by rank, variables that differ from this process's."""
-        for rank in range(1, self.place.num_ranks):
-            self._start(rank, environments.get(rank, {}))
-        self._watch = RankSigns(self._signs, self._lost)
-        self._watch.start()
+        """Starts the other ranks of this host. environments: by rank, variables that differ from this process's.
 
-    def _start(self, rank: int, environment: Mapping[str, str]) -> None:
-        pairs = [socket.socketpair() for _ in range(2)]
-        theirs = [pair[1].fileno() for pair in pairs]
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self._processes[rank] = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *map(str, theirs)],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment},
-            pass_fds=theirs,
-        )
-        for pair in pairs:
-            pair[1].close()
-        pairs[0][0].settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
-        self._commands[rank] = FramePipe(pairs[0][0], Answer)
-        self._signs[rank] = FramePipe(pairs[1][0], Sign)
-        self._commands[rank].send(RankSetup(self._config, rank, str(self.folder), os.getpid()))
+        Ranks that are elsewhere must have joined by `join`, which then watches all.
+        """
+        for rank in self._config.host_ranks[1:]:
+            setup = RankSetup(self._config, rank, str(self.folder), os.getpid())
+            pipe = self._host.start(rank, environments.get(rank, {}), setup)
+            pipe.socket.settimeout(SILENT_S)  # a follower that takes no commands for so long hangs
+            self._commands[rank] = pipe
+            self._pids[rank] = self._host.processes[rank].pid
+        if len(self._config.host_ranks) == self.place.num_ranks:
+            self._start_watch(self._host.signs)
+
+    def join(self, entrance: RankEntrance, joined: Mapping[int, JoinedRank], meeting: Meeting) -> None:
+        """Ranks that this process has not started are in the group: they know where torch's store is.
+
+        meeting: of this process. The entrance is closed with the group.
+        """
+        self._entrance, self._meeting = entrance, meeting
+        self.send(GroupComplete(meeting.store))  # to those of this host
+        for rank, one in joined.items():
+            self._commands[rank], self._pids[rank] = one.commands, one.pid
+        entrance.complete(meeting.store)
+        self._start_watch({**self._host.signs, **{rank: one.signs for rank, one in joined.items()}})
+
+    def _start_watch(self, signs: Mapping[int, FrameEnd[Sign]]) -> None:
+        self._watch = RankSigns(signs, self._lost)
+        self._watch.start()
 
     def divide(self, decide: Callable[[], list[int]]) -> list[int]:
         """Implements `RankTeam`."""
@@ -102,18 +113,18 @@ class LeaderTeam:
         """Implements `RankTeam`. Followers start to load, again if they have before."""
         self.send(Begin(self._stage_layers))
         if self._groups is None:
-            self._groups = connect(self.place, self.folder)
+            self._groups = connect(self.place, self._meeting)
         return self._groups
 
     def send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
         """Implements `SendCommand`."""
-        data = b""
+        body = b""
         for rank, pipe in self._commands.items():
             if to is not Followers.ALL and (rank < self.place.shard.size) != (to is Followers.LAST_STAGE):
                 continue
-            data = data or _encode(frame)
+            body = body or _encode(frame)
             try:
-                pipe.send_encoded(data)
+                pipe.send_encoded(body)
             except OSError as e:
                 raise RankLostError(f"rank {rank} takes no commands: {e.strerror or e}") from e
 
@@ -123,9 +134,9 @@ class LeaderTeam:
         return list(self._commands)
 
     @property
-    def answers(self) -> list[int]:
+    def answers(self) -> list[Readable]:
         """Implements `TransferFollowers`."""
-        return [pipe.socket.fileno() for pipe in self._commands.values()]
+        return list(dict.fromkeys(source for pipe in self._commands.values() for source in pipe.sources))
 
     def take_answers(self) -> list[tuple[int, TransferAnswer]]:
         """Implements `TransferFollowers`."""
@@ -166,9 +177,9 @@ class LeaderTeam:
     def stats(self) -> list[RankStats]:
         """Implements `WorkerRanks`."""
         found = [RankStats(0, os.getpid(), rss_bytes())]
-        for rank, process in self._processes.items():
+        for rank, pid in self._pids.items():
             silent_s, held = (0.0, 0) if self._watch is None else self._watch.last(rank)
-            found.append(RankStats(rank, process.pid, held, round(silent_s, 3)))
+            found.append(RankStats(rank, pid, held, round(silent_s, 3)))
         return found
 
     def serve(self) -> None:
@@ -176,34 +187,31 @@ class LeaderTeam:
         if self._watch is not None:
             self._watch.serve()
 
+    def fail(self, error: BlockyardError) -> None:
+        """Tells ranks that this process has not started why it ends: they would start again to look for it."""
+        if self._watch is not None and self._entrance is not None:
+            self._is_failing = True
+            self._watch.say(RankFailed(str(error), error.exit_code))
+            self._heard.wait(HEARD_S)
+
     def close(self) -> None:
         """Ends the other ranks."""
         if self._watch is not None:
             self._watch.stop()
-        self._kill()
-        for one in [pipe.socket for pipe in self._commands.values()] + [pipe.socket for pipe in self._signs.values()]:
-            one.close()
+        self._host.close()
+        for pipe in self._commands.values():
+            pipe.close()
+        if self._entrance is not None:
+            self._entrance.close()
 
     def _lost(self, rank: int, what: str, failed: RankFailed | None) -> None:
-        process = self._processes[rank]
-        if failed is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.2)
-        code = process.returncode
-        detail = what if code is None else f"{what} with code {code}"
-        error: BlockyardError = RankLostError(f"rank {rank} of {self.place.num_ranks} {detail}; all ranks end")
-        if failed is not None:
-            error = FAILURES.get(failed.exit_code, RankLostError)(f"rank {rank}: {failed.detail}")
-        if failed is not None and failed.is_of_device:
-            error = DeviceError(f"rank {rank}: {failed.detail}")
+        if self._is_failing:
+            self._heard.set()
+            return
+        error = self._host.error(rank, what, failed)
+        if isinstance(error, DeviceError):
             self.failure = str(error)
-        self._kill()
+        self._host.kill()
+        if self._entrance is not None:
+            self._entrance.close_signs()
         self._on_end(error)
-
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,7 +1,6 @@
 """The interface of a device to a worker's start, and its choice."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,7 +20,7 @@ from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
@@ -46,8 +45,8 @@ class Backend(Protocol):
         threads: of computations on the host. processes: compile kernels; None: none are started yet.
         """
 
-    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
-        """Waits for the other ranks of this worker. folder: private to them. Raises RankLostError."""
+    def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
+        """Waits for the other ranks of a group of this name. Raises RankLostError."""
 
     def check_shape(self, shape: ModelShape) -> None:
         """Raises LoadError for a model that the kernels of the device do not support."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,7 @@ from blockyard.services.gpu_worker.lora.places import AdapterPlaces
 from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
 from blockyard.services.gpu_worker.memory import KVMemoryNeed, MemoryPlan, free_host_bytes, plan_bytes, plan_cpu
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.team import SendCommand
 from blockyard.services.gpu_worker.runner import Runner
@@ -52,8 +51,8 @@ class CpuBackend:
         torch.set_num_threads(threads)
         return f"device: cpu, {torch.get_num_threads()} compute threads"
 
-    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
-        return connect_cpus(shard, folder)
+    def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
+        return connect_cpus(shard, stores, name)
 
     def check_shape(self, shape: ModelShape) -> None:
         """torch takes all shapes."""

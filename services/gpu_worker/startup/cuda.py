@@ -48,7 +48,7 @@ from blockyard.services.gpu_worker.memory import (
 )
 from blockyard.services.gpu_worker.memory_profile import peak_bytes
 from blockyard.services.gpu_worker.models.interface import Model, ModelShape
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_gpus
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.sum_measurement import choose_sums
 from blockyard.services.gpu_worker.parallel.team import SendCommand
@@ -149,9 +149,9 @@ class CudaBackend:
         self._compiler = record_kernels.make_compiler(processes, usable_cores())
         return note
 
-    def connect_ranks(self, shard: Shard, folder: Path) -> RankGroup:
-        self._folder = folder
-        return connect_gpus(shard, folder, self.device)
+    def connect_ranks(self, shard: Shard, stores: GroupStores, name: str) -> RankGroup:
+        self._folder = stores.folder_of(name)
+        return connect_gpus(shard, stores, name, self.device)
 
     def check_shape(self, shape: ModelShape) -> None:
         check_head_sizes("cuda", shape.attention)
@@ -201,7 +201,7 @@ class CudaBackend:
     def pick_sums(self, model: Model, ranks: RankGroup, config: WorkerConfig, report: StartReport) -> None:
         self._ranks = ranks
         widths = [linear.shape[1] for linear in model.linears() if linear.is_partial]
-        if not config.custom_all_reduce or not widths:
+        if not config.custom_all_reduce or not widths or not config.stages_within_hosts:
             return
         if ranks.kernels is None:  # otherwise it loads again after deep sleep
             report.phase("measuring sums of ranks")

@@ -19,9 +19,9 @@ from blockyard.services.gpu_worker.parallel.commands import (
 )
 from blockyard.services.gpu_worker.transfers.rank_transfers import Events, RankTransfers, transfer_layout
 from blockyard.services.kv_transfer.transfer_blocks import TransferBlocks
+from blockyard.shared.bus.frame_links import FrameEnd
 from blockyard.shared.bus.poller import Poller, Readable
 from blockyard.shared.config.services.worker import WorkerConfig
-from blockyard.shared.process.frame_pipe import FramePipe
 
 BUSY_S, CALM_S = 0.001, 0.5  # between two polls while no command comes
 OPEN_S, CLOSED_S = 0.0005, 0.05  # between two polls among commands, with open transfers and without
@@ -30,12 +30,12 @@ OPEN_S, CLOSED_S = 0.0005, 0.05  # between two polls among commands, with open t
 class FollowerTransfers:
     """Moves blocks while no command comes, and from time to time between commands."""
 
-    def __init__(self, config: WorkerConfig, rank: int, pipe: FramePipe[Command]) -> None:
+    def __init__(self, config: WorkerConfig, rank: int, pipe: FrameEnd[Command]) -> None:
         """pipe: to the leader. Answers go back on it."""
         self._config, self._rank, self._pipe = config, rank, pipe
         self._transfers: RankTransfers | None = None
         self._poller, self._poll_s = Poller(), 0.0
-        self._poller.add(pipe.socket.fileno())
+        self._poller.add(*pipe.sources)
 
     def watch(self, *sources: Readable) -> None:
         """Implements `SocketWatch`."""

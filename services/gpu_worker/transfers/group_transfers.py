@@ -21,6 +21,7 @@ from blockyard.services.gpu_worker.transfers.rank_transfers import Events, RankT
 from blockyard.services.kv_transfer.link_counts import LinkCounts
 from blockyard.services.kv_transfer.routes import encode_places
 from blockyard.services.kv_transfer.transfer_blocks import SocketWatch
+from blockyard.shared.bus.poller import Readable
 from blockyard.shared.messages import KVAbort, KVReceive, KVSend
 
 
@@ -31,8 +32,8 @@ class TransferFollowers(Protocol):
     def send(self) -> SendCommand: ...
 
     @property
-    def answers(self) -> Sequence[int]:
-        """File descriptors, readable when there is an answer."""
+    def answers(self) -> Sequence[Readable]:
+        """Sockets and file descriptors, readable when there is an answer."""
 
     def take_answers(self) -> list[tuple[int, TransferAnswer]]:
         """Returns what followers have said, with their ranks. Does not wait. Raises RankLostError."""

@@ -1,7 +1,6 @@
 """Runs a whole ring as child processes of this one, from the first start to the last exit."""
 
 import asyncio
-import logging
 import signal
 from pathlib import Path
 
@@ -9,17 +8,12 @@ from blockyard.services.launcher.supervision.child import MakeCommand, service_s
 from blockyard.services.launcher.supervision.hung import HungDetector
 from blockyard.services.launcher.supervision.run_dir import MemberSockets
 from blockyard.services.launcher.supervision.start_up import StartupDisplay, StartupTracker
-from blockyard.services.launcher.supervision.supervisor import StartFailed, Supervisor
+from blockyard.services.launcher.supervision.supervisor import StartFailed, Supervisor, kill_hung
 from blockyard.shared.bus.links import Links
 from blockyard.shared.bus.member_list import Changed, Gone, Joined
 from blockyard.shared.config.resolve import Deployment
 from blockyard.shared.config.services.process import BusConfig
 from blockyard.shared.messages import Hello, Role
-from blockyard.shared.process.awake_clock import AwakeClock
-
-log = logging.getLogger(__name__)
-
-HUNG_CHECK_S = 0.5
 
 
 def local_bus(folder: Path) -> BusConfig:
@@ -76,7 +70,12 @@ class Ring:
                 async with asyncio.TaskGroup() as tasks:
                     for child in self.supervisor.children:
                         tasks.create_task(self.supervisor.supervise(child))
-                    work = (self._watch(links), self._kill_when_asked(), self._kill_hung(), self._stop_after_job())
+                    work = (
+                        self._watch(links),
+                        self._kill_when_asked(),
+                        kill_hung(self.supervisor, self._hung),
+                        self._stop_after_job(),
+                    )
                     helpers = [tasks.create_task(coroutine) for coroutine in work]
                     await self._stop.wait()
                     await self.supervisor.drain(drain_s)
@@ -100,22 +99,6 @@ class Ring:
                         self.ready.set()
                 case Gone(member):
                     self.start_up.on_gone(member)
-
-    async def _kill_hung(self) -> None:
-        """Kills hung children; the supervisor restarts them."""
-        clock = AwakeClock(2 * HUNG_CHECK_S)
-        while True:
-            await asyncio.sleep(HUNG_CHECK_S)
-            now = clock.now()
-            children = {child.spec.name: child for child in self.supervisor.children}
-            for name, child in children.items():
-                if child.pid is None or child.stop_asked.is_set():
-                    self._hung.on_ended(name)
-                else:
-                    self._hung.on_running(name, child.starts, child.read_signs(), now)
-            for name, silent_s in self._hung.find_hung(now, self.supervisor.settled).items():
-                log.warning("%s is hung: no sign of life for %.0f s (--hung-timeout), it is killed", name, silent_s)
-                children[name].send(signal.SIGKILL)
 
     async def _stop_after_job(self) -> None:
         await self.supervisor.job_ended.wait()

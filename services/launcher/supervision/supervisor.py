@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blockyard.services.launcher.supervision.child import (
@@ -14,7 +14,9 @@ from blockyard.services.launcher.supervision.child import (
     ServiceSpec,
     ending,
 )
+from blockyard.services.launcher.supervision.hung import HungDetector
 from blockyard.shared.errors import BatchError, BlockyardError
+from blockyard.shared.process.awake_clock import AwakeClock
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 WAVES = (("api_gateway",), ("scheduler",), ("gpu_worker", "tokenizer_pool", "detokenizer"), ("message_bus",))
 MAX_STARTS = 3  # of a child before the ring is ready for the first time
 JOB_EXIT_CODES = (0, BatchError.exit_code)  # after others a job is started again and goes on
+HUNG_CHECK_S = 0.5
 GRACE_S = 5.0  # added to the time a child has to stop before it is killed
 
 
@@ -104,6 +107,27 @@ class Supervisor:
                 await child.stop_asked.wait()
         except TimeoutError:
             return
+
+
+async def kill_hung(
+    supervisor: Supervisor, hung: HungDetector, on_signs: Callable[[bytes], None] = lambda signs: None
+) -> None:
+    """Kills hung children for ever; the supervisor restarts them. on_signs: gets all signs of life."""
+    clock = AwakeClock(2 * HUNG_CHECK_S)
+    while True:
+        await asyncio.sleep(HUNG_CHECK_S)
+        now = clock.now()
+        children = {child.spec.name: child for child in supervisor.children}
+        for name, child in children.items():
+            if child.pid is None or child.stop_asked.is_set():
+                hung.on_ended(name)
+            else:
+                signs = child.read_signs()
+                on_signs(signs)
+                hung.on_running(name, child.starts, signs, now)
+        for name, silent_s in hung.find_hung(now, supervisor.settled).items():
+            log.warning("%s is hung: no sign of life for %.0f s (--hung-timeout), it is killed", name, silent_s)
+            children[name].send(signal.SIGKILL)
 
 
 def stop_order(children: Sequence[Child]) -> list[list[Child]]:

@@ -170,7 +170,11 @@ RING = (
     ),
     Flag("curve-keys", FlagKind.TEXT, None, "`run`: folder that `blockyard keys` wrote; needed on tcp."),
     Flag(
-        "name", FlagKind.TEXT, None, "`run`: this process's name in the membership list; unset: service and host name."
+        "name",
+        FlagKind.TEXT,
+        None,
+        "`run`: this process's name in the membership list; unset: service and host name. With --nnodes "
+        "also the name of the group, the same on all its hosts.",
     ),
 )
 

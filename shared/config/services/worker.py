@@ -123,6 +123,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
     pipeline_layers: list[int] = []  # number of layers of each stage; empty: by cost and KV memory
+    num_nodes: int = 1  # hosts of the ranks, each with as many
+    node_rank: int = 0  # number of this host; 0: the leader's
+    rank_timeout_s: float = 120.0  # in which all ranks must have joined
+    rank_group: str = ""  # name by which ranks of other hosts find the leader
     custom_all_reduce: bool = True  # on GPUs, kernels sum over ranks where they are quicker than NCCL
 
     @property
@@ -135,6 +139,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """Processes of the worker, each with its own device."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def host_ranks(self) -> range:
+        """The ranks on this host."""
+        each = self.num_ranks // self.num_nodes
+        return range(self.node_rank * each, (self.node_rank + 1) * each)
+
+    @property
+    def stages_within_hosts(self) -> bool:
+        """Whether the ranks of each stage are on one host."""
+        return len(self.host_ranks) % self.tensor_parallel_size == 0
+
     def describe_ranks(self) -> str:
         """Returns the flags that give the worker several ranks."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
@@ -145,5 +160,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", *parallel):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.num_ranks % self.num_nodes or not 0 <= self.node_rank < self.num_nodes:
+            raise ValueError(f"host {self.node_rank} of {self.num_nodes} cannot have a share of {self.num_ranks} ranks")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")

@@ -28,9 +28,10 @@ from blockyard.kernels.all_reduce.row_tiles import RowTiles, flat_tiles, norm_ti
 from blockyard.kernels.all_reduce.sum_ranks import fits, sum_add_rms_norm, sum_ranks
 from blockyard.kernels.int_math import ceil_div
 from blockyard.kernels.layers.add_rms_norm import add_rms_norm
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import SymmetricSums
-from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus, connect_gpus
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, connect_cpus, connect_gpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 
 HIDDEN, EPS, DTYPE = 8192, 1e-5, torch.bfloat16
@@ -61,11 +62,10 @@ class Rank:
         self.shared = num_gpus < size
         self.device = torch.device("cuda", rank % num_gpus)
         torch.cuda.set_device(self.device)
-        for one in ("cpu", "gpu", "symmetric"):
-            (folder / one).mkdir(exist_ok=True)
-        self.folder = folder
-        self.hosts = connect_cpus(Shard(rank, size), folder / "cpu")
-        self.nccl = None if self.shared else connect_gpus(Shard(rank, size), folder / "gpu", self.device)
+        (folder / "symmetric").mkdir(exist_ok=True)
+        self.folder, stores = folder, GroupStores(Meeting(folder))
+        self.hosts = connect_cpus(Shard(rank, size), stores, "cpu")
+        self.nccl = None if self.shared else connect_gpus(Shard(rank, size), stores, "gpu", self.device)
         self.memory = PeerMemory(self.hosts, self.device, HALF_BYTES)
         self.buffers: PeerBuffers = self.memory.buffers
         self.calls, self.replays = (2, 3) if self.shared else (20, 15)

@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.multi_host import bus_config, run, service_config
+from blockyard.services.launcher.supervision.ring import local_bus
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.config.parsed_flags import Values, from_command_line
+from blockyard.shared.config.resolve import resolve
 from blockyard.shared.config.services.scheduler import SchedulerConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 from blockyard.shared.errors import ConfigError
@@ -148,3 +151,36 @@ def test_a_gateway_names_the_flags_that_it_has_no_use_for(
     monkeypatch.delenv("BLOCKYARD_MAX_NUM_SEQS")
     run(["api-gateway", "demo", *TCP, "--port", "1", "--allowed-origins", '["a"]'])
     assert capsys.readouterr().err == ""
+
+
+HOSTS = ("--model", "demo", *TCP, "-tp", "2", "-pp", "2", "--nnodes", "2", "--bind", "tcp://10.0.0.7")
+
+
+def test_a_worker_has_a_share_of_the_ranks_on_several_hosts() -> None:
+    config = service_config("gpu_worker", values(*HOSTS, "--node-rank", "1", "--rank-timeout", "7"))
+    assert isinstance(config, WorkerConfig)
+    assert (config.host_ranks, config.rank_timeout_s, config.rank_group) == (range(2, 4), 7.0, "gpu_worker")
+    assert config.process.bus.advertise == "10.0.0.7"
+    named = service_config("gpu_worker", values(*HOSTS, "--name", "left", "--advertise", "host-a"))
+    assert isinstance(named, WorkerConfig)
+    assert (named.host_ranks, named.rank_group, named.process.bus.advertise) == (range(2), "left", "host-a")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--node-rank", "2"), "--node-rank 2: the hosts of --nnodes 2 have numbers below 2"),
+        (("--nnodes", "3"), "--nnodes 3: each host has as many ranks, and there are 4"),
+        (("--worker-cls", "mock"), "--nnodes 2: a mock worker has one rank"),
+        (("--bind", "tcp://0.0.0.0"), "--nnodes 2: --bind tcp://ADDRESS is needed"),
+    ],
+)
+def test_hosts_that_cannot_be(args: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        service_config("gpu_worker", values(*HOSTS, *args))
+
+
+def test_a_ring_on_one_machine_has_no_other_hosts(tmp_path: Path) -> None:
+    asked = values("--model", "demo", "--nnodes", "2", "-tp", "2")
+    with pytest.raises(ConfigError, match="--nnodes: is for `blockyard run gpu-worker`, on each host"):
+        resolve(asked, model_files.find(asked), local_bus(tmp_path))

@@ -12,9 +12,9 @@ from blockyard.shared.bus.curve import new_keys
 from blockyard.shared.bus.frame_links import FrameLink, FrameListener
 from blockyard.shared.bus.sockets import PART_BYTES, Sockets
 from blockyard.shared.config.services.process import BusConfig
-from blockyard.shared.messages import Hello, Leave
+from blockyard.shared.messages import Hello, Leave, MembersRequest
 
-Frames = Hello | Leave
+Frames = Hello | MembersRequest
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -37,8 +37,8 @@ def sockets(bus: BusConfig, closing: ExitStack) -> Sockets:
     return made
 
 
-def listen(sockets: Sockets, strangers: "Strangers", closing: ExitStack) -> FrameListener[Frames]:
-    made: FrameListener[Frames] = FrameListener(sockets, Frames, strangers)
+def listen(sockets: Sockets, strangers: "Strangers", closing: ExitStack) -> FrameListener[Leave, Frames]:
+    made: FrameListener[Leave, Frames] = FrameListener(sockets, Leave, Frames, strangers)
     closing.callback(made.close)
     return made
 
@@ -51,13 +51,13 @@ def dial(sockets: Sockets, endpoint: str, closing: ExitStack) -> FrameLink[Frame
 
 class Strangers:
     def __init__(self) -> None:
-        self.frames = list[tuple[bytes, Frames]]()
+        self.frames = list[tuple[bytes, Leave]]()
 
-    def __call__(self, route: bytes, frame: Frames) -> None:
+    def __call__(self, route: bytes, frame: Leave) -> None:
         self.frames.append((route, frame))
 
 
-def until(listener: FrameListener[Frames], strangers: Strangers, num: int) -> None:
+def until(listener: FrameListener[Leave, Frames], strangers: Strangers, num: int) -> None:
     deadline = time.monotonic() + 5
     while len(strangers.frames) < num:
         assert time.monotonic() < deadline
@@ -75,21 +75,22 @@ def test_frames_arrive_in_order_until_one_end_closes(sockets: Sockets, closing: 
     with pytest.raises(TimeoutError):
         ends[0].receive()
     long = Hello(1, 2, "x" * 3 * PART_BYTES)
+    frames = [MembersRequest(str(i)) for i in range(100)]
     for end, link in zip(ends, links, strict=True):
-        for i in range(100):
-            end.send(Leave(i))
-            link.send(Leave(i + 1))
+        for frame in frames:
+            end.send(frame)
+            link.send(frame)
         end.send(long)
-        assert [link.receive() for _ in range(101)] == [*map(Leave, range(100)), long]
-        assert [end.receive() for _ in range(100)] == [*map(Leave, range(1, 101))]
+        assert [link.receive() for _ in range(101)] == [*frames, long]
+        assert [end.receive() for _ in range(100)] == frames
     links[0].close()
     deadline = time.monotonic() + 5
     with pytest.raises(OSError, match="closed"):
         while time.monotonic() < deadline:
-            ends[0].send(Leave(0))
+            ends[0].send(long)
             time.sleep(0.01)
-    ends[1].send(Leave(7))
-    assert links[1].receive() == Leave(7), "the other link is as before"
+    ends[1].send(long)
+    assert links[1].receive() == long, "the other link is as before"
     listener.close()
     assert links[1].receive() is None and links[1].is_readable
     with pytest.raises(OSError, match="closed"):

@@ -27,6 +27,7 @@ from blockyard.services.gpu_worker.loading.hf_config import read_config
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import find_family
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.rank_group import connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.stages import Stage, place_of, ranges_of
@@ -46,7 +47,7 @@ def prompt() -> list[int]:
 
 def connect(rank: int, size: int, group: Path, num_stages: int = 1) -> RankGroups:
     """size: ranks of a stage."""
-    return connect_groups(connect_cpus, place_of(rank, size, num_stages), group)
+    return connect_groups(connect_cpus, place_of(rank, size, num_stages), Meeting(group))
 
 
 def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_sharded: bool = False) -> Model:

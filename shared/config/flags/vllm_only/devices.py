@@ -8,9 +8,7 @@ from functools import partial
 
 from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
 
-_HOSTS = not_built(
-    "vLLM's protocol between hosts; use `blockyard run gpu-worker` on each host, with one --message-bus for all"
-)
+_HOSTS = "use `blockyard run gpu-worker` on each host, with one --message-bus for all: ranks find each other there"
 _BALANCE = "the scheduler divides requests among all workers; use --data-parallel-size or more `blockyard run` workers"
 _SUPERVISOR = "`serve` restarts processes that end, and those that stand still after --hung-timeout"
 _CONTEXT = not_built("context parallelism; use 1")
@@ -37,8 +35,6 @@ _products = partial(Flag, mapped=_PRODUCTS)
 _own = partial(Flag, mapped=_OWN)
 
 PARALLEL = (
-    _hosts("nnodes", FlagKind.INT, 1, "Hosts.", short_names=("n",), ge=1),
-    _hosts("node-rank", FlagKind.INT, 0, "This host's number.", short_names=("r",), ge=0),
     _hosts("master-addr", FlagKind.TEXT, "127.0.0.1", "Address of the first host."),
     _hosts("master-port", FlagKind.INT, 29501, "Port of the first host.", ge=1, le=65535),
     _hosts("headless", FlagKind.BOOL, False, "Start no API server."),

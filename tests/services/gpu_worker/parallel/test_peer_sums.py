@@ -18,9 +18,10 @@ from blockyard.services.gpu_worker.layers.fused_ops import SummedOps, TorchOps
 from blockyard.services.gpu_worker.layers.linear import dense_linear
 from blockyard.services.gpu_worker.layers.norm import NoNorm
 from blockyard.services.gpu_worker.parallel import sum_measurement
+from blockyard.services.gpu_worker.parallel.meeting import Meeting
 from blockyard.services.gpu_worker.parallel.peer_memory import PeerMemory
 from blockyard.services.gpu_worker.parallel.peer_sums import PeerSums
-from blockyard.services.gpu_worker.parallel.rank_group import RankGroup, connect_cpus
+from blockyard.services.gpu_worker.parallel.rank_group import GroupStores, RankGroup, connect_cpus
 from blockyard.services.gpu_worker.parallel.shares import Shard
 from blockyard.services.gpu_worker.parallel.sum_measurement import SumMeasurement, choose_sums
 from blockyard.services.gpu_worker.parallel.sum_table import SIZES, SumTable, SumWay, same_way
@@ -162,7 +163,7 @@ def test_gpus_that_do_not_reach_each_other_are_a_line(refused: str, monkeypatch:
 def run_rank(rank: int, size: int, folder: Path) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    group = connect_cpus(Shard(rank, size), folder)
+    group = connect_cpus(Shard(rank, size), GroupStores(Meeting(folder)), "ranks")
     memory = PeerMemory(group, device, 1 << 22)
     numbers = torch.Generator(device).manual_seed(3)
     for rows, cols in ((1, 4096), (7, 2880), (33, 8192)):

@@ -110,10 +110,12 @@ def test_a_rank_with_another_key_finds_nobody(bus: BusConfig, closing: ExitStack
 def test_a_digest_that_differs_is_one_error_at_both_ends(
     bus: BusConfig, closing: ExitStack, digest: GroupDigest, said: str
 ) -> None:
-    entrance = entrance_of(bus, closing, (2,))
+    entrance = RankEntrance(bus, "workers", {2: "--node-rank 1"}, DIGEST)
     rank = Joining(ticket(bus, entrance, 2, digest))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as raised:
         entrance.gather(10)
+    entrance.give_up(raised.value)
+    entrance.close()
     error = rank.refused()
     assert isinstance(error, ConfigError) and said in str(error) and "--node-rank 1 (rank 2)" in str(error)
 
@@ -125,11 +127,16 @@ def test_missing_and_doubled_ranks(bus: BusConfig, closing: ExitStack, monkeypat
     with pytest.raises(LoadError, match=r"no ranks of --node-rank 1 within 1 s \(--rank-timeout\)"):
         entrance.gather(1.0)
     second = Joining(ticket(bus, entrance, 2))
-    with pytest.raises(LoadError):
+    with pytest.raises(LoadError) as raised:
         entrance.gather(2.5)
     error = second.refused()
     assert isinstance(error, TakenError) and "rank 2 is in the group already" in str(error)
     assert "other ranks have not joined the group within 4 s (--rank-timeout)" in str(first.refused())
+    third = Joining(ticket(bus, entrance, 3))
+    with pytest.raises(LoadError):
+        entrance.gather(0.5)
+    entrance.give_up(raised.value)
+    assert str(third.refused()) == str(raised.value), "those that have joined are told why the group ends"
 
 
 def test_the_leader_is_found_on_the_membership_list(

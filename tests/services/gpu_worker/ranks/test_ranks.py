@@ -94,9 +94,9 @@ def test_a_lost_follower_ends_the_leader(
     group = Group(config(folder, size, num_stages), tmp_path)
     try:
         group.start()
-        pids = [process.pid for process in group.team._processes.values()]
+        pids = [process.pid for process in group.team._host.processes.values()]
         began = time.monotonic()
-        os.kill(group.team._processes[rank].pid, number)
+        os.kill(group.team._host.processes[rank].pid, number)
         assert group.ended.wait(10)
         assert time.monotonic() - began < most_s
     finally:
@@ -114,7 +114,7 @@ def test_a_follower_whose_device_fails_is_not_a_lost_one(group: Group, tmp_path:
     group.start()
     assert [file.name for file in tmp_path.glob("*.lock")] == ["loading-0.lock"], "ranks have loaded one by one"
     before = group.team.stats()
-    assert [one.rank for one in before] == [0, 1] and before[1].pid == group.team._processes[1].pid
+    assert [one.rank for one in before] == [0, 1] and before[1].pid == group.team._host.processes[1].pid
     deadline = time.monotonic() + 5
     while not group.team.stats()[1].rss_bytes > 2**20:
         assert time.monotonic() < deadline, "the signs of life say how much memory a rank has"

@@ -1,0 +1,280 @@
+"""A worker with ranks on two hosts gives the texts of one rank, whatever ends or is cut off meanwhile.
+
+Hosts are addresses of the loopback interface, and network namespaces where this user may make some.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+from rig import completion, family, registry, stream
+from tcp_addresses import free_port, tcp_bus
+
+from blockyard.shared.bus.curve import write_keys
+from blockyard.shared.config.services.process import BusConfig
+
+SRC = Path(__file__).parents[3] / ".src"
+SERVICES = ("message-bus", "tokenizer-pool", "scheduler", "detokenizer", "api-gateway")
+READY_S = 90.0
+NUM_STREAMS, NUM_TOKENS = 3, 150
+PARTITION_S = 10.0
+MODEL = ("--device", "cpu", "--dtype", "float32")
+
+
+@dataclass
+class HostsRing:
+    """`within` runs a command in the network of a host."""
+
+    folder: Path
+    addresses: Sequence[str]
+    within: Sequence[Sequence[str]] = ((), ())
+    hosts: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    bus: Sequence[str] = ()  # flags; empty: of a message bus of its own
+
+    def __post_init__(self) -> None:
+        if not self.bus:
+            write_keys(self.folder / "keys")
+            registry = f"tcp://{self.addresses[0]}:{free_port()}"
+            self.bus = "--message-bus", registry, "--curve-keys", str(self.folder / "keys")
+
+    def run(self, host: int, service: str, *flags: str, log: str) -> subprocess.Popen[bytes]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("BLOCKYARD_")}
+        command = [sys.executable, "-P", "-m", "blockyard", "run", service, "demo", *self.bus, *flags]
+        with (self.folder / log).open("ab") as out:
+            process = subprocess.Popen(
+                [*self.within[host], *command],
+                env=kept | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
+                stdout=out,
+                stderr=out,
+            )
+        self.stack.callback(end, process)
+        return process
+
+    def start_services(self) -> None:
+        """Starts all but the workers, on the first host."""
+        own = ("--bind", f"tcp://{self.addresses[0]}", "--advertise", self.addresses[0])
+        for service in SERVICES:
+            of_gateway = ("--uds", str(self.folder / "http")) if service == "api-gateway" else ()
+            self.run(0, service, *own, *of_gateway, log=service)
+
+    def start_host(self, number: int, *flags: str) -> subprocess.Popen[bytes]:
+        own = ("--bind", f"tcp://{self.addresses[number]}", "--node-rank", str(number), "--nnodes", "2")
+        self.hosts[number] = self.run(
+            number, "gpu-worker", *MODEL, *own, "--name", "group", *flags, log=f"host {number}"
+        )
+        return self.hosts[number]
+
+    def rank(self, host: int, title: str) -> int:
+        """Returns the process of a host with this in its title."""
+        return next(pid for pid, name in family(self.hosts[host].pid).items() if title in name)
+
+    def log(self, host: int) -> str:
+        return (self.folder / f"host {host}").read_text("utf-8", "replace")
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    process.kill()
+    process.wait()
+
+
+async def read_texts(ring: HostsRing) -> list[str]:
+    """The texts of greedy and seeded streams."""
+    connector = aiohttp.UnixConnector(str(ring.folder / "http"))
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(90)) as session:
+        bodies = [
+            completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
+            for i in range(NUM_STREAMS)
+        ]
+        return [one.text for one in await asyncio.gather(*(stream(session, "http://ring", body) for body in bodies))]
+
+
+async def texts(ring: HostsRing, *signals: tuple[int, signal.Signals]) -> list[str]:
+    """signals: sent to processes in mid-stream."""
+    reading = asyncio.create_task(read_texts(ring))
+    if signals:
+        await asyncio.sleep(0.4)
+        assert not reading.done(), "the signal comes too late to mean anything"
+    for pid, number in signals:
+        os.kill(pid, number)
+    return await reading
+
+
+async def wait_ready(ring: HostsRing) -> None:
+    deadline = time.monotonic() + READY_S
+    connector = aiohttp.UnixConnector(str(ring.folder / "http"))
+    async with aiohttp.ClientSession(connector=connector) as session:
+        while True:
+            try:
+                async with session.get("http://ring/ready") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            assert time.monotonic() < deadline, "the ring is not ready"
+            await asyncio.sleep(0.05)
+
+
+def wait_gone(pids: list[int], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, f"{left} outlive their launcher"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsRing]:
+    made = HostsRing(tmp_path_factory.mktemp("ring"), ("127.0.0.1", "127.0.0.2"))
+    with made.stack:
+        made.start_services()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(ring: HostsRing) -> list[str]:
+    """The texts of one rank."""
+    worker = ring.run(0, "gpu-worker", *MODEL, "--bind", "tcp://127.0.0.1", "--advertise", "127.0.0.1", log="worker")
+    asyncio.run(wait_ready(ring))
+    found = asyncio.run(texts(ring))
+    end(worker)
+    return found
+
+
+def test_ranks_on_two_hosts_give_the_texts_of_one_and_end_together(ring: HostsRing, expected: list[str]) -> None:
+    """Also after a rank of the other host is killed. When a launcher is killed its ranks end."""
+    for host in (0, 1):
+        ring.start_host(host, "-tp", "2", "-pp", "2")
+    assert asyncio.run(texts(ring)) == expected
+    assert asyncio.run(texts(ring, (ring.rank(1, "rank 3"), signal.SIGKILL))) == expected
+    assert "rank 3 of 4 has ended with code -9; all ranks end" in ring.log(1)
+    assert " of 4 has ended; all ranks end" in ring.log(0)
+    here, there = ([*family(ring.hosts[host].pid)] for host in (0, 1))
+    assert len(there) == 4, "a launcher, a worker, its two ranks"
+    ring.hosts[1].kill()
+    ring.hosts[1].wait()
+    wait_gone(there, 2.0)
+    wait_gone(here[1:], 2.0)
+    end(ring.hosts[0])
+    assert ring.hosts[0].returncode == 0
+
+
+class Namespaces:
+    """Two network namespaces with a cable between them."""
+
+    def __init__(self) -> None:
+        self.names = [f"by{os.getpid()}{end}" for end in "ab"]
+        self.addresses = ["10.77.0.1", "10.77.0.2"]
+        self.within = [["ip", "netns", "exec", name] for name in self.names]
+
+    def make(self) -> str:
+        """Returns why there are none; empty: there are."""
+        (first, second), found = self.names, None
+        for name in self.names:
+            found = found or ip("netns", "add", name)
+        found = found or ip("link", "add", first, "netns", first, "type", "veth", "peer", second, "netns", second)
+        for name, address in zip(self.names, self.addresses, strict=True):
+            found = found or ip("-n", name, "address", "add", f"{address}/24", "dev", name)
+            for device in ("lo", name):
+                found = found or ip("-n", name, "link", "set", device, "up")
+        return found or ""
+
+    def set_cable(self, state: str) -> None:
+        """state: up or down."""
+        assert not ip("-n", self.names[0], "link", "set", self.names[0], state)
+
+    def remove(self) -> None:
+        for name in self.names:
+            ip("netns", "del", name)
+
+
+def ip(*words: str) -> str:
+    """Returns the error of a command, or nothing."""
+    try:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError as e:
+        return str(e)
+    return done.stderr.strip() or ("" if done.returncode == 0 else f"exit code {done.returncode}")
+
+
+@pytest.fixture
+def namespaces() -> Iterator[Namespaces]:
+    made = Namespaces()
+    try:
+        if missing := made.make():
+            pytest.skip(
+                f"NOT TESTED: ranks in two network namespaces, a partition: this user cannot make any: {missing}"
+            )
+        yield made
+    finally:
+        made.remove()
+
+
+async def texts_in_a_partition(ring: HostsRing, namespaces: Namespaces) -> list[str]:
+    reading = asyncio.create_task(read_texts(ring))
+    await asyncio.sleep(0.4)
+    assert not reading.done(), "the partition comes too late to mean anything"
+    namespaces.set_cable("down")
+    await asyncio.sleep(PARTITION_S)
+    assert not reading.done()
+    namespaces.set_cable("up")
+    return await reading
+
+
+def test_a_partition_and_a_stopped_rank_change_no_text(
+    tmp_path: Path, namespaces: Namespaces, expected: list[str]
+) -> None:
+    ring = HostsRing(tmp_path, namespaces.addresses, namespaces.within)
+    with ring.stack:
+        ring.start_services()
+        for host in (0, 1):
+            ring.start_host(host, "-tp", "2")
+        asyncio.run(wait_ready(ring))
+        assert asyncio.run(texts_in_a_partition(ring, namespaces)) == expected
+        assert asyncio.run(texts(ring, (ring.rank(1, "rank 1"), signal.SIGSTOP))) == expected
+        assert ring.log(0).count("all ranks end") >= 2
+
+
+def end_codes(bus: BusConfig, folder: Path, *hosts: tuple[str, ...]) -> list[tuple[int, str]]:
+    """Runs a group's hosts until all end. Returns their exit codes and what they print."""
+    names = "--message-bus", bus.registry, "--curve-keys", str(Path(bus.curve_public).parent)
+    made = HostsRing(folder, ("127.0.0.1",), ((),), bus=names)
+    with made.stack:
+        found = [
+            made.run(0, "gpu-worker", *MODEL, "-tp", "2", "--nnodes", "2", *flags, log=f"host {i}")
+            for i, flags in enumerate(hosts)
+        ]
+        codes = [process.wait(60) for process in found]
+        return [(code, made.log(i).strip()) for i, code in enumerate(codes)]
+
+
+def test_hosts_that_do_not_fit_end_with_one_line(tmp_path: Path) -> None:
+    bus = tcp_bus(tmp_path / "keys")
+    own = ("--bind", "tcp://127.0.0.1")
+    other = ("--bind", "tcp://127.0.0.2", "--node-rank", "1")
+    alone = ("--rank-timeout", "1", "--name")
+    with registry(bus):
+        leader, follower, *lonely = end_codes(
+            bus, tmp_path, own, (*other, "--seed", "7"), (*own, *alone, "first"), (*other, *alone, "second")
+        )
+    for code, line in (leader, follower):
+        assert code == 2 and line.count("\n") == 0, line
+        assert "has other flags than the leader: seed 7, the leader's 0" in line
+    for (code, line), said in zip(
+        lonely,
+        ("no ranks of --node-rank 1 within 1 s (--rank-timeout)", "no leader (--node-rank 0) of the group second at "),
+        strict=True,
+    ):
+        assert code == 3 and line.count("\n") == 0 and said in line, line
