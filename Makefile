@@ -40,7 +40,8 @@ check: test-ready
 	$(RUN) -m ruff format --check --quiet services shared kernels tests compose
 	$(RUN) -m mypy
 
-# The suite is meant for two cores. Tests of whole rings mostly wait, so that more of them run side by side.
+# The suite is meant for two cores. Its processes wait for others a sixth of the time, so that there are three, and four
+# for tests of whole rings.
 SLOWEST := -q --durations=15 --durations-min=5
 # Tests in which a delay of the machine itself would be taken for a fault have it to themselves. `make pytest
 # ARGS=tests/shared` runs these alone.
@@ -50,7 +51,7 @@ pytest: test-ready
 ifdef ARGS
 	$(RUN) -m pytest $(ARGS)
 else
-	OMP_NUM_THREADS=1 $(RUN) -m pytest $(SLOWEST) -n 2 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(SLOWEST) -n 3 --dist loadfile --ignore=tests/integration $(ALONE:%=--ignore=tests/%)
 	$(RUN) -m pytest $(SLOWEST) -n 4 --dist loadfile tests/integration $(ALONE:%=--ignore=tests/%)
 	$(RUN) -m pytest $(SLOWEST) $(ALONE:%=tests/%)
 endif

@@ -27,5 +27,5 @@ def runs_hopper_kernels(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now is captured in a CUDA graph."""
+    """Whether launches are now captured in a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

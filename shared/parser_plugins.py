@@ -1,4 +1,4 @@
-"""Formats of tool calls and reasoning by name, also those that a user's Python file defines.
+"""Formats of tool calls and reasoning by name, also ones that a user's Python file defines.
 
 The file of --tool-parser-plugin has a `ToolFormat` in a variable, or several, and that of --reasoning-parser-plugin a
 `ReasoningFormat`; one file may have both. Their names become values of --tool-call-parser and --reasoning-parser, and
@@ -60,7 +60,7 @@ def reasoning_formats(plugin: str) -> list[ReasoningFormat]:
 
 
 def format_of_template(template: str, formats: Iterable[F]) -> F | None:
-    """Returns the first format whose marks are all in this chat template."""
+    """Returns the first format with all its marks in this chat template."""
     for one in formats:
         if one.template_marks and all(mark in template for mark in one.template_marks):
             return one

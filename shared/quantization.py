@@ -1,6 +1,6 @@
 """The table of quantization methods by name: which are read, which are other words for one, and why others are refused.
 
-Names are those of --quantization and of `quant_method` in files. The flag's choices, --speculative-model-quantization
+Names are as in --quantization and in `quant_method` of files. The flag's choices, --speculative-model-quantization
 and FLAGS.md follow from the table; `gpu_worker.quantization.registry` has the format of each module.
 """
 

@@ -5,7 +5,7 @@
 - `paged_prefill`: several new tokens a sequence. `prefill_hopper` is the same for Hopper GPUs (`hopper_producer` loads,
   `hopper_consumer` computes). `prefill_splits` divides keys among programs for both.
 - `packed/`: packed sequences of encoders, in both directions and without a cache.
-- `latent/`: latent attention, whose heads all read the same row of a token.
+- `latent/`: latent attention: its heads all read the same row of a token.
 - `batch_invariant`: both, with results that depend on a row alone.
 - `score_rules.ScoreRules`: what all take of a layer: scale, window, soft cap, sinks, scales of an 8-bit cache.
 - `attention_tiles`: device functions over tiles that these share.

@@ -73,7 +73,7 @@ def attention_by_scores(
     """Attention that stores all scores, which torch's own does not, for what torch's own lacks.
 
     q [..., rows, head_dim]; keys and values [..., tokens, head_dim]; mask fits [..., rows, tokens], and is added
-    to scores with their cap. sinks: those of `rules` as [..., rows, 1]. The window is in the mask.
+    to scores with their cap. sinks: of `rules` as [..., rows, 1]. The window is in the mask.
     """
     scores, scale, soft_cap = q @ keys.mT, rules.scale, rules.soft_cap
     scores = scores.mul_(scale) if soft_cap is None else scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)

@@ -34,7 +34,7 @@ class Memory(Protocol):
 def piece_strides(memory: Memory) -> tuple[int, int]:
     """Returns the words from one block to the next one, and those between the end of a plane and the next one.
 
-    Raises ValueError for other strides than those of `Memory`.
+    Raises ValueError for other strides than `Memory` has.
     """
     strides, (_, num_blocks, *planes, words) = memory.stride(), memory.shape
     gap = strides[2] - words if planes else 0

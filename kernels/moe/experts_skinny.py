@@ -136,7 +136,7 @@ def differ(left, right, TOP_K: tl.constexpr):
 
 @triton.jit
 def outputs_of(experts, outs, out, TOP_K: tl.constexpr, K_TILE: tl.constexpr):
-    """Numbers of outputs among those of all experts, int64 [experts of a row, outputs of a program]."""
+    """Numbers of outputs among all experts' outputs, int64 [experts of a row, outputs of a program]."""
     k = tl.arange(0, K_TILE)[:, None]
     expert = tl.zeros([K_TILE, 1], tl.int64)
     for i in tl.static_range(TOP_K):

@@ -128,7 +128,7 @@ def _place_chunks_kernel(
         if own == 0:
             tl.store(loads_ptr + bins, total, mask=bins < EXPERTS)
     tiles = tl.where(bins < EXPERTS, (total + TILE - 1) // TILE, 0)
-    last = tl.cumsum(tiles, 0)  # tiles up to and with those of an expert
+    last = tl.cumsum(tiles, 0)  # tiles up to and with an expert's
     place = (last - tiles) * TILE
     mine = tl.load(counts_ptr + own * BINS + bins)
     pair = own * CHUNK + tl.arange(0, CHUNK)

@@ -67,7 +67,7 @@ def symmetric_scale(largest, most, high_ptr, ROUND: tl.constexpr, STATIC: tl.con
 
 @triton.jit
 def asymmetric_scale(high, low, high_ptr, low_ptr, STATIC: tl.constexpr):
-    """The scale and the zero of inputs between these numbers, or between those in memory."""
+    """The scale and the zero of inputs between these numbers, or between numbers in memory."""
     if STATIC:
         high = tl.zeros_like(high) + tl.load(high_ptr).to(tl.float32)
         low = tl.zeros_like(low) - tl.load(low_ptr).to(tl.float32)

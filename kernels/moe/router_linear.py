@@ -23,7 +23,7 @@ from blockyard.kernels.programmatic_launch import pdl_options
 from blockyard.kernels.tensor_checks import check_tensor
 
 FEW_ROWS = 4  # up to them, no tensor cores are quicker
-MOST_TILES = 132  # whose sums may be in parts
+MOST_TILES = 132  # with sums in parts
 _LANE = 4  # float32 numbers that a thread loads at once
 _LINE = 32  # weights of a cache line
 _MOST_LINES = 32  # of an expert that a program asks for before it waits; a power of two

@@ -48,7 +48,7 @@ class ExpertRounding:
 class PackedWeights:
     """A weight [experts, outputs, inputs]: (code - zero) * scale * row_scale.
 
-    Scales and zeros are [experts, outputs, ceil(inputs / group)]. Those of e8m0 are kept as bytes.
+    Scales and zeros are [experts, outputs, ceil(inputs / group)]. Scales of e8m0 are kept as bytes.
     """
 
     codes: Tensor  # [experts, outputs, ceil(inputs / codes of a byte)]

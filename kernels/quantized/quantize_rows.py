@@ -1,4 +1,4 @@
-"""Rounds rows to codes of 8 bits with their scales, for products whose inputs are e4m3 or int8; on a GPU."""
+"""Rounds rows to codes of 8 bits with their scales, for products with inputs in e4m3 or int8; on a GPU."""
 
 import triton
 import triton.language as tl

@@ -22,7 +22,7 @@ def int_numbers(code, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def e2m1_numbers(code, DTYPE: tl.constexpr):
-    """Floats of 4 bits. Their exponent and mantissa are those of the smallest numbers of DTYPE, times a power of 2."""
+    """Floats of 4 bits. Their exponent and mantissa are as in the smallest numbers of DTYPE, times a power of 2."""
     if tl.float16 == DTYPE:
         code = code.to(tl.int16)
         bits = (code & 7) << 9 | (code & 8) << 12
@@ -70,7 +70,7 @@ def scale_numbers(scale, E8M0: tl.constexpr):
 def load_codes(codes_ptr, output, known, start, SIZE: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr):
     """Codes of TILE inputs from `start` on: [..., TILE] of outputs [..., 1] int64, or [..., TILE / 2] bytes of two.
 
-    Those of outputs that are not `known` and of inputs beyond SIZE are 0.
+    Numbers of outputs that are not `known` and of inputs beyond SIZE are 0.
     """
     ROW: tl.constexpr = (SIZE + 1) // 2 if CODES <= 3 else SIZE
     WIDTH: tl.constexpr = TILE // 2 if CODES <= 3 else TILE
@@ -142,7 +142,7 @@ def lane_sums(
 ):  # fmt: skip
     """Sums of LANE adjacent products: codes [k, outs, TILE or TILE / 2], x float32 [k, TILE] -> [k, outs, TILE / LANE].
 
-    Products are those of `numbers` in float32, without scales.
+    Products are of `numbers` in float32, without scales.
     """
     K: tl.constexpr = codes.shape[0]
     OUTS: tl.constexpr = codes.shape[1]

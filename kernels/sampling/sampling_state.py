@@ -144,7 +144,7 @@ class RowMasks:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsTensors:
-    """Outputs of `gather_logprobs`, for rows whose slots ask for log-probabilities; all contiguous."""
+    """Outputs of `gather_logprobs`, for rows of slots that ask for log-probabilities; all contiguous."""
 
     logprob: Tensor  # [rows] float32, of the sampled token
     rank: Tensor  # [rows] int32, 1 is the likeliest; ties share the best rank

@@ -13,7 +13,8 @@ import torch
 from blockyard.services.gpu_worker.child_processes.start import Child
 from blockyard.services.gpu_worker.compilation.compile_processes import CompileProcesses
 from blockyard.services.gpu_worker.cores import default_threads
-from blockyard.services.gpu_worker.encoders.encoder_engine import start_encoder
+from blockyard.services.gpu_worker.encoders.encoder_engine import follow_encoder, start_encoder
+from blockyard.services.gpu_worker.encoders.encoder_ranks import EncoderFollower
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
 from blockyard.services.gpu_worker.execution.ranks.follower import Follower, FollowerNeeds
@@ -105,20 +106,16 @@ def start(
     build = with_headers(family, Path(config.model_path), config) if settings.get(KEY) else family
     shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
     if not shape.has_kv:
-        if team is not None:
-            raise ConfigError(f"{config.describe_ranks()}: a model without KV runs on one rank")
         length = pick_length(config.max_model_len, shape.max_positions)
-        return start_encoder(config, settings, build, dtype, length, backend, report)
+        return start_encoder(config, settings, build, dtype, length, backend, report, team)
     generates = config.task == "generate" and first_kind(settings) is OutputKind.TOKENS
-    if not generates and config.pipeline_parallel_size > 1:
-        raise ConfigError(f"{config.describe_ranks()}: a model that pools runs in one stage")
     by = ", by its class in transformers" if is_of_transformers(family) else ""
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}{by}")
     loaded = load(config, settings, build, dtype, backend, report, team, make_reader, generates=generates)
     return make_runner(loaded, settings, backend, report, team, generates=generates)
 
 
-def follow(config: WorkerConfig, team: RankTeam) -> Follower:
+def follow(config: WorkerConfig, team: RankTeam) -> Follower | EncoderFollower:
     """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
     backend, report = pick_backend(config.device), StartReport(lambda phase, done, notes: None)
     config = of_host(config)
@@ -127,6 +124,10 @@ def follow(config: WorkerConfig, team: RankTeam) -> Follower:
     dtype = pick_dtype(config.dtype, settings.get("dtype") or settings.get("torch_dtype"), backend)
     family = find_family(settings, config.model_impl)
     build = with_headers(family, Path(config.model_path), config) if settings.get(KEY) else family
+    shape = build(settings, WeightTable(dtype, torch.device("meta"))).shape
+    if not shape.has_kv:
+        length = pick_length(config.max_model_len, shape.max_positions)
+        return follow_encoder(config, settings, build, dtype, length, backend, report, team)
     loaded = load(config, settings, build, dtype, backend, report, team)
     assert loaded.ranks is not None
     needs = FollowerNeeds(loaded.model, loaded.pool, loaded.ranks, loaded.geometry)

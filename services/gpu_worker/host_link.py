@@ -26,7 +26,7 @@ class LinkEvent(Protocol):
         """Waits until it is complete."""
 
     def hold_steps(self) -> None:
-        """What is launched on the stream of steps from now on waits for the event."""
+        """Later launches on the stream of steps wait for the event."""
 
 
 class LinkStream(Protocol):
@@ -36,7 +36,7 @@ class LinkStream(Protocol):
         """Work that is launched in this context runs on the stream."""
 
     def follow_steps(self) -> None:
-        """What is launched on this stream from now on waits for all that the stream of steps has now."""
+        """Later launches on this stream wait for all that the stream of steps has now."""
 
     def event(self) -> LinkEvent:
         """Returns a new event of this stream, complete until it is recorded."""

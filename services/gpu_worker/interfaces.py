@@ -81,6 +81,7 @@ class LoadedAdapter:
     size_bytes: int = 0
     error: str = ""
     notes: list[str] = field(default_factory=list)
+    job: int = 0  # of the load, on a worker with several ranks
 
 
 class AdapterHost(Protocol):
@@ -97,10 +98,10 @@ class AdapterHost(Protocol):
         """Frees an adapter's host memory. No later plan places it."""
 
     def reset(self) -> None:
-        """Drops all adapters, and those that are being read."""
+        """Drops all adapters, also while they are being read."""
 
     def poll(self) -> list[LoadedAdapter]:
-        """Returns what was read since the last call. Does not wait."""
+        """Returns the adapters that were read since the last call. Does not wait."""
 
 
 class CachedBlocks(Protocol):
@@ -147,7 +148,7 @@ class StepRunner(Protocol):
         """Returns the completed plans, oldest first, each once. Does not wait."""
 
     def sample_rows(self) -> None:
-        """Samples rows of collected plans that only the host can sample. The results are those of later plans.
+        """Samples rows of collected plans that only the host can sample. The results belong to later plans.
 
         Called once collected plans are answered, because it may take longer than a step.
         """
@@ -218,7 +219,7 @@ class KVTransfers(Protocol):
         """Starts the sends of a plan whose step is complete, unless `on_launched` has."""
 
     def count(self, stats: Stats) -> Stats:
-        """Returns the worker's counters and those of transfers, and the receivers of sends since the last call."""
+        """Returns the worker's counters with its transfers', and the receivers of sends since the last call."""
 
     def on_gone(self, worker: int) -> None:
         """Another member has left the ring."""

@@ -167,7 +167,7 @@ class SchedulerSession:
         elif self._transfers is None:
             self._deny_transfer(peer, frame)
         elif isinstance(frame, KVAudit):
-            self.answer_transfers(self._transfers.poll())  # first: what is not in the list has ended
+            self.answer_transfers(self._transfers.poll())  # first: transfers that are not in the list have ended
             still_open = self._transfers.open_transfers()
             answer = KVOpenTransfers(
                 self._links.me.incarnation, frame.number, list(still_open), list(still_open.values())

@@ -60,7 +60,7 @@ class Attend(Protocol):
         """Computes attention: qkv [tokens, heads + 2 * kv_heads, head_dim] -> [tokens, heads * head_dim].
 
         First normalises q and k by `norm` and rotates them by rotation [tokens, 1, head_dim / 2], if given, and stores
-        K and V of these tokens. A norm whose weight has rows for all heads normalises v, too. May write to qkv.
+        K and V of these tokens. A norm with rows for all heads in its weight normalises v, too. May write to qkv.
         """
 
     def latent(self, layer: int, query: Tensor, rotation: Tensor | None, latent: LatentRows) -> Tensor:
@@ -75,7 +75,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InputVectors:
-    """Tokens whose input is a vector in place of the embedding of their id, as models scale embeddings."""
+    """Tokens with a vector as input in place of the embedding of their id, as models scale embeddings."""
 
     rows: Tensor  # [n] int64, index in the tokens of the step, each once
     values: Tensor  # [n, hidden]

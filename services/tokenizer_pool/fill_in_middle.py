@@ -1,6 +1,6 @@
 """Prompts with a hole: the ids of a text before and a text behind it, between the markers of the model's family.
 
-A template is a text with `{prefix}` and `{suffix}` once each; what is around them are markers. Source of the families:
+A template is a text with `{prefix}` and `{suffix}` once each; the text around them is markers. Source of the families:
 the model cards of Qwen2.5-Coder, StarCoder2, Granite Code, CodeGemma, DeepSeek-Coder, CodeLlama and Codestral.
 """
 
@@ -82,7 +82,7 @@ class FillInMiddle:
     def prompt(
         self, prefix: str, suffix: str, start: Sequence[int], encode: Encode, most: int = 0, most_chars: int = 0
     ) -> list[int]:
-        """The ids of a prompt, of at most `most` tokens (0: no limit). Longer texts keep what is next to the hole.
+        """The ids of a prompt, of at most `most` tokens (0: no limit). Longer texts keep the part next to the hole.
 
         start: ids before all others. most_chars: of a token; 0: unknown, and all of a text is encoded.
         Raises RequestError if the model has no markers, or if they alone do not fit.

@@ -1,4 +1,4 @@
-"""The flags of LoRA adapters: what workers hold, which adapters a server begins with, and what has no effect."""
+"""The flags of LoRA adapters: what workers hold, which adapters a server begins with, and flags without an effect."""
 
 import os
 

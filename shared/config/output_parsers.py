@@ -167,7 +167,7 @@ def _keys(values: Values, kind: _Kind[F]) -> StructuredOutputsKeys | None:
 
 
 def _templates(values: Values, model: Checkpoint) -> list[str]:
-    """The templates that requests may use, first those that show tools."""
+    """The templates that requests may use, first the ones that show tools."""
     given = chat_template(values)
     if given is not None:
         return [given]

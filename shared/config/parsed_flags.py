@@ -62,7 +62,7 @@ ParsedFlags = dict[str, ParsedFlag]
 
 @dataclass(frozen=True, slots=True)
 class JsonKey:
-    """One key of a flag whose value is a JSON object: `flag.key`, or `flag.key.inner`."""
+    """One key of a flag with a JSON object as value: `flag.key`, or `flag.key.inner`."""
 
     flag: Flag
     path: tuple[str, ...]

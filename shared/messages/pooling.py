@@ -120,7 +120,7 @@ class VectorBlock(FrameStruct, frozen=True):
 
 
 class PackedPart(FrameStruct, frozen=True):
-    """Neighbouring texts of a packed step whose results are made alike."""
+    """Neighbouring texts of a packed step with results that are made alike."""
 
     count: int
     params: PoolingParams = PoolingParams()

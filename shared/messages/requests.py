@@ -56,7 +56,7 @@ DEFAULT_SAMPLING = Sampling(max_tokens=16)
 
 
 class RepetitionDetection(FrameStruct, frozen=True):
-    """Ends a choice whose output ends with `min_count` copies of the same tokens, of one of these numbers."""
+    """Ends a choice once its output ends with `min_count` copies of the same tokens, of one of these numbers."""
 
     max_pattern_size: int
     min_pattern_size: int = 1

@@ -26,12 +26,12 @@ class TextInput:
         self._at = 0
         self._ended = False
         self._kept = 0  # places from which text is kept for `rewind`
-        self._kept_at_end = 0  # those of them that were kept when the text ended
+        self._kept_at_end = 0  # of them kept when the text ended
         self._before: list[str] = []  # pieces of text before `_data`, while some is kept
         self._base = 0  # the place of `_data` in the whole text
 
     def add(self, text: str) -> None:
-        """More text has arrived. What was read is not copied again, however much is kept."""
+        """More text has arrived. Read text is not copied again, however much is kept."""
         at = self._at
         if self._kept and at:
             self._before.append(self._data[:at])

@@ -24,7 +24,7 @@ class ReasoningFormat:
     start: str = ""
     markers: tuple[str, ...] = ()  # special tokens: shown to `read`, hidden from the client
     aliases: tuple[str, ...] = ()
-    template_marks: tuple[str, ...] = ()  # `auto` picks the format whose marks are all in the chat template
+    template_marks: tuple[str, ...] = ()  # `auto` picks the format with all its marks in the chat template
     other_ends: tuple[str, ...] = ()  # texts that end reasoning for `read` as well; no grammar begins behind them
     answer_marks: tuple[str, ...] = ()  # tags around the answer that follows, which `compose.without_marks` removes
 

@@ -53,7 +53,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
 
 
 def _with_own_markers(name: str) -> ReasoningFormat:
-    """The format of `think:START...END`, whose name it keeps. Raises ConfigError."""
+    """The format of `think:START...END`, with that name. Raises ConfigError."""
     start, between, end = name.removeprefix(f"{OWN}:").partition(BETWEEN)
     if not between or not end.strip() or start == end:
         raise ConfigError(

@@ -24,7 +24,7 @@ class OpenEntry:
         self.heard_s = now  # time of its last frame
         self.not_before_s = 0.0  # a repetition waits until then
         self.gaps = 0
-        self.num_open = 0  # choices or prompts whose results are not all there
+        self.num_open = 0  # choices or prompts without all results
 
     # what subclasses know
 

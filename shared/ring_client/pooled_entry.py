@@ -24,7 +24,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
 
 
 class PooledEntry(OpenEntry):
-    """A new attempt asks for the prompts whose results have not come. It is open until the last one."""
+    """A new attempt asks for the prompts without results. It is open until the last one."""
 
     def __init__(self, request: Pool, prompts: Sequence[bytes], field_of: Callable[[int], str], now: float) -> None:
         """request: with the parameters; prompts and attempt are filled in. field_of: the name of an input in errors."""
@@ -47,7 +47,7 @@ class PooledEntry(OpenEntry):
         return sum(n for n, result in zip(self.lengths, self.results, strict=True) if result is None)
 
     def on_accepted(self) -> None:
-        """Nobody waits for it: an answer begins with its last result."""
+        """No client waits for it: an answer begins with its last result."""
 
     def on_failed(self, error: RequestError) -> None:
         if not self.done.done():

@@ -15,12 +15,12 @@ F = TypeVar("F")
 
 # Jobs of one kind at one member: enough to keep it busy, few enough that short jobs do not queue behind long ones.
 MAX_WAITING = 2
-MANY_WAITING = 16  # for a client whose jobs may all wait for each other: members and client wake up less often
+MANY_WAITING = 16  # for a client with jobs that may all wait for each other: members and client wake up less often
 MAX_LOST = 5  # lost members after which a job fails; what can end a process runs in one of its workers
 
 
 class JobKind(NamedTuple):
-    """Kinds of jobs; those of one kind wait for each other."""
+    """Kinds of jobs; jobs of one kind wait for each other."""
 
     model: str
     tenant: str = ""
@@ -47,7 +47,7 @@ class _Member(Generic[F]):
 
     def pop(self, name: str) -> None:
         if (job := self.jobs.pop(name, None)) is not None:
-            self.num_jobs -= Counter([job.kind])  # drops what is 0
+            self.num_jobs -= Counter([job.kind])  # drops zeros
 
 
 class JobPool(Generic[F]):

@@ -43,7 +43,7 @@ class ToolFormat:
     markers: tuple[str, ...] = ()  # special tokens of the format: shown to `read`, hidden from the client
     aliases: tuple[str, ...] = ()  # other names of the same format
     openings: Callable[[Sequence[Tool]], Sequence[str]] | None = None
-    template_marks: tuple[str, ...] = ()  # `auto` picks the format whose marks are all in the chat template
+    template_marks: tuple[str, ...] = ()  # `auto` picks the format with all its marks in the chat template
     call_id: CallId = CallId.OPENAI
     # A Lark expression for whole answers that may call these tools, where answers are messages with headers. The last
     # argument is the expression of the text that a client sees; empty: any text

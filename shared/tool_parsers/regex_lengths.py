@@ -33,7 +33,7 @@ def regex_lengths(pattern: str) -> LengthRange:
 
 
 class _Scanner:
-    """Reads an expression from its beginning to its end. Raises IndexError or ValueError for what is none."""
+    """Reads an expression from its beginning to its end. Raises IndexError or ValueError for any other text."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern, self.at = pattern, 0
@@ -98,7 +98,7 @@ class _Scanner:
         self.at += 1
 
     def _repeat(self) -> tuple[float, float]:
-        """How often what was read last may come."""
+        """How often the last part may come."""
         char = self._pattern[self.at : self.at + 1]
         if char in _REPEATS:
             self.at += 1

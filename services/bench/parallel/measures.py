@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -11,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from blockyard.services.bench import metrics
-from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.load.results import BenchError
 from blockyard.services.bench.parallel.busy import BusySampler, of_gpus, of_processes
 from blockyard.services.bench.parallel.layouts import Layout, has_gpu
 from blockyard.services.bench.suite.measures import all_running, gaps_among
@@ -35,8 +34,8 @@ class ParallelSizes(msgspec.Struct, frozen=True):
     many_len: tuple[int, int] = (896, 256)
     prompt: int = 8192
     long_prompt: int = 32000
-    killed_output: int = 2000  # of the stream whose rank is killed
-    kill_after_s: float = 1.0
+    killed_output: int = 256  # of the stream whose rank is killed
+    kill_after: int = 20  # events of it
     sums: tuple[int, ...] = (16 * KIB, 512 * KIB, KIB**2, 2 * KIB**2, 16 * KIB**2, 64 * KIB**2)  # bytes
 
 
@@ -141,26 +140,21 @@ def first_token_s(served: SuiteServer) -> float:
 
 def killed_rank_s(served: SuiteServer, sizes: ParallelSizes, kill: Callable[[int, int], None] = os.kill) -> float:
     """Kills the last rank in mid-stream. Returns the seconds from there to the next token. Raises BenchError."""
-    pids, killed_s = rank_pids(served), list[float]()
-
-    def end_rank() -> None:
-        killed_s.append(time.perf_counter())
-        kill(pids[-1], signal.SIGKILL)
-
-    timer = threading.Timer(sizes.kill_after_s, end_rank)
-    timer.start()
-    try:
-        [result] = served.stream(random_requests(1, 32, sizes.killed_output, seed=1), each_token=False)
-    finally:
-        timer.cancel()
-        timer.join()
-    return until_next_token(result, killed_s)
+    pids, times, killed_s = rank_pids(served), list[float](), 0.0
+    for at in served.events(random_requests(1, 32, sizes.killed_output, seed=1)[0]):
+        times.append(at)
+        if len(times) == sizes.kill_after:
+            killed_s = time.perf_counter()
+            kill(pids[-1], signal.SIGKILL)
+    if not killed_s:
+        raise BenchError(f"the stream had {len(times)} events, and its rank was to be killed after {sizes.kill_after}")
+    return until_next_token(times, killed_s)
 
 
-def until_next_token(result: RequestResult, killed_s: Sequence[float]) -> float:
+def until_next_token(times: Sequence[float], killed_s: float) -> float:
     """Returns the seconds from the kill to the end of the longest gap that ends behind it: tokens that were on their
-    way came before. Raises BenchError if the stream was not hit."""
-    gaps = [(later - at, later) for at, later in pairwise(result.tokens_s) if killed_s and later > killed_s[0]]
-    if not gaps or result.tokens_s[0] > killed_s[0]:
-        raise BenchError("the stream did not run when its rank was killed")
-    return max(gaps)[1] - killed_s[0]
+    way came before. Raises BenchError if nothing came."""
+    gaps = [(later - at, later) for at, later in pairwise(times) if later > killed_s]
+    if not gaps:
+        raise BenchError("nothing came when the rank was killed")
+    return max(gaps)[1] - killed_s

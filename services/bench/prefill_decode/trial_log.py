@@ -26,7 +26,7 @@ class LoggedTrial(msgspec.Struct, frozen=True):
 
 
 class TrialLog:
-    """Trials of this run, and those of earlier runs from its file."""
+    """Trials of this run, and of earlier runs from its file."""
 
     def __init__(self, path: Path | None, num_requests: int) -> None:
         """num_requests: of each trial; trials of another size are not compared. Raises ConfigError for a file that

@@ -1,6 +1,6 @@
 """The table of items: figure, model, flags, and its target and floor on one NVIDIA H200.
 
-Those of quantized models and of adapters are divided by that of the same model in bfloat16, without adapters, on the
+Figures of quantized models and of adapters are divided by that of the same model in bfloat16, without adapters, on the
 same machine.
 """
 

@@ -86,6 +86,19 @@ class SuiteServer:
         experts = total("experts_hit_total"), total("experts_hit_if_even_total")
         return WorkerCounters(*experts, seconds("step"), seconds("launch"))
 
+    def events(self, request: SampleRequest) -> Iterator[float]:
+        """Yields the time of each event of a stream as it arrives. Raises BenchError for an error, or OSError."""
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(
+            f"{self.url}/v1/completions", msgspec.json.encode(_body(request)), headers=headers
+        )
+        with urllib.request.urlopen(asked, timeout=READY_S) as answer:
+            for line in answer:
+                if line.startswith(b'data: {"error"'):
+                    raise BenchError(f"a request failed: {line.decode().strip()}")
+                if line.startswith(b"data: {"):
+                    yield time.perf_counter()
+
     def stream(
         self,
         requests: Sequence[SampleRequest],

@@ -16,7 +16,7 @@ from blockyard.services.gpu_worker.step import Attend, LatentRows, LogitsIndices
 
 
 class ChosenRows:
-    """Computes all rows of a layer, and returns those that are asked for. Implements `step.Attend`."""
+    """Computes all rows of a layer, and returns the requested ones. Implements `step.Attend`."""
 
     def __init__(self, attend: Attend, rows: Tensor) -> None:
         """rows: [n] int64."""

@@ -108,7 +108,7 @@ class KindMetadata:
 
 
 class LayerKind(NamedTuple):
-    """Layers whose attention metadata are equal."""
+    """Layers with equal attention metadata."""
 
     window: int | None
     chunked: bool  # see `ScoreRules`

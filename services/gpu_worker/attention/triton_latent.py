@@ -52,7 +52,7 @@ class LatentGroup:
 
 
 class LatentLayers:
-    """Computes the latent layers of one step. Arguments and result of a call are those of `step.Attend.latent`."""
+    """Computes the latent layers of one step. Arguments and result of a call are as in `step.Attend.latent`."""
 
     def __init__(self, pool: KVPool, metadata: AttentionMetadata) -> None:
         """metadata: with a bound of sequence lengths, and the number of decodes."""

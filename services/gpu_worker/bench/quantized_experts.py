@@ -1,6 +1,6 @@
 """Times layers of experts with quantized weights against the same layers in bfloat16, each with its fastest config.
 
-Layers are those of Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3, with dummy weights and even routing. `measure` gives the
+Layers are as in Qwen3-30B-A3B, gpt-oss-20b and DeepSeek-V3, with dummy weights and even routing. `measure` gives the
 rows of the kernel table; `compare` prints the time of each form divided by that of bfloat16.
 """
 

@@ -32,7 +32,7 @@ def start_child(command: Sequence[str], descriptors: Sequence[int] = (), **envir
 
 
 def end_child(process: "subprocess.Popen[bytes]") -> None:
-    """Waits for a process whose socket is closed."""
+    """Waits for a process after its socket is closed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(CLOSE_S)
         return

@@ -7,12 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from blockyard.services.gpu_worker.encoders.encoder_ranks import EncoderFollower, EncoderLeader
 from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.encoders.packed_steps import PackedBatch, PackedSteps
+from blockyard.services.gpu_worker.execution.ranks.leader import LeaderPool
 from blockyard.services.gpu_worker.loading import checkpoint, checkpoint_check, page_cache
 from blockyard.services.gpu_worker.loading.weights import WeightTable
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.models.registry import Build
+from blockyard.services.gpu_worker.parallel.loading_slots import loading_slot
+from blockyard.services.gpu_worker.parallel.shares import WHOLE
+from blockyard.services.gpu_worker.parallel.team import RankGroups, RankTeam, connect_groups
 from blockyard.services.gpu_worker.pooling.output import DEFAULT
 from blockyard.services.gpu_worker.pooling.selection import choose_output
 from blockyard.services.gpu_worker.startup.backend import Backend
@@ -33,36 +38,33 @@ def start_encoder(
     max_model_len: int,
     backend: Backend,
     report: StartReport,
+    team: RankTeam | None = None,
 ) -> EncoderRunner:
-    """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line."""
+    """Loads the model and returns its runner. Raises ConfigError or LoadError with a message of one line.
+
+    team: of this leader; None: there is one rank.
+    """
     if config.kv_transfer is not None:
         raise ConfigError("--kv-transfer-config: this model keeps no KV blocks that it could send")
-    backend.end_compiling()
-    folder = Path(config.model_path)
-    declared = build(settings, WeightTable(dtype, torch.device("meta")))
-    checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
-    share = backend.host_share(partial(build, settings), dtype, config)
-    table = WeightTable(dtype, backend.device, share)
-    table.link = backend.link
-    model = build(settings, table)
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(f"{config.describe_ranks()}: a model without KV runs in one stage")
     report.note(f"model: {settings['architectures'][0]}, {str(dtype).removeprefix('torch.')}")
-    progress = Throttle(lambda done: report.phase("loading weights", done))
-    with torch.inference_mode(), page_cache.read_ahead(config):
-        loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
-        report.note(str(loaded), *backend.offload_notes(config), *table.describe_unused())
-        report.phase("preparing weights")
-        report.note(*model.prepare(max_model_len))
-        if config.batch_invariant:
-            backend.pick_products(model, config, True, report)
+    model, ranks = load_encoder(config, settings, build, dtype, max_model_len, backend, report, team)
     choice, output = choose_output(config, settings, model)
     report.note(choice.describe())
     task = PoolingTask.EMBED if config.task == "generate" else PoolingTask(config.task)
-    card = make_card(task, choice, settings, folder, max_model_len, has_kv=False)
+    card = make_card(task, choice, settings, Path(config.model_path), max_model_len, has_kv=False)
     geometry = geometry_of(model, config, max_model_len, card)
-    graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
-    threads = backend.text_threads(config)
-    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads)
-    runner = EncoderRunner(model, steps, geometry)
+    graphs, announce, mirror = None, None, None
+    if ranks is not None and team is not None and team.send is not None:
+        announce, mirror = EncoderLeader(ranks, team.send).announce, LeaderPool(team.send)
+    else:
+        graphs = backend.packed_graphs(model, config, geometry.max_num_batched_tokens, card.has_types)
+    threads = None if announce is not None else backend.text_threads(config)  # ranks compute a step in one order
+    if threads is not None and threads.num_threads > 1:
+        report.note(f"steps: texts are divided among {threads.num_threads} threads")
+    steps = PackedSteps(model, output, backend.packed_product(config.batch_invariant), graphs, threads, announce)
+    runner = EncoderRunner(model, steps, geometry, mirror)
     report.phase("first step")
     first_step(steps, max_model_len)
     if graphs is not None:
@@ -70,6 +72,59 @@ def start_encoder(
         report.note(graphs.capture())
     report.phase("ready", 1.0)
     return runner
+
+
+def follow_encoder(
+    config: WorkerConfig,
+    settings: dict[str, Any],
+    build: Build,
+    dtype: torch.dtype,
+    max_model_len: int,
+    backend: Backend,
+    report: StartReport,
+    team: RankTeam,
+) -> EncoderFollower:
+    """Loads the share of a rank that is not the leader. Raises ConfigError or LoadError."""
+    model, ranks = load_encoder(config, settings, build, dtype, max_model_len, backend, report, team)
+    assert ranks is not None
+    return EncoderFollower(model, ranks, backend.packed_product(config.batch_invariant))
+
+
+def load_encoder(
+    config: WorkerConfig,
+    settings: dict[str, Any],
+    build: Build,
+    dtype: torch.dtype,
+    max_model_len: int,
+    backend: Backend,
+    report: StartReport,
+    team: RankTeam | None,
+) -> tuple[Model, RankGroups | None]:
+    """Loads this rank's weights. Returns the model and the groups of ranks, None if there is one rank."""
+    backend.end_compiling()
+    folder, shard = Path(config.model_path), WHOLE if team is None else team.place.shard
+
+    def place_in(table: WeightTable) -> Model:
+        return build(settings, table)
+
+    declared = place_in(WeightTable(dtype, torch.device("meta"), shard=shard))
+    checkpoint_check.check_tensors(declared.table, folder, config.load_format, config.ignore_patterns)
+    share = backend.host_share(place_in, dtype, config)
+    ranks = None if team is None else team.connect(partial(connect_groups, backend.connect_ranks))
+    table = WeightTable(dtype, backend.device, share, shard)
+    table.link, table.ranks = backend.link, None if ranks is None else ranks.tensor
+    model = place_in(table)
+    progress = Throttle(lambda done: report.phase("loading weights", done))
+    slot = loading_slot(None if team is None else team.folder.parent, config.max_parallel_loading)
+    with torch.inference_mode(), page_cache.read_ahead(config):
+        with slot:  # ranks wait for each other behind it
+            loaded = checkpoint.load(table, folder, config.load_format, config.ignore_patterns, config.seed, progress)
+        report.note(str(loaded), *backend.offload_notes(config), *table.describe_unused())
+        report.phase("preparing weights")
+        report.note(*model.prepare(max_model_len))
+        if config.batch_invariant:
+            backend.pick_products(model, config, True, report)
+    return model, ranks
 
 
 def geometry_of(model: Model, config: WorkerConfig, max_model_len: int, card: PoolingCard) -> Geometry:

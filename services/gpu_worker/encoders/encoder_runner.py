@@ -10,6 +10,7 @@ from torch import Tensor
 from blockyard.services.gpu_worker.encoders.packed_steps import PackedSteps
 from blockyard.services.gpu_worker.encoders.read_packed import ReadTexts, read_packed
 from blockyard.services.gpu_worker.interfaces import AdapterHost, CompletedPlan, StoredLayers
+from blockyard.services.gpu_worker.kv.pool import PoolMirror
 from blockyard.services.gpu_worker.loading.weight_offload import OffloadedWeights
 from blockyard.services.gpu_worker.models.interface import Model, tensors_of
 from blockyard.services.gpu_worker.pooling.output import PooledResults
@@ -43,7 +44,9 @@ class _Flight:
 class EncoderRunner:
     """Implements `interfaces.OffloadableRunner` for a model without KV."""
 
-    def __init__(self, model: Model, steps: PackedSteps, geometry: Geometry) -> None:
+    def __init__(self, model: Model, steps: PackedSteps, geometry: Geometry, mirror: PoolMirror | None = None) -> None:
+        """mirror: of other ranks; None: there are none."""
+        self._mirror = mirror
         self.model, self.geometry, self.block_hashes = model, geometry, NoBlocks()
         self._steps = steps
         self._flights: deque[_Flight] = deque()
@@ -119,6 +122,8 @@ class EncoderRunner:
     def release_memory(self, weights: bool = True) -> None:
         """With `weights`, moves the weights to host memory; there is no other memory."""
         if weights and self._offloaded is None:
+            if self._mirror is not None:
+                self._mirror.release(weights)
             if self._steps.graphs is not None:
                 self._steps.graphs.drop()
             self._offloaded = OffloadedWeights(self._tensors())
@@ -126,6 +131,8 @@ class EncoderRunner:
 
     def reclaim_memory(self, weights: bool = True, kv: bool = True) -> None:
         if weights and self._offloaded is not None:
+            if self._mirror is not None:
+                self._mirror.reclaim(weights, kv=False)
             self._offloaded.restore()
             self._offloaded = None
             if self._steps.graphs is not None:

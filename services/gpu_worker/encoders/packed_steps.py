@@ -18,6 +18,8 @@ from blockyard.services.gpu_worker.pooling.chunks import PooledChunk
 from blockyard.services.gpu_worker.pooling.output import OptionRuns, PooledResults, PoolingOutput
 from blockyard.services.gpu_worker.step import Step
 
+Announce = Callable[[Step, Ints], None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
@@ -40,10 +42,12 @@ class PackedSteps:
         make_product: Callable[[Ints], PackedProduct],
         graphs: PackedGraphs | None = None,
         threads: TextThreads | None = None,
+        announce: Announce | None = None,
     ) -> None:
         """make_product: the attention of sequences of these lengths, on the device. graphs: None: steps are eager.
-        threads: that compute a step; None: this one."""
-        self.output, self.graphs, self._threads = output, graphs, threads
+        threads: that compute a step; None: this one. announce: called before a step is computed, with the lengths of
+        its sequences."""
+        self.output, self.graphs, self._threads, self._announce = output, graphs, threads, announce
         self._model, self._make_product = model, make_product
 
     def run(self, batch: PackedBatch) -> PooledResults:
@@ -75,7 +79,10 @@ class PackedSteps:
         """Launches the forward pass kernel by kernel."""
         attend = PackedAttention(self._model.shape.attention, self._make_product(lengths))
         on_device = None if types is None else self._put(types)
-        return self._model.forward(Step(self._put(token_ids), self._put(positions), attend, token_types=on_device))
+        step = Step(self._put(token_ids), self._put(positions), attend, token_types=on_device)
+        if self._announce is not None:
+            self._announce(step, lengths)
+        return self._model.forward(step)
 
     def _put(self, values: Ints) -> Tensor:
         return put(values, self._model.table.device, self._model.table.link)

@@ -4,7 +4,7 @@
 - `cuda/`: steps on a GPU, launched ahead of the host.
 - `cpu_steps.CpuSteps` computes a step before its launch returns. The host's table of slots is the state that it reads,
   so no state on a device has to be gathered and advanced beside it.
-- `pooled_steps.PooledSteps` computes steps of decoders whose hidden states are pooled: no row is sampled.
+- `pooled_steps.PooledSteps` computes steps of decoders with pooled hidden states: no row is sampled.
 - `packed_graphs.PackedGraphs`: CUDA graphs of small steps of models without KV.
 - `text_threads.TextThreads` divides the texts of such a step among threads of the CPU.
 - `device_slots.DeviceSlots`: tracks the state of the slots on the device. `device_writes` collects what plans change,

@@ -31,7 +31,7 @@ NOTHING = LaunchedStep((NO_INTS, NO_INTS, NO_INTS), DONE)
 
 
 class PreparedStep(NamedTuple):
-    """A step whose inputs are known and that is not computed."""
+    """A step with known inputs that is not computed."""
 
     request: StepRequest
     inputs: Step

@@ -50,7 +50,7 @@ class StepRequest(NamedTuple):
     rows: StepRows
     owners: Ints  # of the rows' slots
     needs_processing: bool  # a slot changes logits or reports log-probabilities, or the host samples it
-    host_rows: list[int]  # rows whose logits the host samples
+    host_rows: list[int]  # rows that the host samples
     scored: list[ScoredPrompt]  # tokens of prompts that get log-probabilities
     sends: bool  # blocks are sent once their layers are stored
 
@@ -232,7 +232,7 @@ class DeviceLoop:
             results += self._pooled_results(flight, flight.launched.pooled)
         results += self._host_sampling.take_results(flight.plan, results)
         if flight.has_mask is not None and self._batch.matchers is not None and self.steps.runs_ahead:
-            # the device has read them: those that the host reads are counted there
+            # the device has read them: the host's own reads are counted there
             outcomes = flight.launched.results[0][:num]
             self._batch.matchers.num_masks += int((flight.has_mask & np.isin(outcomes, WITH_TOKEN)).sum())
         self._batch.complete(flight.plan, results)
@@ -322,7 +322,7 @@ class DeviceLoop:
             self._host_sampling.add(flight.launched.host_logits, chosen, slots[sampled], flight.owners[sampled])
 
     def _fail_unmasked(self, flight: InFlightStep, rows: Ints) -> set[int]:
-        """Tells the matchers which rows lacked their mask. Returns those whose slot has failed for lack of it."""
+        """Tells the matchers which rows lacked their mask. Returns the rows of slots that have failed without it."""
         matchers, computed = self._batch.matchers, flight.launched.results[2]
         assert matchers is not None and flight.has_mask is not None
         late = {int(flight.slots[row]): row for row in rows[flight.has_mask[rows]].tolist()}

@@ -53,7 +53,7 @@ class DeviceSlots:
         self.host_sampled: set[int] = set()  # the slots in use that need it
         self.has_mask = np.zeros(num_slots, np.bool_)  # by slot: the device applies its masks
         self.version = 0  # of the slots' parameters: it grows whenever a slot starts or ends
-        self._logits_rows: dict[int, int] = {}  # by slot whose logits the next step copies for the host
+        self._logits_rows: dict[int, int] = {}  # by slot with logits that the next step copies for the host
         # by slot whose prompt is to get log-probabilities in the next steps: how many of the top tokens
         self.num_prompt_logprobs: dict[int, int] = {}
         self._sent = np.zeros(num_slots, np.int64)  # number of blocks

@@ -38,7 +38,7 @@ class HostSampling:
         self, batch: Batch, slots: DeviceSlots, vocab_size: int, eos_token_ids: list[int], mode: LogprobsMode
     ) -> None:
         self._batch, self._slots, self._eos = batch, slots, frozenset(eos_token_ids)
-        self._pending: dict[int, int] = {}  # owner by slot, of slots whose logits a step in flight copies
+        self._pending: dict[int, int] = {}  # owner by slot, of slots with logits that a step in flight copies
         self._copied_at = np.zeros(slots.num_slots, np.int64)  # number of the last copy of each slot
         self._num_copies = 0
         self._copied: list[_CopiedRows] = []
@@ -56,11 +56,11 @@ class HostSampling:
         self._rows.reset()
 
     def end(self, slot: int) -> None:
-        """Drops what is kept for the slot's parameters."""
+        """Drops the state of the slot's parameters."""
         self._rows.end(slot)
 
     def choose(self, slots: Ints, counts: Ints) -> list[int]:
-        """Rows of the next step whose logits it is to copy. Slots beyond the buffer's rows get a later step."""
+        """Rows of the next step with logits that it is to copy. Slots beyond the buffer's rows get a later step."""
         awaits = ~self._slots.samples_on_device[slots]
         table, rows = self._batch.slots, list[int]()
         if awaits.any():

@@ -1,4 +1,4 @@
-"""Steps of decoders whose hidden states are pooled: prefills without sampling. The same on a GPU and on the CPU.
+"""Steps of decoders with pooled hidden states: prefills without sampling. The same on a GPU and on the CPU.
 
 The host knows all tokens, so there is no state of slots on a device. Blocks, chunks and preemption are as for
 generation. A sequence that enters its slot again starts over.

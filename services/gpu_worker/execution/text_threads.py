@@ -25,12 +25,12 @@ class TextThreads:
 
     def __init__(self, num_threads: int) -> None:
         """num_threads: at most so many shares."""
-        self._num_threads, self._num_of_torch = num_threads, torch.get_num_threads()
+        self.num_threads, self._num_of_torch = num_threads, torch.get_num_threads()
         self._others = ThreadPoolExecutor(max(1, num_threads - 1), "texts")
 
     def run(self, forward: Forward, lengths: Ints) -> Tensor:
         """Returns the hidden states of all rows. lengths: of the texts, in the order of their rows."""
-        shares = divide(lengths, min(self._num_threads, len(lengths), int(lengths.sum()) // LEAST_TOKENS))
+        shares = divide(lengths, min(self.num_threads, len(lengths), int(lengths.sum()) // LEAST_TOKENS))
         if len(shares) == 1:
             torch.set_num_threads(self._num_of_torch)
             return forward(np.arange(lengths.sum()), lengths)

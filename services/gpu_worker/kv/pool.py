@@ -42,7 +42,7 @@ class KVPool:
     `runs` has a tensor for successive layers that are alike: [layers, num_blocks, planes, kv_heads, block_size,
     head_dim]; planes are K and V, or K alone in latent attention. `layers` has that of each layer. Memory starts at
     zero and stays finite: kernels read values behind a sequence's end and multiply them by 0. In 8 bits there are
-    `scales` [layers, 2] float32, which multiply stored K and V; `kv` has those of a layer. While `scales_pending`,
+    `scales` [layers, 2] float32, which multiply stored K and V; `kv` has a layer's. While `scales_pending`,
     the next prefill sets them, unless it is one of `trial_steps`.
     """
 

@@ -30,6 +30,7 @@ hand it on as `delta`, and `FusedOps` of a table with `ranks` sum it before they
 - `adapter_rows.AdapterRows`: which adapter each row of a step has.
 
 Where an adapter's rows go: `Linear.spec` has the names of the parts and their rows, and `Linear.adapt` adds to each
-product in steps with adapters (`lora/`). Other steps run the kernels that they run without. `Linear.wrap` changes each
-product of all steps, also of kernels that are installed later; a wrapped layer has no fused kernels.
+product in steps with adapters (`lora/`). Other steps run the kernels that they run without. `Linear.join` puts the
+columns of several ranks together behind that. `Linear.wrap` changes each product of all steps, also of kernels that are
+installed later; a wrapped layer has no fused kernels.
 """

@@ -79,7 +79,7 @@ class AttentionSublayer(Protocol):
 
 
 def head_rows(shape: AttentionShape) -> tuple[Rows, Rows]:
-    """The outputs of q, and those of k or of v."""
+    """The outputs of q, and of k or v."""
     size = shape.head_dim
     of_q = Rows(shape.num_heads * size, shape.num_heads, shape.kv_heads)
     return of_q, Rows(shape.kv_heads * size, shape.kv_heads)

@@ -23,7 +23,7 @@ Attended = tuple[Tensor, Tensor | None]
 
 
 class DecoderLayer(Protocol):
-    """One layer of a decoder, in two parts: between them the decoder may drop rows that nobody needs."""
+    """One layer of a decoder, in two parts: between them the decoder may drop rows without a use."""
 
     def prepare(self) -> None:
         """Prepares norms, once the weights are loaded. The model prepares the linear layers."""

@@ -43,7 +43,7 @@ class TokenEmbedding:
         self.weight = self._place(layers) if stage is None or stage.is_first else _absent(width)
         self.vocab_size, self._factor, self._project, self._norm = vocab_size, factor, project, norm
         self._ranks = layers.table.ranks
-        self.own_tokens = Rows(vocab_size, vocab_size).share(layers.table.shard)  # whose rows this rank has
+        self.own_tokens = Rows(vocab_size, vocab_size).share(layers.table.shard)  # this rank has their rows
 
     def linears(self) -> list[Linear]:
         return [] if self._project is None else [self._project]
@@ -67,7 +67,7 @@ class TokenEmbedding:
         return self._find(token_ids, None)
 
     def _find(self, token_ids: Tensor, adapted: AdaptedEmbedding | None) -> Tensor:
-        """Looks up the tokens, of several ranks those that this one has: the sum over ranks has all."""
+        """Looks up the tokens, with several ranks only this one's: the sum over ranks has all."""
         if self._ranks is None:
             found = F.embedding(token_ids, self.weight)
             if adapted is not None:

@@ -99,7 +99,7 @@ class Linear:
         return self.method.shape
 
     def ask_fusion(self, fusion: Fusion) -> None:
-        """Lets kernels compute the product together with what is around it. Call it before kernels are picked.
+        """Lets kernels compute the product together with the steps around it. Call it before kernels are picked.
 
         Only what the method grants, and no sum with a partial product: it has to be added to the others first.
         """
@@ -125,7 +125,7 @@ class Linear:
     ) -> None:
         """Installs kernels by number of rows. `default` is used for all other numbers; None keeps the current one.
 
-        rounded: those of `products`, for rows that are rounded; only for a method with a rounding.
+        rounded: as `products`, for rows that are rounded; only for a method with a rounding.
         """
         self._products = {rows: self._wrapped(product) for rows, product in products.items()}
         self._fused = (fused or {}) if self._is_plain else {}

@@ -92,7 +92,7 @@ class DividedQKNorm:
     """RMSNorms over all q heads and over all k heads, of a rank that has a share of both."""
 
     def __init__(self, table: WeightTable, rows: tuple[Rows, Rows], q_norm: RMSNorm, k_norm: RMSNorm) -> None:
-        """rows: outputs of q, and those of k."""
+        """rows: outputs of q, and of k."""
         self._ranks, shard, of_k = table.ranks, table.shard, rows[1]
         self._heads, k_heads = (len(one.own_units(shard)) for one in rows)
         self._rotated = self._heads + k_heads
@@ -136,7 +136,7 @@ class _HeadLayerNorm:
 QKNorm = (
     RMSNorm | SeparateQKNorm | DividedQKNorm
 )  # the attention kernels compute an RMSNorm over each head, see `step.Attend`
-# arguments: weights, prefix of names in checkpoints, outputs of q, those of k, order of a head's numbers
+# arguments: weights, prefix of names in checkpoints, outputs of q, outputs of k, order of a head's numbers
 MakeQKNorm = Callable[[WeightTable, str, Rows, Rows, Arrange], QKNorm]
 
 

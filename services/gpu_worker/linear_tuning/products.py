@@ -67,7 +67,7 @@ class Products:
         self.forms: Mapping[str, FormProducts] = {form: make(device, dtype, processors) for form, make in FORMS.items()}
 
     def knows(self, linear: Linear) -> bool:
-        """Whether there are kernels for the form of the weight, beside those of the method."""
+        """Whether there are kernels for the form of the weight, beside the method's."""
         method = linear.method
         if kernels_of(method.form) not in self.forms:
             return False

@@ -113,7 +113,7 @@ class Tuner:
         return msgspec.json.encode(found)
 
     def install_those_of(self, leader: bytes) -> None:
-        """Installs kernels of layers whose shapes the leader of the ranks has, too. leader: its `installed`."""
+        """Installs kernels of layers with shapes that the leader of the ranks has, too. leader: its `installed`."""
         for tuned in msgspec.json.decode(leader, type=list[TunedConfig]):
             measured = {layer.kind: one for layer, one in zip(tuned.layers, tuned.configs, strict=True)}
             own = self._configs.get(tuned.rows, [CUBLAS] * len(self.layers))
@@ -203,7 +203,7 @@ class Tuner:
         )
 
     def candidates(self, layer: LinearShape, rows: int) -> list[KernelConfig]:
-        """Returns what is measured against the method's own product, less what failed to compile."""
+        """Returns the candidates beside the method's own product that compiled."""
         group = self.groups[self.layers.index(layer)]
         configs = self.products.forms[kernels_of(layer.form)].candidates(layer, rows, group)
         return [config for config in configs if _binary(config, rows, layer, group[0]) not in self._failed]

@@ -179,7 +179,7 @@ def _read(file: Path, wants: Callable[[str], bool]) -> Iterator[tuple[str, Tenso
 
 
 def read_headers(folder: Path, load_format: str, ignore_patterns: list[str]) -> TensorHeaders:
-    """Raises LoadError for files that are not usable. What is wrong with a torch file is said when it is read."""
+    """Raises LoadError for files that are not usable. Errors in a torch file are raised when it is read."""
     if load_format in DUMMY_FORMATS:
         return TensorHeaders()
     files = find_files(folder, load_format, ignore_patterns)

@@ -95,7 +95,7 @@ def parse(config: dict[str, Any], fields: type[T]) -> T:
 def _settle_rope(config: dict[str, Any], note: Callable[[str], None]) -> None:
     """Applies `rope_scaling` to `rope_parameters` beside it, which it overrides, as in transformers.
 
-    Where kinds of layers have their own parameters, it is for those with full attention.
+    Where kinds of layers have their own parameters, it is for layers with full attention.
     """
     scaling, found = config.get("rope_scaling"), config.get("rope_parameters")
     if not isinstance(scaling, dict) or not scaling or not isinstance(found, dict) or not found:
@@ -121,7 +121,7 @@ def _spell_rope(patch: dict[str, Any]) -> None:
 def _override_rope(config: dict[str, Any], patch: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any]:
     """Applies overrides of the older `rope_scaling` and `rope_theta` to `rope_parameters`. Returns the other ones.
 
-    Where kinds of layers have their own parameters, those of the layers with full attention are overridden.
+    Where kinds of layers have their own parameters, it overrides the layers with full attention.
     """
     rest, found = dict(patch), config.pop("rope_parameters")
     if not isinstance(found, dict):

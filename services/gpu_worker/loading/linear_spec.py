@@ -18,11 +18,11 @@ from blockyard.services.gpu_worker.parallel.shares import WHOLE, Shard, share, s
 
 Arrange = Callable[[Tensor], Tensor]
 
-SUFFIXES = (".weight", ".bias")  # of names in checkpoints, behind those of parts
+SUFFIXES = (".weight", ".bias")  # of names in checkpoints, behind the parts' names
 
 
 class Split(Enum):
-    """What of a matrix is divided among ranks."""
+    """The dimension of a matrix that is divided among ranks."""
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"  # a rank's product is a part of a sum
@@ -75,7 +75,7 @@ class MatrixPart:
         return sum(rows.size for rows in self.rows)
 
     def share(self, shard: Shard) -> list[range]:
-        """Returns the rows of a rank among those of the part."""
+        """Returns the rows of a rank among the part's."""
         start, found = 0, []
         for rows in self.rows:
             own = rows.share(shard)
@@ -85,7 +85,7 @@ class MatrixPart:
 
 
 def part(name: str, size: int | Rows, units: int | None = None, arrange: Arrange | None = None) -> MatrixPart:
-    """A matrix of which all rows are divided alike. units: heads or groups; None: single rows, or those of `size`."""
+    """A matrix of which all rows are divided alike. units: heads or groups; None: single rows, or `size` rows."""
     rows = size if isinstance(size, Rows) else Rows(size, size if units is None else units)
     return MatrixPart(name=name, rows=(rows,), arrange=arrange)
 
@@ -120,7 +120,7 @@ class LinearSpec:
         return len(self.inputs.share(shard)) if self.split is Split.INPUTS else self.in_features
 
     def rows(self, one: MatrixPart, shard: Shard) -> list[range]:
-        """Returns the rows of a rank among those of a part."""
+        """Returns the rows of a rank among a part's."""
         return one.share(shard if self.split is Split.OUTPUTS else WHOLE)
 
     def own_sizes(self, shard: Shard) -> list[int]:
@@ -142,7 +142,7 @@ class LinearSpec:
         return Cut(-2, self._ranges(one, shard))
 
     def row_cut(self, one: MatrixPart, shard: Shard) -> Cut | None:
-        """As `cut`, of what has one number for each row, [..., out]."""
+        """As `cut`, of a tensor with one number for each row, [..., out]."""
         if shard.size == 1 or self.split is not Split.OUTPUTS:
             return None
         return Cut(-1, self._ranges(one, shard))

@@ -38,7 +38,7 @@ def read_ahead(config: WorkerConfig) -> Iterator[None]:
                     each.result()
             yield
         finally:
-            ended.set()  # what is left is not needed any more
+            ended.set()  # the rest is not needed any more
 
 
 class _Blocks:

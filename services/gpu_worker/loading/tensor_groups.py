@@ -1,6 +1,6 @@
 """Tensors of a checkpoint that are converted together, such as the codes of a matrix and their scales.
 
-They come in any order and from several threads. A group keeps what has come until all of it is there, so that at most
+They come in any order and from several threads. A group keeps its tensors until all of them are there, so that at most
 the groups of the layers that are being read are in memory twice.
 """
 
@@ -52,7 +52,7 @@ class TensorGroup:
         self._missing.discard(key)
 
     def finish(self) -> None:
-        """Converts what has come, also without tensors that are optional."""
+        """Converts the tensors so far, also without optional ones."""
         with self._lock:
             arrived, self._arrived = self._arrived, {}
         if arrived:

@@ -33,13 +33,13 @@ class TensorHeaders:
         self._headers = {bare(name): header for name, header in headers}
 
     def find(self, name: str) -> TensorHeader | None:
-        """None: the checkpoint has no such tensor, or its headers are not known, as those of dummy weights."""
+        """None: the checkpoint has no such tensor, or its headers are not known, as with dummy weights."""
         return self._headers.get(bare(name))
 
 
 @contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Puts a file's name in front of what is wrong with its tensors."""
+    """Puts a file's name in front of an error of its tensors."""
     try:
         yield
     except LoadError as e:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class OffloadedWeights:
-    """The memory of those of `tensors` that are on a GPU, in host memory. `restore` gives them new addresses."""
+    """The memory of all `tensors` on a GPU, moved to host memory. `restore` gives them new addresses."""
 
     @torch.inference_mode()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -27,7 +27,7 @@ class OffloadedWeights:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """The storages of those tensors that are on a GPU. Some may come several times."""
+    """The storages of the tensors on a GPU. Some may come several times."""
     for tensor in tensors:
         if not tensor.is_cpu and tensor.untyped_storage().nbytes():
             yield tensor.untyped_storage()

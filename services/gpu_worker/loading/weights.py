@@ -57,7 +57,7 @@ class WeightPlace:
     write: Write | None  # writes a stored weight to the target; None: copies it
     fill: Fill | None  # makes dummy weights; None: small random numbers, or by the name
     other_shapes: tuple[tuple[int, ...], ...] = ()  # that the checkpoint may have instead; -1 stands for any size
-    cut: Arrange | None = None  # takes a rank's share of what is arranged; None: the rank has the whole
+    cut: Arrange | None = None  # takes a rank's share of the arranged tensor; None: the rank has the whole
 
     def own(self, stored: Tensor) -> Tensor:
         """Returns what goes to the target."""
@@ -87,7 +87,7 @@ class WeightTable:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, host_share: HostShare = ALL_ON_DEVICE, shard: Shard = WHOLE
     ) -> None:
-        """host_share: of the layers' weights, spread over the layers. shard: the rank whose share of them is loaded."""
+        """host_share: of the layers' weights, spread over the layers. shard: the rank's share of them to load."""
         self.dtype, self.device, self.shard = dtype, device, shard
         self.ranks: RankGroup | None = (
             None  # that add their partial sums; None: one rank, or the model is only declared
@@ -119,7 +119,7 @@ class WeightTable:
         self._finishes: list[Callable[[], None]] = []
         self._groups: dict[str, tuple[TensorGroup, str]] = {}  # by name, with the key there
         self._optional: set[str] = set()  # names of groups that a checkpoint may lack
-        self._notes: dict[str, dict[str, None]] = {}  # what was done -> names, in order
+        self._notes: dict[str, dict[str, None]] = {}  # note -> names, in order
 
     @property
     def has_memory(self) -> bool:
@@ -148,7 +148,7 @@ class WeightTable:
 
         stored: the dtypes that the checkpoint may have there. Weights of a quantization format name theirs. write:
         writes to the target what a copy would first make in a second place, as `arrange` does. cut: takes the share of
-        `shard` of what is rearranged. fill: see `WeightPlace`.
+        `shard` of the rearranged tensor. fill: see `WeightPlace`.
         """
         self.places[name] = WeightPlace(target, shape, arrange, stored, write, fill, cut=cut)
 
@@ -269,7 +269,7 @@ class WeightTable:
     def layer_memory(self, name: str, *wanted: Kind) -> list[Tensor]:
         """Memory of all tensors of a matrix, together on the device or, as the host's share says, pinned in the host's.
 
-        name: of the matrix in the checkpoint. Those outside of the layers are on the device.
+        name: of the matrix in the checkpoint. Matrices outside of the layers are on the device.
         """
         if not any(layer in name for layer in (".layers.", ".h.", ".layer.")):  # names of GPT-2 and BERT
             return [self.empty(*shape, dtype=dtype) for shape, dtype in wanted]

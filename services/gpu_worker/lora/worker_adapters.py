@@ -27,6 +27,7 @@ MOST_PIECES_S = 0.01  # ... up to this
 class _Arranged:
     """An adapter that is read and not arranged yet."""
 
+    job: int
     adapter: int
     path: str
     notes: list[str]
@@ -63,8 +64,9 @@ class WorkerAdapters:
     def is_loading(self) -> bool:
         return bool(self._asked or self._arranged)
 
-    def load(self, adapter: int, path: str) -> None:
-        job = next(self._jobs)
+    def load(self, adapter: int, path: str, job: int | None = None) -> None:
+        """job: a number that was not used before, which `poll` returns with the adapter; None: one of ours."""
+        job = next(self._jobs) if job is None else job
         self._asked[job] = adapter, path
         self._reader.ask(job, path)
 
@@ -84,9 +86,9 @@ class WorkerAdapters:
                 continue  # it was asked for before a reset
             adapter, path = asked
             if isinstance(read, str):
-                done.append(LoadedAdapter(adapter, error=read))
+                done.append(LoadedAdapter(adapter, error=read, job=job))
             else:
-                self._arranged.append(_Arranged(adapter, path, read.notes, self._pieces(read)))
+                self._arranged.append(_Arranged(job, adapter, path, read.notes, self._pieces(read)))
         now_s = time.monotonic()
         end_s = now_s + max(PIECES_S, min(PIECES_SHARE * (now_s - self._polled_s), MOST_PIECES_S))
         while self._arranged and time.monotonic() < end_s:
@@ -112,10 +114,10 @@ class WorkerAdapters:
         except StopIteration as e:
             held: HostAdapter = e.value
             self._held[one.adapter] = held
-            return LoadedAdapter(one.adapter, held.digest, held.size_bytes, notes=one.notes)
+            return LoadedAdapter(one.adapter, held.digest, held.size_bytes, notes=one.notes, job=one.job)
         except AdapterError as e:
-            return LoadedAdapter(one.adapter, error=f"{one.path}: {e}")
+            return LoadedAdapter(one.adapter, error=f"{one.path}: {e}", job=one.job)
         except Exception as e:  # a broken adapter is no reason to end the worker
             log.exception("an adapter cannot be arranged")
-            return LoadedAdapter(one.adapter, error=repr(e))
+            return LoadedAdapter(one.adapter, error=repr(e), job=one.job)
         return None

@@ -14,7 +14,7 @@ def mock_digest(path: str) -> bytes:
 
 
 class MockAdapters:
-    """Implements `AdapterHost`. What is asked for is there with the next poll."""
+    """Implements `AdapterHost`. An adapter is there with the next poll."""
 
     def __init__(self) -> None:
         self.held: dict[int, str] = {}  # paths, by the scheduler's number

@@ -313,7 +313,7 @@ def pooled(geometry: Geometry, prompt: "array[int]") -> tuple[bytes, int]:
 
 
 def run_packed(geometry: Geometry, step: PackedStep) -> PackedVectors:
-    """Raises PlanError for a step that is larger than it may be, or whose columns contradict each other."""
+    """Raises PlanError for a step that is larger than it may be, or has columns that contradict each other."""
     ids, lengths = array("I", step.token_ids), array("I", step.lengths)
     _check(len(ids) == sum(lengths), f"{len(ids)} ids of texts with {sum(lengths)} tokens")
     _check(len(lengths) == sum(part.count for part in step.parts), f"{len(lengths)} texts in {step.parts}")
@@ -341,6 +341,6 @@ def likeliest(token: int, num_candidates: int, state: int = 0) -> TokenLogprobs:
 
 
 def with_candidates(entry: TokenLogprobs, listed: list[int]) -> TokenLogprobs:
-    """The entry with these candidates, whose values are made up, too."""
+    """The entry with these candidates, with made-up values, too."""
     values = [entry.logprob if token == entry.token_id else -1.0 - token % 1009 / 1200 for token in listed]
     return TokenLogprobs(entry.token_id, entry.logprob, entry.rank, listed, values)

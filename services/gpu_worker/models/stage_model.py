@@ -38,7 +38,7 @@ class StageModel:
         return self._decoder.computed()
 
     def balanced_context(self) -> int:
-        """See `Geometry`. 0 for mixtures, of whose experts a token uses few."""
+        """See `Geometry`. 0 for mixtures: a token uses few of their experts."""
         attended = sum(layer.num_heads * layer.head_dim for layer in self.shape.attention if layer.rules.window is None)
         if not attended or self.experts():
             return 0

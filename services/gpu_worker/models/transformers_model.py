@@ -52,7 +52,7 @@ FLAG = "--model-impl transformers"
 PROBE_TOKENS = 3
 LIMITS = ("sliding_window", "index_topk", "keep_window_size")  # of keys to attend to: short in a trial
 ATTENTION_KINDS = {"full_attention", "sliding_attention"}  # of layers, in a config's layer_types
-# of models that also see or hear, whose text part runs
+# of models that also see or hear: their text part runs
 OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
@@ -230,7 +230,7 @@ def _run(base: Any, token_ids: Tensor, positions: Tensor, mask: Tensor, vectors:
 
 @contextmanager
 def _refusals(name: str, what: str = "") -> Iterator[None]:
-    """Makes an error a ConfigError that names the class. what: words before those of errors that are not ours."""
+    """Makes an error a ConfigError that names the class. what: words before the text of errors that are not ours."""
     try:
         yield
     except ConfigError as e:
@@ -242,7 +242,7 @@ def _refusals(name: str, what: str = "") -> Iterator[None]:
 def make_on_meta(config: dict[str, Any], dtype: torch.dtype, **changed: Any) -> tuple[Any, Any]:
     """The model class without memory, and its configuration. Raises ConfigError.
 
-    changed: settings to replace, of those that the configuration has.
+    changed: settings of the configuration to replace.
     """
     register()
     kind = config.get("model_type")
@@ -325,7 +325,7 @@ def trace_layers(config: dict[str, Any], dtype: torch.dtype) -> TracedLayers:
 
 
 def _find_experts(causal: Any, trace: _Trace) -> dict[str, ExpertsKind]:
-    """The modules of experts by name. Raises ConfigError for those that ours cannot replace."""
+    """The modules of experts by name. Raises ConfigError for modules that ours cannot replace."""
     return {
         name: find_kind(module, trace.top_k.get(id(module), 1))
         for name, module in causal.named_modules()

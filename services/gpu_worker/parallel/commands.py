@@ -106,7 +106,17 @@ class DeviceForward(Frame, frozen=True):
     prefill_max_seq_len: int | None
     max_context_len: int
     has_adapters: bool = False
+    num_tables: int = 0  # sequences whose block tables follow, too, of so many blocks; 0: tables are those of slots
+    table_width: int = 0
     words: bytes = b""  # int32; empty: only the leader's device has them, and they follow as a collective, int64
+
+
+class PackedForward(Frame, frozen=True):
+    """Compute the layers of a model without KV. Words follow as a collective, int64: ids and positions of tokens, and
+    their types."""
+
+    lengths: bytes  # int64, of the texts
+    has_types: bool
 
 
 class ScatterWords(Frame, frozen=True):
@@ -311,6 +321,7 @@ Command = (
     | Begin
     | ForwardPass
     | DeviceForward
+    | PackedForward
     | ScatterWords
     | BeginGraph
     | EndGraph

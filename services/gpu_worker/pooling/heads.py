@@ -1,4 +1,4 @@
-"""What is behind the pooling: of vectors dense layers, fewer dimensions, normalization; of classifiers the output
+"""The steps behind the pooling: of vectors dense layers, fewer dimensions, normalization; of classifiers the output
 layer of the model and the function of its logits, once."""
 
 from collections.abc import Callable, Mapping, Sequence

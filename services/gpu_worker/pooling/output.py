@@ -94,7 +94,7 @@ class PooledResults:
     def to_block(self) -> tuple[Ints, bytes, Ints]:
         """The lengths of the results, their little-endian float32 numbers, and their widths, in the order of places.
 
-        A result whose numbers are not finite has none.
+        A result with numbers that are not finite has none.
         """
         bad, is_sorted = self.not_finite(), bool((np.diff(self.places) > 0).all())
         if is_sorted and not bad.any():
@@ -114,7 +114,7 @@ OptionRuns = Sequence[tuple[int, PoolingOptions]]  # of neighbouring sequences: 
 
 
 class PoolingOutput:
-    """Makes the results of sequences. It has what earlier steps computed of those that are not complete."""
+    """Makes the results of sequences. It has what earlier steps computed of incomplete ones."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class PoolingOutput:
         return host, event
 
     def drop(self, slot: int) -> None:
-        """Forgets what is kept of a sequence that ended or starts over."""
+        """Drops the state of a sequence that ended or starts over."""
         for pooler in self._poolers.values():
             pooler.drop(slot)
 

@@ -1,4 +1,4 @@
-"""Reduces the hidden states of a sequence to one row, or keeps those that are asked for, over all its steps.
+"""Reduces the hidden states of a sequence to one row, or keeps the requested ones, over all its steps.
 
 All is on the device and in float32. A step reduces the rows that it has computed; of a sequence that is not complete
 the result is kept by its slot, and the next step's is combined with it. Nearly all sequences are complete in one step.
@@ -18,7 +18,7 @@ from blockyard.shared.config.pooling.modes import PoolingMode
 
 
 class RowsNeeded(enum.Enum):
-    """The rows of a step whose hidden states a pooler reads."""
+    """The rows of a step that a pooler reads the hidden states of."""
 
     LAST = "last"  # of each sequence: the layers may drop the others
     ALL = "all"
@@ -41,7 +41,7 @@ class Pooler(Protocol):
         many as it keeps."""
 
     def drop(self, slot: int) -> None:
-        """Forgets what is kept of a sequence that ended or starts over."""
+        """Drops the state of a sequence that ended or starts over."""
 
 
 class SumPooler:
@@ -108,7 +108,7 @@ class MaxPooler:
 
 
 class FirstPooler:
-    """The first token's row, behind what is skipped. A sequence without any other has its first token's."""
+    """The first token's row, behind skipped ones. A sequence without any other has its first token's."""
 
     rows = RowsNeeded.ALL
 
@@ -151,7 +151,7 @@ class LastPooler:
 
 
 class TokenPooler:
-    """The rows of all tokens, or of those that end a step."""
+    """The rows of all tokens, or of the ones that end a step."""
 
     rows = RowsNeeded.ALL
 
@@ -223,7 +223,7 @@ class JoinedPooler:
 
 
 def make_poolers(modes: Sequence[PoolingMode], step_tag_id: int | None = None) -> Pooler:
-    """Makes the pooler of all modes, whose rows are joined in order."""
+    """Makes the pooler of all modes, and joins their rows in order."""
     poolers = [make_pooler(mode, step_tag_id) for mode in modes]
     return poolers[0] if len(poolers) == 1 else JoinedPooler(poolers)
 
@@ -231,7 +231,7 @@ def make_poolers(modes: Sequence[PoolingMode], step_tag_id: int | None = None) -
 def _complete(
     reduced: Tensor, chunk: PooledChunk, kept: dict[int, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Ints]:
-    """Combines the rows of a step with what earlier ones had, and keeps those of sequences that go on.
+    """Combines the rows of a step with what earlier ones had, and keeps rows of sequences that go on.
 
     Returns the rows of the sequences that are complete, and their places.
     """

@@ -31,7 +31,7 @@ class NamesOfFile(Protocol):
     """Names or expressions of a file, which remember what meant something."""
 
     def unused(self) -> list[str]:
-        """Those that have meant no matrix so far."""
+        """The names that have meant no matrix so far."""
 
 
 class NamePatterns:

@@ -54,3 +54,18 @@ def weights(config: WorkerConfig) -> str:
                 file.seek(max(size - SAMPLE_BYTES, 0) * i // (NUM_SAMPLES - 1))
                 found.update(file.read(SAMPLE_BYTES))
     return f"{num} files, {size_bytes} bytes ({found.hexdigest()[:CHARS]})"
+
+
+def differences(theirs: GroupDigest, ours: GroupDigest) -> str:
+    """Returns in words what a rank has other than the leader; empty: nothing."""
+    if theirs.build != ours.build:
+        return f"another build than the leader: {theirs.build}, the leader's {ours.build}"
+    if theirs.flags != ours.flags:
+        mine, other = (msgspec.json.decode(one.flags) for one in (theirs, ours))
+        names = sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))
+        return "other flags than the leader: " + ", ".join(
+            f"{name} {mine.get(name)}, the leader's {other.get(name)}" for name in names
+        )
+    if theirs.weights != ours.weights:
+        return f"other weights than the leader: {theirs.weights}, the leader's {ours.weights}"
+    return ""

@@ -31,6 +31,7 @@ from blockyard.services.gpu_worker.parallel.commands import (
     RankJoin,
     Sign,
 )
+from blockyard.services.gpu_worker.ranks.group_digest import differences
 from blockyard.shared.bus.curve import KeyPair
 from blockyard.shared.bus.frame_links import AcceptedLink, FrameEnd, FrameLink, FrameListener
 from blockyard.shared.bus.ring_query import ask_members
@@ -213,21 +214,6 @@ def _is_open(link: AcceptedLink[Sign], frame: Sign) -> bool:
     except OSError:
         return False
     return True
-
-
-def differences(theirs: GroupDigest, ours: GroupDigest) -> str:
-    """Returns in words what a rank has other than the leader; empty: nothing."""
-    if theirs.build != ours.build:
-        return f"another build than the leader: {theirs.build}, the leader's {ours.build}"
-    if theirs.flags != ours.flags:
-        mine, other = (msgspec.json.decode(one.flags) for one in (theirs, ours))
-        names = sorted(name for name in {*mine, *other} if mine.get(name) != other.get(name))
-        return "other flags than the leader: " + ", ".join(
-            f"{name} {mine.get(name)}, the leader's {other.get(name)}" for name in names
-        )
-    if theirs.weights != ours.weights:
-        return f"other weights than the leader: {theirs.weights}, the leader's {ours.weights}"
-    return ""
 
 
 class TakenError(ConfigError):

@@ -1,7 +1,7 @@
 """Samples rows on the host, for what no kernel supports: processors of users, bad words of several tokens, long lists.
 
 The steps of `logits_steps` apply in their order, row by row: a processor of a user may do anything with its row, and
-there are few such slots. `LogprobsMode` says what is reported beside a token; all modes but the first need the host.
+there are few such slots. `LogprobsMode` is what a row reports beside a token; all modes but the first need the host.
 """
 
 import math
@@ -112,7 +112,7 @@ class HostRows:
         sampled = Sampled([0] * len(slots))
         masks = self._masks(slots.tolist(), table, sampled)
         chosen: list[tuple[Tensor, Tensor]] = []
-        rows: list[tuple[int, Tensor, Tensor | None]] = []  # place, logits, and what is reported
+        rows: list[tuple[int, Tensor, Tensor | None]] = []  # place, logits, reported values
         for place, slot in enumerate(slots.tolist()):
             if place in sampled.waiting or place in sampled.problems:
                 continue
@@ -212,7 +212,7 @@ class HostRows:
 
 
 def _entry(shown: Tensor, token: int, sampling: Sampling) -> TokenLogprobs:
-    """shown [vocab]: what is reported of each token."""
+    """shown [vocab]: the reported value of each token."""
     if sampling.logprob_token_ids:
         return score_listed(shown, token, sampling.logprob_token_ids)
     (entry,) = score(shown[None], torch.tensor([token], device=shown.device), sampling.num_logprobs or 0)

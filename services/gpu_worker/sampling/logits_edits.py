@@ -24,7 +24,7 @@ from blockyard.services.gpu_worker.sampling.logits_steps import SlotFields, Toke
 from blockyard.services.gpu_worker.slots import Slots
 from blockyard.shared.messages import Sampling, TokenLogprobs
 
-MOST_HOST_ROWS = 32  # slots whose logits the host reads in one step
+MOST_HOST_ROWS = 32  # slots with logits that the host reads in one step
 LOGPROB_WORDS = 2 + 2 * MAX_LOGPROBS  # of a row
 
 

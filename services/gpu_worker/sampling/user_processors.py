@@ -31,7 +31,7 @@ class ProcessorError(Exception):
 
 
 class _Stopped(BaseException):
-    """Raised in a thread whose processor takes too long."""
+    """Raised in the thread of a processor that takes too long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Backend(Protocol):
         """Picks how the ranks of a stage sum. All of them call it, once their weights are loaded."""
 
     def make_places(self, model: Model, num_places: int, limits: AdapterLimits) -> AdapterPlaces:
-        """Adapts the linear layers of a model, whose kernels are picked."""
+        """Adapts the linear layers of a model after their kernels are picked."""
 
     def offload_notes(self, config: WorkerConfig) -> list[str]:
         """Returns lines for a --cpu-offload-gb that does nothing on this device."""
@@ -90,7 +90,7 @@ class Backend(Protocol):
         """Compiles the kernels of steps before the first one runs."""
 
     def end_compiling(self) -> None:
-        """Ends what `set_up` started for `compile_kernels`, of a model whose steps need none of its kernels."""
+        """Ends what `set_up` started for `compile_kernels`, of a model that needs none of its kernels in steps."""
 
     def packed_product(self, batch_invariant: bool) -> Callable[[Ints], PackedProduct]:
         """Returns what makes the attention of packed sequences of these lengths, of a model without KV."""
@@ -107,7 +107,7 @@ class Backend(Protocol):
         """Returns the threads that compute the texts of a step without KV; None: a step is launched whole."""
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
-        """Returns the attention of prefills of a model that pools. send: to followers. Raises ConfigError."""
+        """Returns the attention of prefills of a model that pools. send: to followers; None: there is one rank."""
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         """Returns the forward passes of a rank that follows a leader."""
@@ -126,7 +126,7 @@ class Backend(Protocol):
     def start_steps(self, runner: Runner, config: WorkerConfig, report: StartReport) -> None:
         """Gives the runner what runs its steps, runs trial steps, and reports that it is ready.
 
-        Called again after sleep, when memory is restored. Raises LoadError for a model whose steps fail.
+        Called again after sleep, when memory is restored. Raises LoadError if its steps fail.
         """
 
     def held_bytes(self) -> int:

@@ -64,7 +64,7 @@ from blockyard.services.kv_transfer.host.host_store import STAGING_BYTES, BlockS
 from blockyard.services.kv_transfer.host.stream_store import StreamStore
 from blockyard.services.kv_transfer.staging import planned_bytes
 from blockyard.shared.config.services.worker import KVTransferConfig, WorkerConfig, capture_sizes
-from blockyard.shared.errors import ConfigError, LoadError
+from blockyard.shared.errors import LoadError
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ ANY_LENGTH = 1 << 30  # the tiles of long sequences, for all
 
 
 class CudaBackend:
-    """Implements `Backend`. Owns the compiler of kernels, and what is left to tune in idle times."""
+    """Implements `Backend`. Owns the compiler of kernels, and the tuning that is left for idle times."""
 
     auto_dtype: torch.dtype | None = None
     has_8_bit_kv = True
@@ -288,9 +288,7 @@ class CudaBackend:
         return None
 
     def chunk_attention(self, pool: KVPool, send: SendCommand | None = None) -> ChunkAttention:
-        if send is not None:
-            raise ConfigError("--tensor-parallel-size: on GPUs a model that pools runs on one rank")
-        return TritonChunkAttention(pool, self.link)
+        return TritonChunkAttention(pool, self.link, has_followers=send is not None)
 
     def follower_steps(self, loaded: FollowerNeeds, config: WorkerConfig) -> FollowerSteps:
         model, pool, ranks, geometry = loaded

@@ -26,7 +26,7 @@ class MaskProgram:
        there without it, only the marker's next token is allowed. With `end` the output's text is compared, too: tokens
        that end reasoning and go on behind it are not allowed if a grammar is to follow. With `only_behind`, all this
        holds for output that begins with those ids; the grammar of other output begins with the first token. Output that
-       may be either is allowed what the grammar allows, and the next of those ids.
+       may be either is allowed what the grammar allows, and the next of these ids.
     2. Behind the marker, or from the start, the grammar decides. Without a grammar every token is allowed. Once
        `budget` tokens are there, `inner_end` alone is allowed wherever the grammar allows it.
     3. `allowed_token_ids` limit all of it.

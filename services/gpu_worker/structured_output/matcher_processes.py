@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 GRAMMARS_FAULT, OUR_FAULT = 400, 500  # HTTP statuses of slots that fail; clients repeat a request after a 500
 POLL_S = 20e-6  # between two looks of a process for tokens of a device
 LOOK_S = 50e-6  # between two looks for a mask
-PATIENCE_S = 0.003  # a step waits so long for a row whose last mask was there in time ...
+PATIENCE_S = 0.003  # a step waits so long for a row if its last mask was there in time ...
 ALONE_S = 0.05  # ... and so long if it has no other row to sample
 START_S = 60.0  # a process that has not loaded its engine by then has failed
-OVERDUE_S = 10.0  # a choice whose mask takes longer fails, and its process is killed
+OVERDUE_S = 10.0  # a choice fails if its mask takes longer, and its process is killed
 MOST_STRIKES = 2  # a choice fails if its process ended so many times while it made the same mask
-MOST_DEATHS = 3  # an engine whose process ended so many times in a row without a mask has failed ...
-KILLED_S = 60.0  # ... or a choice whose processes were killed from outside for so long, without a token between
+MOST_DEATHS = 3  # an engine has failed if its process ended so many times in a row without a mask ...
+KILLED_S = 60.0  # ... or a choice if its processes were killed from outside for so long, without a token between
 MOST_PROCESSES = 8  # of an engine, if a device samples ...
 CORES_OF_PROCESS = 2  # ... and the machine has so many cores for each ...
 OTHER_CORES = 2  # ... besides these
@@ -94,7 +94,7 @@ class MatcherProcesses:
         self._owners = itertools.count()
         self._slots: dict[int, ConstrainedSlot] = {}
         self._clients: dict[MatcherKey, MatcherClient] = {}
-        self._closing: dict[int, tuple[MatcherKey, int]] = {}  # ended slots whose process may still write a mask
+        self._closing: dict[int, tuple[MatcherKey, int]] = {}  # ended slots: their process may still write a mask
         self._num_open: Counter[MatcherKey] = Counter()  # slots
         self._deaths: dict[MatcherKey, int] = {}  # in a row
         self._memory: MaskMemory | None = None
@@ -181,7 +181,7 @@ class MatcherProcesses:
             self._clients[state.process].send(SlotClose(slot, state.owner))
 
     def _choose_process(self, engine: GrammarEngine, slot: int) -> MatcherKey:
-        """Returns the process with the fewest slots; on a tie the one that closes this slot, which need not wait."""
+        """Returns the process with the fewest slots; on a tie the one closing this slot, which need not wait."""
         if self._num_processes > 1 and slot in self._closing:
             self._hear()
         closing, _ = self._closing.get(slot, (None, 0))
@@ -208,7 +208,7 @@ class MatcherProcesses:
     def wait(self, wanted: dict[int, int], has_others: bool) -> None:
         """Waits for the masks of a step's rows for a bounded time. wanted: index of the next token by slot.
 
-        has_others: the step has other rows to sample, so it does not wait for a slot whose last mask was late.
+        has_others: the step has other rows to sample, so it does not wait for a slot after a late mask.
         """
         missing = self._missing(wanted)
         if missing:
@@ -293,7 +293,7 @@ class MatcherProcesses:
                 self._restart(state.process)
 
     def _hear(self) -> None:
-        """Reads what the processes say, and starts those again that have ended and are needed."""
+        """Reads the processes' answers, and starts ended ones again that are needed."""
         for key, client in list(self._clients.items()):
             for frame in client.receive():
                 state = self._slots.get(frame.slot)
@@ -375,7 +375,7 @@ class MatcherProcesses:
                     self._open(slot, state)
 
     def _open_lost(self, slots: Iterable[int]) -> None:
-        """Opens slots again whose process has ended. The table must have all tokens that were sampled for them."""
+        """Opens slots again after their process ended. The table must have all tokens that were sampled for them."""
         for slot in slots:
             state = self._slots[slot]
             if state.lost_s is not None and not state.problem:

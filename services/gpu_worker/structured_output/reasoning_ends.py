@@ -1,7 +1,7 @@
 """Finds the texts that end reasoning in the tokens of an output, whatever tokens spell them.
 
 The marker's own ids tell the end where it is one token. Where it is several, a model may write it in others: the text
-around it decides. Then the grammar would never begin, while whoever reads the text sees that reasoning has ended.
+around it decides. Then the grammar would never begin, while a reader of the text sees that reasoning has ended.
 """
 
 import logging
@@ -22,7 +22,7 @@ class ReasoningEnds:
     """The end of reasoning, and texts that end it for a reader but are not followed by a grammar."""
 
     def __init__(self, texts: Sequence[bytes], vocab_size: int, end: str, others: Sequence[str]) -> None:
-        """`texts` are those of the model's tokens."""
+        """`texts` are the model's tokens."""
         self._texts, self._vocab_size = texts, vocab_size
         self._end, self._others = end.encode(), [one.encode() for one in others]
         self._all = [self._end, *self._others]

@@ -1,4 +1,4 @@
-"""The transfers of a follower: it does what the leader says, and answers what has happened."""
+"""The transfers of a follower: it obeys the leader, and answers with the ends of transfers."""
 
 import time
 from collections.abc import Callable

@@ -116,7 +116,7 @@ class GroupTransfers:
             self._followers.send(LosePeer(worker))
 
     def poll(self) -> Events:
-        """Moves blocks on. Returns what has happened to transfers of the worker."""
+        """Moves blocks on. Returns the notices of the worker's transfers."""
         joined = Events()
         self._join(self.own.poll(), joined)
         for rank, answer in self._followers.take_answers() if self._followers is not None else ():

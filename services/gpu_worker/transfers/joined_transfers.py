@@ -59,7 +59,7 @@ class JoinedTransfers:
         return number in self._open_sends
 
     def open_receive(self, number: int, pairs: Sequence[int], num_blocks: int) -> None:
-        """pairs: numbers of the transfer's parts, unlike those of all other transfers."""
+        """pairs: numbers of the transfer's parts, unlike all other transfers'."""
         it = _Receive(number, set(pairs), [len(pairs)] * num_blocks)
         self._receives.update(dict.fromkeys(pairs, it))
 

@@ -32,7 +32,7 @@ MAX_REMEMBERED = 4096  # sends: later parts of one that has ended with some rank
 
 @dataclass(slots=True)
 class Events:
-    """What has happened to transfers between pairs of ranks, or to whole transfers."""
+    """Notices of transfers between pairs of ranks, or of whole transfers."""
 
     received: list[IncomingEvent] = field(default_factory=list)
     sent: list[SenderEnded] = field(default_factory=list)

@@ -105,7 +105,7 @@ class WorkerTransfers:
         )
 
     def count(self, stats: Stats) -> Stats:
-        """Returns this worker's counters and those of transfers, and the receivers of sends since the last call."""
+        """Returns this worker's counters with its transfers', and the receivers of sends since the last call."""
         counts, group = self._past, self._group
         if group is not None:
             counts = counts.copy()

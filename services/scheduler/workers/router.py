@@ -151,7 +151,7 @@ class Router:
         return chosen
 
     def _next(self) -> Sequence | None:
-        """The next waiting sequence, if it may be scheduled now. Passes over those whose adapter no group has."""
+        """The next waiting sequence, if it may be scheduled now. Skips sequences if no group has their adapter."""
         sequence = self._waiting.peek()
         while sequence is not None and (adapter := sequence.request.adapter) is not None:
             if self.may_start(adapter):

@@ -46,7 +46,7 @@ PAUSE_S = 0.05  # before the next worker, in case one ends right after its start
 class Workload(Protocol):
     """The work of a fork server's workers, loaded once by the server."""
 
-    notes: list[str]  # describe what was loaded
+    notes: list[str]  # describe the loaded files
 
     def serve(self, sock: socket.socket) -> None:
         """The life of a worker: answers jobs on the stream."""

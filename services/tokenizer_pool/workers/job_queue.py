@@ -102,7 +102,7 @@ class JobQueue:
         if not end.is_kill:
             return self._answer(job.work, end.exit_code, max_model_len)
         has_grown = end.exit_code == -signal.SIGKILL and end.growth_bytes > self._limits.growth_bytes
-        if end.was_stuck or has_grown:  # the kernel kills what has grown
+        if end.was_stuck or has_grown:  # the kernel kills a process that has grown
             job.num_kills += 1
             return self._answer(job.work, end.exit_code, max_model_len) if job.num_kills >= MAX_KILLED else None
         # an operator, or the kernel because of other processes: no number of such kills says anything about the job

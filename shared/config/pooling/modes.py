@@ -6,7 +6,7 @@ from blockyard.shared.errors import ConfigError
 
 
 class PoolingMode(enum.StrEnum):
-    """Values are those of sentence-transformers, where it has the mode."""
+    """Values are as in sentence-transformers, where it has the mode."""
 
     CLS = "cls"  # the first token
     LAST = "lasttoken"

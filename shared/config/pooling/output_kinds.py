@@ -46,7 +46,7 @@ def default_step_tag(config: Mapping[str, Any]) -> int | None:
 
 
 def output_kind(architecture: str) -> OutputKind:
-    """Returns the kind of an architecture's output layer. Names of no known form are those of language models."""
+    """Returns the kind of an architecture's output layer. Names of no known form mean language models."""
     return next((kind for suffix, kind in _SUFFIXES.items() if architecture.endswith(suffix)), OutputKind.TOKENS)
 
 
@@ -56,7 +56,7 @@ def first_kind(config: Mapping[str, Any]) -> OutputKind:
 
 
 def default_pooling(kind: OutputKind, *, has_kv: bool, config: Mapping[str, Any]) -> PoolingMode:
-    """Returns the pooling of a model whose folder says nothing about it.
+    """Returns the pooling of a model without any in its folder.
 
     has_kv: tokens attend to earlier ones, so that the last one has seen all. Otherwise the first one stands for all.
     """

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from blockyard.shared.config import adapters, worker_fields
+from blockyard.shared.config import adapters
 from blockyard.shared.config.checkpoint import Checkpoint, chat_template, config_overrides, context_limit, model_length
 from blockyard.shared.config.parsed_flags import Values
 from blockyard.shared.config.pooling.output_kinds import OutputKind, default_pooling, first_kind
@@ -100,14 +100,10 @@ def _check_flags(values: Values, task: str, config: dict[str, Any]) -> None:
     if adapters.are_enabled(values):
         name = next(name for name in adapters.ENABLING if values[name])
         raise ConfigError(f"{values.where(name)}: LoRA adapters are not built yet with the task {task}")
-    num_ranks = values.get("tensor-parallel-size", int)
-    if num_ranks == 1 or values["worker-cls"] == "mock" or not config.get("architectures"):
-        return
-    where = f"{values.where('tensor-parallel-size')} {num_ranks}"
-    if not has_kv(config):
-        raise ConfigError(f"{where}: not built yet with {config['architectures'][0]}, an encoder runs on one rank")
-    if worker_fields.on_gpu(values):
-        raise ConfigError(f"{where}: not built yet on GPUs with the task {task}, the model runs on one rank")
+    num_stages = values.get("pipeline-parallel-size", int)
+    if num_stages > 1 and values["worker-cls"] != "mock" and config.get("architectures") and not has_kv(config):
+        where = f"{values.where('pipeline-parallel-size')} {num_stages}"
+        raise ConfigError(f"{where}: not built yet with {config['architectures'][0]}, an encoder runs in one stage")
 
 
 def _check(values: Values, model: Checkpoint, config: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Counters and gauges of all members for metrics. Counters never fall.
 
 A restarted member counts from 0, so the counts of its earlier incarnations by name are added. Schedulers are asked for
-current counts; other members' counts are those of their last heartbeat.
+current counts; other members' counts are of their last heartbeat.
 """
 
 import secrets
@@ -167,7 +167,7 @@ class SchedulerTotals:
     prefix_hits: int
     step_tokens: BucketCounts
     second_tokens: BucketCounts
-    adapter_uses: list[AdapterUse]  # of those whose workers serve adapters
+    adapter_uses: list[AdapterUse]  # of models with adapters
 
 
 def scheduler_totals(members: Iterable[MemberTotals]) -> SchedulerTotals:

@@ -1,4 +1,4 @@
-"""Requests whose results are vectors, scores or classes: many texts in one call.
+"""Requests for vectors, scores or classes: many texts in one call.
 
 - `calls`: `PoolingCall`, what a client asks, and `PooledAnswer`, what it gets.
 - `pooling_client.PoolingClient`: `RingClient.pooling`; `pool(call)` is all that gateways and `LLM` need.

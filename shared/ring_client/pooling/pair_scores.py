@@ -61,7 +61,7 @@ async def score_pairs(client: PoolingClient, call: PoolingCall, pairs: Pairs, co
 
 
 def compared(answer: PooledAnswer, num_firsts: int) -> PooledAnswer:
-    """The similarities of vectors: the first `num_firsts` are those of the first texts of pairs."""
+    """The similarities of vectors: the first `num_firsts` are of the first texts of pairs."""
     assert answer.card.pooling is not None
     name, firsts, seconds = answer.card.pooling.similarity, answer.items[:num_firsts], answer.items[num_firsts:]
     tokens, cached = [item.num_tokens for item in seconds], [item.cached_tokens for item in seconds]
@@ -105,7 +105,7 @@ def _renamed(error: RequestError, pairs: Pairs, compares: bool) -> RequestError:
         return error
     index, is_second = int(rest[:-1]), name == SECOND
     if not is_second and index >= len(pairs.firsts):
-        # vectors of second texts are behind those of the first ones; a pair may have the first text of all pairs
+        # vectors of second texts are behind the first ones'; a pair may have the first text of all pairs
         index, is_second = (index - len(pairs.firsts), True) if compares else (0, False)
     field = pairs.second_field if is_second else pairs.first_field
     if not (pairs.second_is_single if is_second else pairs.first_is_single):

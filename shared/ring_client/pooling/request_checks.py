@@ -72,7 +72,7 @@ def read_prompt_name(field: str, name: str | None, card: ModelCard) -> str | Non
 
 
 def read_instruction(instruction: str | None, card: ModelCard) -> str | None:
-    """For a model whose pairs are rendered by a template. Raises RequestError for any other."""
+    """For a model with a template for pairs. Raises RequestError for any other."""
     if instruction is not None and not pooling_card(card).has_pair_template:
         raise RequestError(
             "instruction is for a model with a template of pairs (--chat-template, or a reranker's own); this one has "

@@ -69,7 +69,7 @@ def read_kv_transfer_params(value: object, field: str = "kv_transfer_params") ->
 def read_logprob_ids(
     ids: list[int] | None, shows_logprobs: bool, vocab_size: int | None, field: str = "logprob_token_ids"
 ) -> list[int]:
-    """Tokens whose log-probabilities are shown in place of the likeliest ones; empty: none. Raises RequestError."""
+    """Tokens to show log-probabilities of in place of the likeliest ones; empty: none. Raises RequestError."""
     if ids is None:
         return []
     if not 1 <= len(ids) <= MAX_LOGPROB_IDS:

@@ -1,4 +1,4 @@
-"""The grammar of an answer that has to be tool calls, or whose calls have to be valid.
+"""The grammar of an answer that has to be tool calls, or has to have valid calls.
 
 Where the deployment has a format of tool calls, the format writes the grammar. Without one, as in vLLM: `required` is a
 JSON list of `{"name": ..., "parameters": {...}}`, and a named function is the JSON object of its arguments alone. A
@@ -52,7 +52,7 @@ def calls_grammar(
     try:
         found = calls_source(formats.tools, use.tools, parallel, use.is_forced, content, only_texts)
     except RequestError:  # the format cannot enforce these tools
-        if only_texts:  # nobody asked for more than the texts
+        if only_texts:  # the request asks for the texts alone
             return None
         raise
     except Exception as e:  # a format may be a user's: it ends this request and no other

@@ -129,7 +129,7 @@ def _call_form(use: ToolUse, formats: OutputFormats) -> CallForm:
 
 
 def shown_special(form: OutputForm, formats: OutputFormats) -> list[str]:
-    """Special tokens whose text the formats need."""
+    """Special tokens that the formats need as text."""
     used = [formats.reasoning] if form.reasons else []
     markers = {marker for one in used if one is not None for marker in one.markers}
     if form.calls == CallForm.FAMILY and formats.tools is not None:

@@ -128,7 +128,7 @@ def encode_shown_tools(shown: list[dict[str, Any]], field: str) -> bytes:
 
 
 def check_tool_name(name: object, where: str) -> str:
-    """Raises RequestError for what is not the name of a tool."""
+    """Raises RequestError for any other value than the name of a tool."""
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME_CHARS or not NAME_CHARS.issuperset(name):
         raise RequestError(
             f"a tool's name has 1 to {MAX_NAME_CHARS} letters, digits or any of _ . : -, got {str(name)[:40]!r}", where
@@ -197,7 +197,7 @@ def _custom(inner: dict[str, Any], name: str, at: str) -> tuple[Tool, dict[str, 
 
 
 def custom_tool(name: str, description: str, grammar: TextGrammar | None) -> tuple[Tool, dict[str, Any]]:
-    """Templates know functions alone: they show a custom tool as a function whose argument is the text."""
+    """Templates know functions alone: they show a custom tool as a function with the text as argument."""
     shown = {"name": name, "description": description, "parameters": TEXT_PARAMETERS}
     return Tool(ToolKind.CUSTOM, name, TEXT_PARAMETERS, False, grammar), {"type": "function", "function": shown}
 

@@ -97,7 +97,7 @@ def read_reasoning(text: TextInput, opened: bool | None) -> Reading[None]:
 
 
 def _first_header(text: TextInput) -> Reading[_MessageHeader | None]:
-    """The header of the first message, whose beginning is in the prompt."""
+    """The header of the first message, which begins in the prompt."""
     return (yield from _header(text)) if (yield from text.next_marker(_FIRST)) else None
 
 

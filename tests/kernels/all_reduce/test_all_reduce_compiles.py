@@ -32,6 +32,6 @@ sum_add_rms_norm(rows, rows.clone(), rows[0], 1e-5, buffers(4), None, True)
 
 
 def test_compile_for_hopper(tmp_path: Path) -> None:
-    compiled = shared_bytes(LAUNCHES, tmp_path, 300)
+    compiled = shared_bytes(LAUNCHES, tmp_path)
     assert [name for name, _ in compiled] == ["one_step_kernel", "one_step_kernel", "two_step_kernel"]
     assert all(size < SHARED for _, size in compiled)

@@ -1,5 +1,6 @@
 """Products of adapters against the reference: mixed ranks, parts without matrices, rows without adapters."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from adapter_tables import DEVICE, DTYPES, ERROR, make_table
 from compile_for_hopper import shared_bytes
 
-from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.adapter_table import AdapterTable, add_adapters_reference
 from blockyard.kernels.lora.add_adapters import add_adapters
 
 
@@ -42,6 +43,33 @@ def test_against_the_reference(
         assert error <= ERROR[dtype], f"relative error {error}"
         changes = [place for place in places if place >= 0 and (any(ranks[place]) or bias)]
         assert torch.equal(out, before[:, 1:-1]) == (not changes)
+
+
+def test_parts_of_several_gpus() -> None:
+    """Each of three has some rows of A, or none; between the products they add what they have."""
+    table = make_table([[1, 5], [40, 0]], [48, 16], 72, torch.float32)
+    chosen = torch.tensor([0, 1, -1, 1], dtype=torch.int32, device=DEVICE)
+    x, out = torch.randn(4, 72, device=DEVICE), torch.randn(4, 64, device=DEVICE)
+    want, shrunk, tables = out.clone(), list[torch.Tensor](), list[AdapterTable]()
+    add_adapters_reference(x, chosen, table, want)
+    for gpu in range(3):
+        firsts, ends = table.ranks * gpu // 3, table.ranks * (gpu + 1) // 3
+        offsets = table.offsets.clone()
+        offsets[..., 0] += firsts * 72
+        tables.append(replace(table, offsets=offsets, own_ranks=torch.stack((firsts, ends - firsts), 2)))
+
+    def keep(h: torch.Tensor) -> torch.Tensor:
+        shrunk.append(h.clone())
+        return h
+
+    for add in (add_adapters, add_adapters_reference):
+        shrunk.clear()
+        for one in tables:
+            add(x, chosen, one, out.clone(), keep)
+        got = out.clone()
+        add(x, chosen, tables[0], got, lambda h: torch.stack(shrunk).sum(0))
+        torch.testing.assert_close(got, want)
+        assert all(h[:2].count_nonzero() < torch.stack(shrunk).sum(0)[:2].count_nonzero() for h in shrunk)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -2,27 +2,20 @@
 
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import peft
 import torch
 from model_logits import all_logits
+from placed_adapters import adapt_model
 from plan_driver import as_bytes
 from slot_plans import greedy, prompt_of
 from transformers import PreTrainedModel
 
-from blockyard.services.gpu_worker.lora.cpu_products import CpuPlaces
-from blockyard.services.gpu_worker.lora.places import HostAdapter
-from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits, read_modules
-from blockyard.services.gpu_worker.lora.targets import ModelTargets
-from blockyard.services.gpu_worker.lora.worker_adapters import arrange_modules
-from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import AdapterPlaced, Sampling, SlotResult, SlotRun, SlotStart, StepPlan
-
-EXACT = AdapterLimits(dtype=torch.float32)
 
 
 def save_adapter(
@@ -52,31 +45,9 @@ def peft_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
         return torch.as_tensor(model(torch.tensor([ids])).logits[0])
 
 
-def read_adapter(folder: Path, targets: ModelTargets, limits: AdapterLimits) -> HostAdapter:
-    return finished(arrange_modules(read_modules(folder, limits), targets, limits))
-
-
-def finished(pieces: Generator[None, None, HostAdapter]) -> HostAdapter:
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as e:
-            return cast(HostAdapter, e.value)
-
-
 def adapt(runner: Runner, *folders: Path) -> None:
     """Puts the adapters of these folders into places 0, 1, ..."""
     adapt_model(runner.model, folders)
-
-
-def adapt_model(
-    model: Model, folders: Sequence[Path], undivided: Model | None = None, *, fully_sharded: bool = False
-) -> None:
-    """undivided: the declared model of which this rank has a part."""
-    places = CpuPlaces(model, len(folders), fully_sharded=fully_sharded)
-    targets = ModelTargets(model, undivided, fully_sharded=fully_sharded)
-    for place, folder in enumerate(folders):
-        places.put(place, finished(places.prepare(read_adapter(folder, targets, EXACT))))
 
 
 def adapted_logits(runner: Runner, ids: list[int], chunks: list[int], place: int | None) -> torch.Tensor:

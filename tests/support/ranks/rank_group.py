@@ -7,6 +7,7 @@ from equality import BLOCK_BYTES, FEW, MAX_MODEL_LEN
 from tiny_models import settings
 
 from blockyard.services.gpu_worker import engine
+from blockyard.services.gpu_worker.encoders.encoder_runner import EncoderRunner
 from blockyard.services.gpu_worker.ranks.leader_team import LeaderTeam
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.config.services.worker import WorkerConfig
@@ -32,8 +33,12 @@ class Group:
         self.team.start({})
 
     def start(self) -> Runner:
-        runner = engine.start(self._config, report, team=self.team)
+        runner = self.start_any()
         assert isinstance(runner, Runner)
+        return runner
+
+    def start_any(self) -> Runner | EncoderRunner:
+        runner = engine.start(self._config, report, team=self.team)
         self.team.serve()
         return runner
 

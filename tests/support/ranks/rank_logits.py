@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from model_logits import hidden_in_chunks
-from peft_adapters import adapt_model
+from placed_adapters import adapt_model
 from tiny_checkpoint import VOCAB
 
 from blockyard.services.gpu_worker.kv.pool import KVPool
@@ -68,8 +68,7 @@ def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_
     checkpoint.load(table, folder, "auto", [], 0, lambda done: None)
     model.prepare(256)
     if (folder / ADAPTER).exists():
-        undivided = build(WeightTable(torch.float32, torch.device("meta")))
-        adapt_model(model, [folder / ADAPTER], undivided, fully_sharded=fully_sharded)
+        adapt_model(model, [folder / ADAPTER], load_undivided(folder), fully_sharded=fully_sharded)
         forward, compute_logits = model.forward, model.logits
 
         def begin(rows: int) -> None:
@@ -78,6 +77,12 @@ def load(folder: Path, ranks: RankGroups | None, *, spread: bool = False, fully_
         model.forward = lambda step: (begin(len(step.token_ids)), forward(step))[1]  # type: ignore[method-assign]
         model.logits = lambda hidden: (begin(len(hidden)), compute_logits(hidden))[1]  # type: ignore[method-assign]
     return model
+
+
+def load_undivided(folder: Path) -> Model:
+    """The model of all ranks, which is only declared."""
+    settings = read_config(folder, {}, lambda note: None)
+    return find_family(settings)(settings, WeightTable(torch.float32, torch.device("meta")))
 
 
 @torch.inference_mode()

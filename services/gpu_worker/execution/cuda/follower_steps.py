@@ -100,15 +100,20 @@ class DeviceFollowerSteps:
     def _forward(self, command: DeviceForward) -> Tensor:
         num_tokens, num_logits = command.num_tokens, max(command.num_logits, 0)
         parts = [num_tokens] * 3 + [command.num_starts] + [num_logits] * 3 + [num_tokens * command.has_adapters]
+        parts.append(command.num_tables * command.table_width)
         if command.words:
             words = self._on_device(np.frombuffer(command.words, np.int32).copy()).long()
         else:
             words = torch.empty(sum(parts), dtype=torch.int64, device=self._pool.device)
             self._ranks.everyone.copy_from_leader(words)
-        token_ids, positions, slots, starts, *needed, places = torch.split(words, parts)
+        token_ids, positions, slots, starts, *needed, places, tables = torch.split(words, parts)
         self._model.adapter_rows.begin(places.int() if command.has_adapters else None)
         metadata = AttentionMetadata(
-            PagedKVMetadata(slots, positions, self._state.tables),
+            PagedKVMetadata(
+                slots,
+                positions,
+                tables.int().view(-1, command.table_width) if command.num_tables else self._state.tables,
+            ),
             query_start_loc=starts.int() if command.num_starts else None,
             num_decodes=command.num_decodes,
             max_seq_len=command.max_seq_len,

@@ -100,6 +100,8 @@ class LeaderModel:
         """Sends what only the device has from there: in a CUDA graph each replay sends it again."""
         metadata = attend.metadata
         starts, needed = metadata.query_start_loc, step.logits_indices
+        tables = metadata.rows.tables if attend.has_tables else None
+        num_tables, table_width = (0, 0) if tables is None else tables.shape
         self._send(
             DeviceForward(
                 len(step.token_ids),
@@ -110,6 +112,8 @@ class LeaderModel:
                 metadata.prefill_max_seq_len,
                 metadata.max_context_len,
                 self.adapter_rows.is_active,
+                num_tables,
+                table_width,
                 attend.words,
             )
         )
@@ -119,6 +123,7 @@ class LeaderModel:
         words += [] if starts is None else [starts.long()]
         words += [] if needed is None else [needed.rows, needed.slots, needed.positions]
         words += [self.adapter_rows.places.long()] if self.adapter_rows.is_active else []
+        words += [] if tables is None else [tables.long().flatten()]
         self._ranks.everyone.copy_from_leader(torch.cat(words))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -162,9 +167,12 @@ class CalledAttend:
 class DeviceAttend:
     """Implements `Attend` on a GPU, with what it was built from: followers build theirs of the same."""
 
-    def __init__(self, attend: Attend, metadata: AttentionMetadata, words: bytes = b"") -> None:
-        """words: see `DeviceForward`."""
-        self.attend, self.metadata, self.words = attend, metadata, words
+    def __init__(
+        self, attend: Attend, metadata: AttentionMetadata, words: bytes = b"", *, has_tables: bool = False
+    ) -> None:
+        """words: see `DeviceForward`. has_tables: followers do not know the block tables, because they are not those of
+        slots."""
+        self.attend, self.metadata, self.words, self.has_tables = attend, metadata, words, has_tables
 
     def __call__(self, layer: int, qkv: Tensor, rotation: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
         return self.attend(layer, qkv, rotation, norm)

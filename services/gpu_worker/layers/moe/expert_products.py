@@ -22,7 +22,7 @@ from blockyard.services.gpu_worker.quantization.method import ExpertMethod
 
 
 class ExpertProduct(Protocol):
-    """The product of the weight [experts, out, in] of an `ExpertMethod`. Options are those of the kernels."""
+    """The product of the weight [experts, out, in] of an `ExpertMethod`. Options are the kernels'."""
 
     @property
     def form(self) -> str:

@@ -1,4 +1,4 @@
-"""The weights of a layer's experts, where checkpoints have them, and what is computed with them."""
+"""The weights of a layer's experts, where checkpoints have them, and their products."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,7 +28,7 @@ class ExpertWeights:
     device: torch.device  # that multiplies
     load: LayerLoad | None = None  # counts how often each expert is chosen
     specs: tuple[ExpertSpec, ExpertSpec] | None = None  # of gate_up and down; None: they have no names
-    is_partial: bool = False  # the sum of a row's experts is still to be added to those of other ranks
+    is_partial: bool = False  # the sum of a row's experts is still to be added to other ranks' sums
     ranks: RankGroup | None = None  # that add them; None: one rank, or the model is only declared
 
     own: range | None = None  # experts that this rank has whole; None: it has a share of each

@@ -164,7 +164,7 @@ class HostExperts:
     ) -> Tensor:
         """batch_invariant: not read, because `linears` then are batch-invariant themselves; nor are the last two."""
         flat, factors = experts.flatten(), weights.to(x.dtype).view(-1, 1)
-        if self._num_own < self._routing.num_experts:  # those of other ranks come last, and none computes them
+        if self._num_own < self._routing.num_experts:  # other ranks' experts come last, and are not computed
             flat = flat - self._first
             flat = flat.masked_fill_((flat < 0) | (flat >= self._num_own), self._num_own)
         order = flat.argsort(stable=True)

@@ -19,17 +19,14 @@ class FollowerAdapters:
     def __init__(self, own: WorkerAdapters, answer: Callable[[AdapterRead], None]) -> None:
         """own: of the follower's share. answer: to the leader."""
         self._own, self._answer = own, answer
-        self._jobs: dict[int, int] = {}  # by adapter
 
     def do(self, command: AdapterCommand) -> None:
         match command:
             case ReadAdapter(job, adapter, path):
-                self._jobs[adapter] = job
-                self._own.load(adapter, path)
+                self._own.load(adapter, path, job)
             case ForgetAdapter(adapter):
                 self._own.drop(adapter)
             case ForgetAdapters():
-                self._jobs.clear()
                 self._own.reset()
             case PlaceAdapters(placed):
                 self._own.place(placed)
@@ -39,5 +36,5 @@ class FollowerAdapters:
         if not self._own.is_loading:
             return False
         for one in self._own.poll():
-            self._answer(AdapterRead(self._jobs.pop(one.adapter), one.digest, one.size_bytes, one.error))
+            self._answer(AdapterRead(one.job, one.digest, one.size_bytes, one.error))
         return self._own.is_loading

@@ -62,7 +62,6 @@ class LeaderAdapters:
         self._own, self._send, self._followers = own, send, followers
         self._num_ranks = 1 + len(followers.followers)
         self._reading: dict[int, _Reading] = {}  # by job
-        self._jobs: dict[int, int] = {}  # by adapter, of `_reading`
 
     @property
     def is_loading(self) -> bool:
@@ -70,9 +69,9 @@ class LeaderAdapters:
 
     def load(self, adapter: int, path: str) -> None:
         job = secrets.randbits(JOB_BITS)
-        self._reading[job], self._jobs[adapter] = _Reading(adapter, path), job
+        self._reading[job] = _Reading(adapter, path)
         self._send(ReadAdapter(job, adapter, path))
-        self._own.load(adapter, path)
+        self._own.load(adapter, path, job)
 
     def drop(self, adapter: int) -> None:
         self._send(ForgetAdapter(adapter))
@@ -80,13 +79,12 @@ class LeaderAdapters:
 
     def reset(self) -> None:
         self._reading.clear()
-        self._jobs.clear()
         self._send(ForgetAdapters())
         self._own.reset()
 
     def poll(self) -> list[LoadedAdapter]:
         for loaded in self._own.poll():
-            self._reading[self._jobs[loaded.adapter]].by_rank[LEADER] = loaded
+            self._reading[loaded.job].by_rank[LEADER] = loaded
         for rank, answer in self._followers.take_adapter_answers():
             if (reading := self._reading.get(answer.job)) is not None:  # else it was asked before a reset
                 said = LoadedAdapter(reading.adapter, answer.digest, answer.size_bytes, answer.error)
@@ -94,7 +92,6 @@ class LeaderAdapters:
         done: list[LoadedAdapter] = []
         for job in [job for job, one in self._reading.items() if len(one.by_rank) == self._num_ranks]:
             loaded = self._reading.pop(job).joined()
-            del self._jobs[loaded.adapter]
             if loaded.error:
                 self.drop(loaded.adapter)
             done.append(loaded)

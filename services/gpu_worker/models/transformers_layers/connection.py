@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from blockyard.shared.errors import ConfigError
 
-NAME = "blockyard"  # of our functions among those of transformers
+NAME = "blockyard"  # of our functions among transformers' own
 _FIELD = "blockyard_connection"
 
 

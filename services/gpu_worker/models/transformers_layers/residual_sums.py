@@ -17,7 +17,7 @@ from blockyard.services.gpu_worker.models.transformers_layers.module_calls impor
 
 
 def find_sums(calls: ForwardCalls, norms: Collection[str]) -> dict[str, str]:
-    """Returns each linear layer whose output is added to a tensor, with the norm behind the sum, by name."""
+    """Returns each linear layer with an output that is added to a tensor, with the norm behind the sum, by name."""
     times = Counter(call.name for call in (*calls.linears, *calls.others))
     outputs = {id(call.output): call.name for call in calls.linears if times[call.name] == 1}
     sums = {

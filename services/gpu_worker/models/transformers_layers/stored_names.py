@@ -1,6 +1,6 @@
 """Gives the weights of a transformers class the names, and the parts, that checkpoints have.
 
-transformers renames weights as it loads them, and merges some: those of single experts into one stack. Its table of
+transformers renames weights as it loads them, and merges some: weights of single experts into one stack. Its table of
 these conversions is read backwards here.
 """
 
@@ -30,7 +30,7 @@ MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])  # the operations o
 def use_stored_names(causal: Any, table: WeightTable) -> None:
     """Moves the places of `table` from the names of the class to those of checkpoints. Raises ConfigError.
 
-    The names of the class stay known: some checkpoints have those.
+    The names of the class stay known: some checkpoints have them.
     """
     conversions = get_model_conversion_mapping(causal, add_legacy=False)
     causal._weight_conversions = [one for one in conversions if not isinstance(one, PrefixChange)]

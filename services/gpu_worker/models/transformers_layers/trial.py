@@ -139,7 +139,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 @contextmanager
 def _eager(causal: Any) -> Iterator[None]:
-    """The class with its own attention. Its experts stay those of the trial, which see one row at a time."""
+    """The class with its own attention. It keeps the trial's experts, which see one row at a time."""
     causal.set_attn_implementation("eager")
     try:
         yield

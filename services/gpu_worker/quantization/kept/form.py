@@ -96,7 +96,7 @@ class HostForm(Protocol):
 
 @runtime_checkable
 class PackedForm(Protocol):
-    """A form whose weights kernels of a GPU unpack in registers; inputs stay as they are."""
+    """A form with weights that kernels of a GPU unpack in registers; inputs stay as they are."""
 
     def packed(self, kept: Mapping[str, Tensor], inputs: int) -> PackedWeights:
         """The weights as kernels read them: views of tensors with a leading dimension of matrices."""
@@ -104,7 +104,7 @@ class PackedForm(Protocol):
 
 @runtime_checkable
 class RoundingForm(Protocol):
-    """A form whose inputs are rounded to 8 bits, by kernels of a GPU too."""
+    """A form with inputs rounded to 8 bits, by kernels of a GPU too."""
 
     def rounding(self, kept: Mapping[str, Tensor]) -> InputRounding | None:
         """How kernels round the inputs, as `KeptForm.round_inputs` does. None: this device has no such products."""
@@ -306,7 +306,7 @@ def fill_codes(codes: Tensor, generator: torch.Generator) -> None:
 
 
 def fill_numbers(tensor: Tensor, number: float) -> None:
-    """Writes the nearest number in the dtype of the tensor: those of 8 bits as bytes, which every device can write."""
+    """Writes the nearest number in the dtype of the tensor: 8-bit ones as bytes, which every device can write."""
     one = torch.tensor(number).to(tensor.dtype)
     if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
         tensor, one = tensor.view(torch.uint8), one.view(torch.uint8)

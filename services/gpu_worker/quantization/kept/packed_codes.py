@@ -18,7 +18,7 @@ def packed_codes(
 ) -> PackedWeights:
     """Views of the tensors of a weight, of experts with a leading dimension of them.
 
-    group: inputs of a scale; None: scales are those of rows. row_scales: of a weight that has groups, too.
+    group: inputs of a scale; None: each row has a scale. row_scales: of a weight that has groups, too.
     """
     is_e8m0 = scales.dtype == E8M0 and group is not None
     return PackedWeights(

@@ -46,20 +46,12 @@ def rows(tmp_path: Path, *items: str, limit_s: float = 100.0) -> list[str]:
 def test_a_layout_that_does_not_start_is_a_row_for_each_of_its_figures(
     starts: list[Sequence[str]], tmp_path: Path
 ) -> None:
-    found = [row.split(" | ")[:3] for row in rows(tmp_path, "start", "ttft", "itl-one")]
+    found = [row.split(" | ")[:3] for row in rows(tmp_path, "start", "kv-blocks", "ttft")]
     assert [(row[0][2:].split(":")[0], row[1]) for row in found] == [
-        ("itl-one", "one"),
-        ("ttft", "one"),
-        ("start", "one"),
-        ("itl-one", "tp2"),
-        ("ttft", "tp2"),
-        ("start", "tp2"),
-        ("itl-one", "pp2"),
-        ("ttft", "pp2"),
-        ("start", "pp2"),
+        (item, layout) for layout in ("one", "tp2", "pp2") for item in ("ttft", "kv-blocks", "start")
     ]
     assert {row[2] for row in found[6:]} == {"failed: the server ended with a long log"}
-    assert all(row[2].endswith((" ms", " s")) for row in found[:6])
+    assert all(row[2].endswith((" ms", " blocks", " s")) for row in found[:6])
     assert [flags[-2:] for flags in starts[2:4]] == [("--tensor-parallel-size", "2")] * 2
 
 

@@ -1,12 +1,11 @@
 """The figures of a server with two ranks on the CPU, one of which is killed."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from rig import serve as rig_serve
 
-from blockyard.services.bench.load.results import BenchError, RequestResult
+from blockyard.services.bench.load.results import BenchError
 from blockyard.services.bench.parallel import measures
 from blockyard.services.bench.parallel.layouts import read_layout
 from blockyard.services.bench.parallel.measures import ParallelSizes, ServerFigures
@@ -19,8 +18,8 @@ SIZES = ParallelSizes(
     many=3,
     many_len=(8, 200),
     prompt=64,
-    killed_output=350,
-    kill_after_s=0.3,
+    killed_output=60,
+    kill_after=10,
 )
 
 
@@ -51,11 +50,15 @@ def test_figures_and_a_killed_rank(server: SuiteServer) -> None:
 
 
 def test_the_gap_behind_the_kill_counts() -> None:
-    result = RequestResult(0.0, 9.0, tokens_s=[1.0, 4.0, 5.0, 5.1, 8.0, 8.1])
-    assert measures.until_next_token(result, [5.05]) == pytest.approx(2.95)
-    for killed_s in ([], [0.5], [8.5]):
-        with pytest.raises(BenchError, match="did not run when its rank was killed"):
-            measures.until_next_token(replace(result), killed_s)
+    times = [1.0, 4.0, 5.0, 5.1, 8.0, 8.1]
+    assert measures.until_next_token(times, 5.05) == pytest.approx(2.95)
+    with pytest.raises(BenchError, match="nothing came"):
+        measures.until_next_token(times, 8.5)
+
+
+def test_a_stream_that_ends_before_the_kill_is_an_error(server: SuiteServer) -> None:
+    with pytest.raises(BenchError, match=r"the stream had \d events, and its rank was to be killed after 20"):
+        measures.killed_rank_s(server, ParallelSizes(killed_output=4))
 
 
 def test_one_rank_alone_has_none_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:

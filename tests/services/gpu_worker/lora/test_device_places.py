@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft_adapters import EXACT, Batch, finished, load_adapters, read_adapter, save_adapter
+from peft_adapters import Batch, load_adapters, save_adapter
+from placed_adapters import EXACT, finished, read_adapter
 from reference_ops import run_ahead
 from slot_plans import greedy, prompt_of
 from tiny_models import BY_NAME, start

@@ -11,6 +11,9 @@ import torch
 from peft_adapters import adapt, adapted_logits, peft_logits, save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, VOCAB, Tiny, start
+from torch.nn import Linear
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.runner import Runner
@@ -59,7 +62,10 @@ def test_a_class_of_transformers(tmp_path: Path) -> None:
     check(BY_NAME["qwen3"], tmp_path, {"target_modules": "all-linear"}, model_impl="transformers")
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "glm4-moe"])
+MIXTURES = ["qwen3-moe", "mixtral", "glm4-moe"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
 def test_experts_and_their_router(name: str, tmp_path: Path) -> None:
     """PEFT has one pair of matrices for all experts of a stack, A with the expert slowest and B with it fastest."""
     check(BY_NAME[name], tmp_path, {"target_modules": "all-linear"})
@@ -123,6 +129,35 @@ def test_random_subsets(tmp_path: Path) -> None:
         targets = rng.sample(LLAMA, rng.randint(2, 6))
         fields = {"target_modules": targets, "r": rng.choice([1, 3, 16, 40]), "use_rslora": rng.random() < 0.5}
         runner = check(tiny, tmp_path / str(i), fields, runner)
+
+
+def linear_names(theirs: PreTrainedModel) -> list[str]:
+    """The last parts of the names of its linear layers. Merged weights of a tied head would change the embedding."""
+    layers = [(name, one) for name, one in theirs.named_modules() if isinstance(one, (Linear, Conv1D))]
+    tied = theirs.get_input_embeddings().weight
+    return sorted({name.rpartition(".")[2] for name, one in layers if one.weight is not tied})
+
+
+def drawn(names: list[str], rng: random.Random) -> list[list[str]]:
+    """One target alone, and a random subset. PEFT adapts the gate and the up matrix of experts together."""
+    pair, single = {"gate_proj", "up_proj"}, rng.choice(names)
+    sets = [{single}, set(rng.sample(names, rng.randint(1, len(names))))]
+    return [sorted(one | (pair if one & pair and pair <= set(names) else set())) for one in sets]
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES, *LATENT])
+def test_drawn_targets_against_merged_weights(name: str, tmp_path: Path) -> None:
+    """Of each family another target alone, and a subset, with ranks and scales drawn by its name."""
+    rng, tiny, runner = random.Random(name), BY_NAME[name], None
+    for i, targets in enumerate(drawn(linear_names(tiny.save(tmp_path / "base")), rng)):
+        fields = {"target_modules": targets, "r": rng.choice([1, 3, 16]), "use_rslora": rng.random() < 0.5}
+        model = save_adapter(tiny.save(tmp_path / "base"), tmp_path / str(i), **fields)
+        runner = runner or start(tmp_path / "base")
+        adapt(runner, tmp_path / str(i))
+        got, base = (adapted_logits(runner, IDS, CHUNKS, place) for place in (0, None))
+        expected = peft_logits(model.merge_and_unload(), IDS)
+        assert float((base - expected).abs().max()) > 1e-3, f"{targets} have no effect"
+        assert float((got - expected).abs().max()) <= 1e-4, targets
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ UNEVEN: Adapters = {
     "lora-bias": ("llama-odd", {"target_modules": ["k_proj", "o_proj"], "lora_bias": True}),
     **OF_TOKENS,
 }
-SPREAD: Adapters = {name: (name, ALL) for name in MIXTURES}
+SPREAD: Adapters = {name: (name, ALL) for name in ("mixtral", "gpt-oss", "deepseek-v3")}
 STAGES: Adapters = {name: (name, ALL) for name in ("llama", "deepseek-v3", "cohere", "gpt2")} | {**OF_TOKENS}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_adapters import read_adapter
+from placed_adapters import read_adapter
 from safetensors.torch import load_file, save_file
 from tiny_models import BY_NAME, start
 

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from blockyard.services.gpu_worker.ranks import group_digest
-from blockyard.services.gpu_worker.ranks.group_digest import make_digest
-from blockyard.services.gpu_worker.ranks.joining import differences
+from blockyard.services.gpu_worker.ranks.group_digest import differences, make_digest
 from blockyard.shared.config.services.process import BusConfig, ProcessConfig
 from blockyard.shared.config.services.worker import WorkerConfig
 

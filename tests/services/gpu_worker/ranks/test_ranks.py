@@ -138,7 +138,8 @@ def test_what_a_follower_refuses_is_the_leader_s_error(group: Group, folder: Pat
     assert isinstance(error, ConfigError) and str(error).startswith("rank 1: ") and "NoSuchModel" in str(error)
 
 
-def test_vectors_are_those_of_one_rank(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
+def test_vectors_are_those_of_one_rank(folder: Path, tmp_path: Path, size: int, num_stages: int) -> None:
     """A decoder that pools, in two chunks."""
 
     def vector(runner: Runner) -> np.ndarray:
@@ -150,7 +151,7 @@ def test_vectors_are_those_of_one_rank(folder: Path, tmp_path: Path) -> None:
         return np.frombuffer(result.vector, "<f4")
 
     expected = vector(engine.start(config(folder, 1, task="embed"), report))
-    made = Group(config(folder, task="embed"), tmp_path)
+    made = Group(config(folder, size, num_stages, task="embed"), tmp_path)
     try:
         np.testing.assert_allclose(vector(made.start()), expected, atol=1e-5)
     finally:
@@ -188,7 +189,6 @@ def test_more_ranks_than_query_heads_are_refused_before_anything_is_loaded(folde
     [
         (4, {}, "--pipeline-parallel-size 4 is more than the 3 layers of the model"),
         (2, {"pipeline_layers": [1, 1]}, "--pipeline-layers 1,1: 2 numbers of layers are needed, of 3 in all"),
-        (2, {"task": "embed"}, "--pipeline-parallel-size 2: a model that pools runs in one stage"),
         (2, {"model_impl": "transformers"}, "runs by its class in transformers, whose layers are not divided"),
     ],
 )

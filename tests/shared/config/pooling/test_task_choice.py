@@ -102,8 +102,7 @@ def test_fields_of_a_worker(tmp_path: Path) -> None:
         (("--kv-transfer-config", '{"kv_connector": "auto"}'), {}, "no KV blocks are sent"),
         (("--enable-lora",), {}, "^--enable-lora: LoRA adapters are not built yet with the task embed$"),
         (("--lora-modules", "a=/a"), {}, "^--lora-modules: LoRA adapters are not built yet with the task embed$"),
-        (("-tp", "2"), {}, "^-tp 2: not built yet with XLMRobertaModel, an encoder runs on one rank$"),
-        (("-tp", "2", "--device", "cuda"), {"architectures": ["LlamaModel"]}, "^-tp 2: not built yet on GPUs"),
+        (("-pp", "2"), {}, "^-pp 2: not built yet with XLMRobertaModel, an encoder runs in one stage$"),
     ],
 )
 def test_contradictions_are_one_line(
@@ -113,9 +112,10 @@ def test_contradictions_are_one_line(
         worker_pooling_fields(values(*flags), checkpoint(with_modules(tmp_path, POOLING), **config))
 
 
-def test_decoders_that_pool_run_on_several_ranks_without_gpus(tmp_path: Path) -> None:
-    model = checkpoint(with_modules(tmp_path, POOLING), architectures=["LlamaModel"])
-    assert worker_pooling_fields(values("-tp", "2", "--device", "cpu"), model)["task"] == "embed"
+@pytest.mark.parametrize(("name", "flag"), [("XLMRobertaModel", "-tp"), ("LlamaModel", "-tp"), ("LlamaModel", "-pp")])
+def test_models_that_pool_run_on_several_ranks(name: str, flag: str, tmp_path: Path) -> None:
+    model = checkpoint(with_modules(tmp_path, POOLING), architectures=[name])
+    assert worker_pooling_fields(values(flag, "2"), model)["task"] == "embed"
 
 
 def test_a_pooler_for_a_model_that_generates(tmp_path: Path) -> None:

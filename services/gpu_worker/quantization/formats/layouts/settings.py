@@ -32,7 +32,7 @@ def names_in(*lists: Any) -> list[str]:
 
 
 def exponents(name: str, stored: Tensor) -> Tensor:
-    """Returns exponents, uint8 or e8m0, in e8m0. Raises LoadError for the one that stands for no number."""
+    """Returns exponents, uint8 or e8m0, in e8m0. Raises LoadError for an exponent that stands for no number."""
     if bool((stored.view(torch.uint8) == NO_EXPONENT).any()):
         raise LoadError(f"{name}: the checkpoint has a scale of nan")
     return stored.view(torch.float8_e8m0fnu)

@@ -1,30 +1,55 @@
 """Two ranks with the steps of a GPU, its operations in plain torch: the follower is a thread."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
-from rank_logits import CPU, connect, load
+from placed_adapters import finished, read_adapter
+from rank_logits import CPU, connect, load, load_undivided
 from reference_ops import ReferenceOps, run_ahead
 
+from blockyard.kernels.lora.adapter_table import add_adapters_reference
+from blockyard.kernels.lora.add_to_heads import add_to_heads_reference
 from blockyard.services.gpu_worker.execution.cuda.follower_steps import DeviceFollowerSteps
+from blockyard.services.gpu_worker.execution.cuda.pooled_attention import TritonChunkAttention
+from blockyard.services.gpu_worker.execution.pooled_steps import PooledSteps
 from blockyard.services.gpu_worker.execution.ranks.follower import Follower
 from blockyard.services.gpu_worker.execution.ranks.leader import DeviceMirror, LeaderModel, LeaderPool
+from blockyard.services.gpu_worker.host_link import SameMemory
 from blockyard.services.gpu_worker.kv.pool import KVPool
+from blockyard.services.gpu_worker.lora.device_places import AdapterKernels, DevicePlaces
+from blockyard.services.gpu_worker.lora.read_modules import AdapterLimits
+from blockyard.services.gpu_worker.lora.targets import ModelTargets
 from blockyard.services.gpu_worker.models.interface import Model
 from blockyard.services.gpu_worker.parallel.commands import Command, DeviceForward, Followers
+from blockyard.services.gpu_worker.parallel.team import RankGroups
+from blockyard.services.gpu_worker.pooling.output import PoolingOutput
 from blockyard.services.gpu_worker.runner import Runner
 from blockyard.shared.messages import Geometry
 from blockyard.shared.messages.base import Frame
 
 CAPACITY = 16
+LIMITS = AdapterLimits(dtype=torch.float32, max_rank=16, fully_sharded=True)
+KERNELS = AdapterKernels(add_adapters_reference, add_to_heads_reference)
 
 
 class TwoRanks:
     """A leader's runner, and a follower in a thread that does what comes."""
 
-    def __init__(self, folder: Path, group: Path, geometry: Geometry, size: int, num_stages: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        group: Path,
+        geometry: Geometry,
+        size: int,
+        num_stages: int,
+        adapters: Sequence[Path] = (),
+        output: PoolingOutput | None = None,
+    ) -> None:
+        """adapters: in places 0, 1, ... of the device. output: of a model that pools; None: it generates."""
+        self._adapters = adapters
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._folder, self._group, self._geometry = folder, group, geometry
         self._size, self._num_stages = size, num_stages
@@ -33,11 +58,26 @@ class TwoRanks:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         ranks = connect(0, size, group, num_stages)
-        model, send = load(folder, ranks), self._send
+        model, send = self._load(ranks), self._send
         pool = self._pool(model)
         pool.mirror = LeaderPool(send)
         self.runner = Runner(LeaderModel(model, ranks, send), pool, geometry, None, lambda runner: None, send=send)
-        run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+        if output is None:
+            run_ahead(self.runner, CAPACITY, records_layers=False, masks=False, mirror=DeviceMirror(send))
+        else:
+            attention = TritonChunkAttention(pool, SameMemory(), has_followers=True)
+            runner = self.runner
+            runner.use(PooledSteps(runner.model, pool, runner.batch, geometry, output, attention))
+
+    def _load(self, ranks: RankGroups) -> Model:
+        model = load(self._folder, ranks)
+        if self._adapters:
+            undivided = load_undivided(self._folder)
+            places = DevicePlaces(model, len(self._adapters), LIMITS, KERNELS, CPU, SameMemory())
+            targets = ModelTargets(model, undivided, fully_sharded=LIMITS.fully_sharded)
+            for place, folder in enumerate(self._adapters):
+                places.put(place, finished(places.prepare(read_adapter(folder, targets, LIMITS))))
+        return model
 
     def _send(self, frame: Frame, to: Followers = Followers.ALL) -> None:
         assert isinstance(frame, Command)
@@ -50,7 +90,7 @@ class TwoRanks:
     def _follow(self) -> None:
         try:
             ranks = connect(1, self._size, self._group, self._num_stages)
-            model = load(self._folder, ranks)
+            model = self._load(ranks)
             pool = self._pool(model)
             steps = DeviceFollowerSteps(model, pool, ranks, self._geometry, ReferenceOps())
             follower = Follower(model, pool, None, steps)
