@@ -1,4 +1,4 @@
-"""Chooses who starts the ranks of workers, their first process or Ray, and counts GPUs. Before any process is started."""
+"""Chooses who starts the ranks of workers: their first process, or Ray. Counts GPUs, before a process is started."""
 
 import contextlib
 import re
