@@ -3,6 +3,7 @@
 #   PORT=9000        another port for `make serve`; FLAGS="..." goes to `blockyard serve` as it is
 #   PYTHON=python3.12  the Python that .venv is made with
 #   TORCH="torch==2.11.0"  another torch than the one chosen below
+#   RAY=1            `make test` installs Ray, too (80 MB): without it the tests of its ranks are skipped
 #   NO_INSTALL=1     installs nothing and uses PYTHON as it is (GPU machines without network)
 
 PORT ?= 8000
@@ -18,7 +19,7 @@ base-ready test-ready:
 else
 PY := .venv/bin/python
 base-ready: .venv/.base
-test-ready: .venv/.base .venv/.test
+test-ready: .venv/.base .venv/.test $(if $(RAY),.venv/.ray)
 endif
 # without bytecode every process that a test starts compiles all its modules
 unexport PYTHONDONTWRITEBYTECODE
@@ -44,7 +45,7 @@ check: test-ready
 SLOWEST := -q --durations=15 --durations-min=5
 # Tests in which a delay of the machine itself would be taken for a fault have it to themselves. `make pytest
 # ARGS=tests/shared` runs these alone.
-ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py) \
+ALONE := $(addprefix integration/,failures/test_freezes.py failures/test_tokenizer_faults.py workers/test_ray_ranks.py) \
 	$(addprefix services/bench/,test_suite.py parallel/test_measures.py prefill_decode/test_measures.py)
 pytest: test-ready
 ifdef ARGS
@@ -94,6 +95,10 @@ bench: test-ready
 
 .venv/.test: .requirements/test.txt .venv/.base
 	@$(PIP) install --quiet --no-deps -r .requirements/test.txt
+	@touch $@
+
+.venv/.ray: .requirements/ray.txt .venv/.test
+	@$(PIP) install --quiet --no-deps -r .requirements/ray.txt
 	@touch $@
 
 # The lock holds all packages but torch, also what torch's CPU build needs, so that no other build of torch is installed

@@ -1,4 +1,4 @@
-"""Pins the ranges of pyproject.toml into base.txt and test.txt. Needs `uv` on PATH; run by `make lock`."""
+"""Pins the ranges of pyproject.toml into base.txt, test.txt and ray.txt. Needs `uv` on PATH; run by `make lock`."""
 
 import re
 import subprocess
@@ -22,3 +22,6 @@ base = pins()
 # what is served is the same under test
 test = sorted([*pins("--extra", "test", "--constraint", ".requirements/base.txt"), TRITON])
 (HERE / "test.txt").write_text("\n".join(test) + "\n")
+# of the extra `ray`, what the tests do not need
+ray = pins("--extra", "test", "--extra", "ray", "--constraint", ".requirements/test.txt")
+(HERE / "ray.txt").write_text("\n".join(line for line in ray if line not in test) + "\n")

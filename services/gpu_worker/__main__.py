@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from blockyard.services.gpu_worker.loading.sleep import SleepingRunner
 from blockyard.services.gpu_worker.mock import runner as mock_runner
 from blockyard.services.gpu_worker.ranks import network
 from blockyard.services.gpu_worker.ranks.leader_team import ENVIRONMENT, LeaderTeam
+from blockyard.services.gpu_worker.ranks.ray_group.ray_ranks import RayRanks, wait_for_ray
 from blockyard.services.gpu_worker.ranks.several_hosts import RankHost, wait_for_hosts
 from blockyard.services.gpu_worker.service import Worker
 from blockyard.shared.bus.links import Links
@@ -66,15 +68,14 @@ def serve(config: WorkerConfig) -> None:
         own_heartbeat=True,
         liveness=LivenessPipe(config.process.liveness_fd),
     )
-    with links:
+    with links, ExitStack() as ending:
         links.update(kv_role=config.kv_transfer.role if config.kv_transfer is not None else None)
 
         def report(phase: str, progress: float, notes: list[str]) -> None:
             links.update(phase=phase, progress=progress, notes=list(notes))
 
-        if team is not None and config.num_nodes > 1:
-            links.update(phase="waiting for ranks of other hosts")
-            wait_for_hosts(config, team, lambda address: links.update(ranks=address), stopped.is_set)
+        if team is not None:
+            wait_for_ranks(config, team, links, stopped.is_set, ending)
         try:
             start, held_bytes = load_engine(config, team)
             runner = SleepingRunner(lambda: start(config, report, processes), lambda: held_bytes(config), freeze)
@@ -95,6 +96,20 @@ def serve(config: WorkerConfig) -> None:
             raise
         if team is not None:
             team.close()
+
+
+def wait_for_ranks(
+    config: WorkerConfig, team: LeaderTeam, links: Links[WorkerIn], is_stopped: Callable[[], bool], ending: ExitStack
+) -> None:
+    """Waits until the ranks that this process does not start have joined. ending: of this process."""
+    if config.num_nodes > 1:
+        links.update(phase="waiting for ranks of other hosts")
+        wait_for_hosts(config, team, lambda address: links.update(ranks=address), is_stopped)
+    elif config.ray is not None:
+        links.update(phase="waiting for ranks that Ray starts")
+        ranks = RayRanks(config, config.ray)
+        ending.callback(ranks.close)
+        wait_for_ray(config, ranks, team, is_stopped)
 
 
 def start_ranks(config: WorkerConfig, gpu: Path = GPU) -> LeaderTeam | None:

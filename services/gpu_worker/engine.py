@@ -151,7 +151,8 @@ def readers(first: Child | None) -> MakeReader:
 
 def of_host(config: WorkerConfig) -> WorkerConfig:
     """Returns the settings of a rank: ranks share cores and memory of the machine as workers do."""
-    return msgspec.structs.replace(config, replicas=config.replicas * len(config.host_ranks))
+    num = len(config.host_ranks) if config.ray is None else config.num_ranks  # Ray may put all of them here
+    return msgspec.structs.replace(config, replicas=config.replicas * num)
 
 
 def read_settings(config: WorkerConfig, report: StartReport) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from blockyard.services.launcher import rank_host, sources
+from blockyard.services.launcher import executors, rank_host, sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import exec_service
 from blockyard.services.launcher.supervision.run_dir import SERVICES
 from blockyard.shared.bus import curve, ring_query
-from blockyard.shared.config import adapters, host_memory, kv_transfer, output_parsers, resolve, worker_roles
+from blockyard.shared.config import adapters, kv_transfer, output_parsers, resolve, worker_roles
 from blockyard.shared.config.checkpoint import Checkpoint
 from blockyard.shared.config.flags import FLAGS
 from blockyard.shared.config.parsed_flags import ParsedFlag, Values
@@ -90,8 +90,8 @@ def service_config(service: str, values: Values) -> ServiceStruct:
             return resolve.scheduler(values, model, process)
         case _:
             of_role = worker_roles.of_process(values)
-            host_memory.check([(of_role.values, 1)])
-            return resolve.worker(of_role, model, _with_advertised(process, values))
+            [config] = resolve.workers([of_role], model, lambda _: _with_advertised(process, values))
+            return executors.choose([config], values, os.environ)[0]
 
 
 def _with_advertised(process: ProcessConfig, values: Values) -> ProcessConfig:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+import msgspec
 from setproctitle import setproctitle
 
-from blockyard.services.launcher import gpus, ports, sources
+from blockyard.services.launcher import executors, ports, sources
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import service_specs
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
@@ -36,7 +37,8 @@ def main(args: Sequence[str]) -> int:
     with RunDir(values.maybe("run-dir", str)) as run_dir, contextlib.ExitStack() as reserved:
         deployment = resolve(values, model_files.find(values), local_bus(run_dir.path))
         reserved.enter_context(ports.reserved(deployment.gateways))
-        gpus.check(deployment.workers, os.environ)
+        workers = executors.choose(deployment.workers, values, os.environ)
+        deployment = msgspec.structs.replace(deployment, workers=workers)
         setproctitle("blockyard: launcher")
         logs.setup("launcher", log_settings.log_level(values), log_settings.config_file(values))
         display = make_display(deployment, sys.stdout, values.get("use-tqdm-on-load", bool))

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from blockyard.services.launcher import gpus
+from blockyard.services.launcher import executors
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.supervision.child import MakeCommand
 from blockyard.services.launcher.supervision.ring import Ring, local_bus
@@ -58,10 +58,10 @@ class Session:
             self.settings = whole.scheduler.model
             self.formats = OutputFormats.load(self.settings.tools, self.config.parser_plugins)
             self.tokenizer_path = Path(whole.tokenizers[0].tokenizer_path)
-            gpus.check(whole.workers, os.environ)
+            workers = executors.choose(whole.workers, values, os.environ)
             # `LLM.chat` passes templates of the calling script, which is trusted
             tokenizers = [msgspec.structs.replace(t, trust_request_chat_template=True) for t in whole.tokenizers]
-            self._deployment = msgspec.structs.replace(whole, gateways=[], tokenizers=tokenizers)
+            self._deployment = msgspec.structs.replace(whole, gateways=[], tokenizers=tokenizers, workers=workers)
             self._display = display(self._deployment)
             self._ring = Ring(self._deployment, run_dir.path, self._display, make_command)
             self._cleanup = undo.pop_all()

@@ -25,6 +25,7 @@ FLAG = "compilation-config"
 QUERY_HEADS = ("num_attention_heads", "n_head")  # in config.json
 NUM_LAYERS = ("num_hidden_layers", "n_layer")
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size")
+EXECUTOR = "distributed-executor-backend"
 LEVELS = range(4)
 MOST_SEQS = 1024  # of a worker on a GPU without --max-num-seqs
 NUM_SEQS = ("max-num-seqs", "max-num-active-seqs")
@@ -166,10 +167,10 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
             f"{values.where('enable-expert-parallel')}: not built yet with --data-parallel-size above 1: experts are "
             "spread over the ranks of one worker"
         )
-    backend = values.where("distributed-executor-backend")
-    if values["distributed-executor-backend"] == "external_launcher":
+    backend, asked = values.where(EXECUTOR), executor(values)
+    if asked == "external_launcher":
         raise ConfigError(f"{backend} external_launcher is for blockyard.LLM in a script under torchrun; use mp")
-    for flag in PARALLEL if values["distributed-executor-backend"] == "uni" else ():
+    for flag in PARALLEL if asked == "uni" else ():
         if (number := values.get(flag, int)) > 1:
             raise ConfigError(f"{backend} uni is for one rank; {values.where(flag)} {number} needs mp")
     if size == 1 or values["worker-cls"] == "mock":
@@ -183,6 +184,16 @@ def check_ranks(values: Values, config: Mapping[str, Any]) -> None:
             f"{values.where('calculate-kv-scales')}: each rank would measure its own heads; give "
             "--quantization-param-path"
         )
+
+
+def executor(values: Values) -> str | None:
+    """Returns who is to start ranks, or None if no flag says so. Raises ConfigError for two that disagree."""
+    given = values.maybe(EXECUTOR, str)
+    if not values["worker-use-ray"]:
+        return given
+    if given not in (None, "ray"):
+        raise ConfigError(f"{values.where('worker-use-ray')} and {values.where(EXECUTOR)} {given} disagree")
+    return "ray"
 
 
 def node_fields(values: Values, bus: BusConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 from setproctitle import setproctitle
 
-from blockyard.services.launcher import gpus
+from blockyard.services.launcher import executors
 from blockyard.services.launcher.batches import remote_files
 from blockyard.services.launcher.models import model_files
 from blockyard.services.launcher.serve import RUN_ONLY, make_display, read_values, run_ring
@@ -116,7 +116,8 @@ def main(args: Sequence[str]) -> int:
 def _answer(files: BatchFiles, values: Values, notes: list[str], max_lines: int | None, resumes: bool) -> None:
     with RunDir(values.maybe("run-dir", str)) as run_dir:
         deployment = with_batch(resolve(values, model_files.find(values), local_bus(run_dir.path)), files, max_lines)
-        gpus.check(deployment.workers, os.environ)
+        workers = executors.choose(deployment.workers, values, os.environ)
+        deployment = msgspec.structs.replace(deployment, workers=workers)
         setproctitle("blockyard: launcher")
         logs.setup("launcher", log_settings.log_level(values), log_settings.config_file(values))
         display = make_display(deployment, sys.stdout, values.get("use-tqdm-on-load", bool))

@@ -1,8 +1,6 @@
 """Flags of memory, scheduling and parallelism."""
 
-from blockyard.shared.config.flags.flag import Flag, FlagKind, not_built
-
-_RAY = not_built("Ray; workers are processes of this machine, or `blockyard run gpu-worker` on another")
+from blockyard.shared.config.flags.flag import Flag, FlagKind
 
 PARALLEL = (
     Flag(
@@ -75,14 +73,21 @@ PARALLEL = (
     Flag(
         "distributed-executor-backend",
         FlagKind.TEXT,
-        "mp",
-        "How workers are started. external_launcher: by the `LLM` of process 0 of a script that torchrun starts.",
-        choices=("mp", "uni", "external_launcher"),
-        refused_values={"ray": _RAY},
+        None,
+        "Who starts the ranks of a worker. mp: its first process, on this machine; uni: there is one rank; ray: a Ray "
+        "cluster, on any of its machines; external_launcher: torchrun, whose process 0 makes the `LLM`. Unset: mp, or "
+        "ray if this machine has too few GPUs and a cluster answers.",
+        choices=("mp", "uni", "ray", "external_launcher"),
     ),
-    Flag("worker-use-ray", FlagKind.BOOL, False, "Start workers with Ray.", refused=_RAY),
-    Flag("engine-use-ray", FlagKind.BOOL, False, "Start the engine with Ray.", refused=_RAY),
-    Flag("ray-workers-use-nsight", FlagKind.BOOL, False, "Profile Ray workers.", refused=_RAY),
+    Flag("worker-use-ray", FlagKind.BOOL, False, "The same as --distributed-executor-backend ray."),
+    Flag(
+        "engine-use-ray",
+        FlagKind.BOOL,
+        False,
+        "Start the engine with Ray.",
+        mapped="services are processes of their own already; for ranks: --distributed-executor-backend ray",
+    ),
+    Flag("ray-workers-use-nsight", FlagKind.BOOL, False, "Profile each rank that Ray starts with Nsight Systems."),
     Flag(
         "disable-custom-all-reduce",
         FlagKind.BOOL,

@@ -67,6 +67,13 @@ class KVTransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     faults: KVTransferFaults = KVTransferFaults()
 
 
+class RayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The Ray cluster that finds a node for each rank and starts it: `--distributed-executor-backend ray`."""
+
+    address: str  # host and port
+    with_nsight: bool = False  # profile each rank
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     process: ProcessConfig
     model_path: str  # folder with config.json and the weights
@@ -123,6 +130,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     has_pair_template: bool = False  # the tokenizers render pairs of texts, with an instruction
     pipeline_parallel_size: int = 1  # stages of the model, each with some layers, of `tensor_parallel_size` ranks
     pipeline_layers: list[int] = []  # number of layers of each stage; empty: by cost and KV memory
+    ray: RayConfig | None = None  # None: this process starts its other ranks
     num_nodes: int = 1  # hosts of the ranks, each with as many
     node_rank: int = 0  # number of this host; 0: the leader's
     rank_timeout_s: float = 120.0  # in which all ranks must have joined
@@ -141,7 +149,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def host_ranks(self) -> range:
-        """The ranks on this host."""
+        """The ranks that this host's worker process starts, or is."""
+        if self.ray is not None:
+            return range(1)
         each = self.num_ranks // self.num_nodes
         return range(self.node_rank * each, (self.node_rank + 1) * each)
 

@@ -49,7 +49,7 @@ PARALLEL = (
         "How replicas are started.",
         short_names=("dpb",),
         choices=("mp",),
-        refused_values={"ray": not_built("Ray; use mp")},
+        refused_values={"ray": "use mp; --distributed-executor-backend ray places the ranks of each replica"},
     ),
     _balance("data-parallel-rank", FlagKind.INT, None, "This replica's number.", short_names=("dpn",), ge=0),
     _balance("data-parallel-external-lb", FlagKind.BOOL, False, "Balance outside.", short_names=("dpe",)),

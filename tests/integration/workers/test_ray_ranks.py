@@ -1,0 +1,158 @@
+"""Ranks that a real Ray cluster starts on two of its nodes: the texts of one rank, whatever is killed meanwhile.
+
+Nodes of one machine, with a CPU each.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import aiohttp
+import pytest
+from rig import Server, completion, family, serve, stream
+from tcp_addresses import free_port
+
+pytestmark = pytest.mark.skipif(
+    find_spec("ray") is None, reason="RAY IS NOT INSTALLED: no rank is started by Ray; `make test RAY=1` installs it"
+)
+
+FLAGS = ("--device", "cpu", "--dtype", "float32", "--detokenizers", "1", "--tokenizers", "1", "--cpu-threads", "1")
+ON_RAY = ("-tp", "2", "--distributed-executor-backend", "ray")
+NUM_STREAMS = 3
+NUM_TOKENS = 120
+GONE_S = 5.0
+RANK, RAYLET = "RankActor.follow", "raylet/raylet"  # titles that Ray gives
+START_S = 60.0
+STORE = ("--object-store-memory", "80000000")  # the least that Ray takes; a third of the machine's memory otherwise
+# a node that is dead is so after 4 s and not after 15
+QUICK = {"RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "1000"}
+QUICK |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_ms": "3000"}
+
+
+class RayCluster:
+    """Each node is a process group of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: with a short path, because Ray makes sockets below it."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self.address, self._folder = f"127.0.0.1:{port}", folder
+        head = ("--head", "--port", str(port), "--temp-dir", str(folder), "--include-dashboard", "false")
+        self._groups = [self._start(*head)]
+        until = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                return
+            assert time.monotonic() < until, "Ray has not started"
+            time.sleep(0.05)
+
+    def add_node(self) -> int:
+        """Returns the number of the node, which joins the cluster some seconds later. The first one has number 0."""
+        self._groups.append(self._start("--address", self.address))
+        return len(self._groups) - 1
+
+    def processes(self, node: int) -> dict[int, str]:
+        """Titles of the node's processes, and of ranks there, by process id."""
+        return family(self._groups[node].pid)
+
+    def kill(self, node: int, title: str) -> int:
+        """Kills the process of a node whose title has these words, as no process can prevent. Returns its id."""
+        [pid] = [pid for pid, found in self.processes(node).items() if title in found]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def close(self) -> None:
+        for group in self._groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGKILL)
+            group.wait()
+
+    def _start(self, *flags: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        with (self._folder / "start.log").open("ab") as log:
+            return subprocess.Popen(
+                [*command, "--num-cpus", "1", "--num-gpus", "0", *STORE, *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | QUICK,
+            )
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        cluster = RayCluster(Path(folder))
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        try:
+            cluster.add_node()
+            yield cluster
+        finally:
+            cluster.close()
+
+
+async def texts(server: Server, meanwhile: Callable[[], object] = lambda: None) -> list[str]:
+    """The texts of greedy and seeded streams. meanwhile: called while they run."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+        bodies = [
+            completion(NUM_TOKENS, prompt=f"def stream_{i}():", seed=i, temperature=0.7 * (i % 2))
+            for i in range(NUM_STREAMS)
+        ]
+        tasks = [asyncio.create_task(stream(session, server.url, body)) for body in bodies]
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in tasks), "what happens comes too late to mean anything"
+        meanwhile()
+        return [one.text for one in await asyncio.gather(*tasks)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-tp", "4", "--rank-timeout", "1"), "needed: 4 CPUs, 1 or more on this machine; free: 1 of 1 on "),
+        (("-tp", "2", "--ray-workers-use-nsight"), "nsight is not installed"),
+    ],
+)
+def test_ranks_that_cannot_be_started_end_the_start(cluster: RayCluster, flags: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-P", "-m", "blockyard", "serve", "demo", "--port", str(free_port()), *FLAGS]
+    command += ["--worker-use-ray", *flags]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode in (2, 3), ended.stderr
+    assert said in ended.stderr.splitlines()[-1], ended.stderr
+
+
+@pytest.mark.timeout(400)
+def test_texts_are_those_of_one_rank_when_a_rank_or_its_node_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+    with serve("demo", *FLAGS) as server:
+        expected = asyncio.run(texts(server))
+    with serve("demo", *FLAGS, *ON_RAY, log=tmp_path / "log") as server:
+        assert asyncio.run(texts(server)) == expected
+        assert asyncio.run(texts(server, lambda: cluster.kill(1, RANK))) == expected
+        assert any(RANK in title for title in cluster.processes(1).values()), "it is started again"
+
+        def lose_node() -> None:
+            cluster.kill(1, RAYLET)
+            cluster.add_node()
+
+        assert asyncio.run(texts(server, lose_node)) == expected
+        assert any(RANK in title for title in cluster.processes(2).values())
+        others = set(server.family())
+        server.process.kill()
+        server.process.wait()
+        until = time.monotonic() + GONE_S
+        while any(RANK in title for title in cluster.processes(2).values()) or any(map(exists, others)):
+            assert time.monotonic() < until, "a process outlives the launcher"
+            time.sleep(0.05)
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
