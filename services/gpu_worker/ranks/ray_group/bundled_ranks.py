@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 import ray
-from blockyard.services.gpu_worker.parallel.meeting import LOOPBACK
-from blockyard.services.gpu_worker.ranks.group_digest import make_digest
 from ray._private.state import available_resources_per_node
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from blockyard.services.gpu_worker.parallel.meeting import LOOPBACK
 from blockyard.services.gpu_worker.ranks import network
+from blockyard.services.gpu_worker.ranks.group_digest import make_digest
 from blockyard.services.gpu_worker.ranks.joining import RankTicket
 from blockyard.services.gpu_worker.ranks.rank_process import join_leader
 from blockyard.services.gpu_worker.ranks.ray_group.frames import PlaceRanks, RanksFailed
